@@ -1,0 +1,106 @@
+"""The TRL side of `ppo_step.py`; runs inside a virtual environment with TRL, the last release line that has PPO.
+
+One step: sample `--batch` responses, log-probabilities, reference log-probabilities, values and rewards of all of them,
+then one epoch of `--batch / --minibatch` optimizer steps for policy and value model. The first step is dropped.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+
+os.environ.update(
+    HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1", CUDA_VISIBLE_DEVICES=""
+)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True, help="folder with the policy and the tokenizer")
+    parser.add_argument("--prompts", required=True, help="JSONL with `input`")
+    for name in ("steps", "batch", "minibatch", "new-tokens", "threads"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    torch.set_num_threads(args.threads)
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.wall: list[float] = []
+            self.cpu: list[float] = []
+
+        def tick(self) -> None:
+            self.wall.append(time.perf_counter())
+            self.cpu.append(time.process_time())
+
+        def on_train_begin(self, *_: object, **__: object) -> None:
+            self.tick()
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            self.tick()
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(args.model) for _ in range(2))
+    value, reward = (AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=1) for _ in range(2))
+    with open(args.prompts) as lines:
+        rows = [tokenizer(json.loads(line)["input"]).input_ids for line in lines]
+    clock = Clock()
+    config = PPOConfig(
+        output_dir=tempfile.mkdtemp(prefix="trl-ppo-"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        seed=0,
+        learning_rate=1e-4,
+        # With gradient accumulation TRL takes one optimizer step per epoch instead of one per minibatch.
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=args.batch,
+        num_mini_batches=args.batch // args.minibatch,
+        num_ppo_epochs=1,
+        total_episodes=args.batch * args.steps,
+        response_length=args.new_tokens,
+        temperature=1.0,
+        local_rollout_forward_batch_size=args.batch,
+        num_sample_generations=0,
+    )
+    trainer = PPOTrainer(
+        args=config,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=reference,
+        reward_model=reward,
+        value_model=value,
+        train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
+        callbacks=[clock],
+    )
+    trainer.train()
+    state = trainer.optimizer.optimizer.state
+    wall, cpu = ([b - a for a, b in zip(times, times[1:])][1:] for times in (clock.wall, clock.cpu))  # noqa: B905
+    print(
+        json.dumps(
+            {
+                "wall": statistics.median(wall),
+                "cpu": statistics.median(cpu),
+                "steps": len(wall),
+                "optimizer_steps": max(int(s["step"]) for s in state.values()),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

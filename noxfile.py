@@ -1,0 +1,45 @@
+"""Developer sessions: `nox -s tests`, `lint`, `types`, `quickstart`, `bench`."""
+
+import nox
+
+nox.options.sessions = ["tests", "lint", "types"]
+nox.options.reuse_existing_virtualenvs = True
+
+CONSTRAINTS = ("-c", "constraints-cpu.txt")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The test suite; arguments go to pytest, for example `nox -s tests -- -m slow`."""
+    session.install(*CONSTRAINTS, "-e", ".[test]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: rules and format."""
+    session.install(*CONSTRAINTS, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict."""
+    session.install(*CONSTRAINTS, "-e", ".[dev]")
+    session.run("mypy")
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """What a newcomer runs first."""
+    session.install(*CONSTRAINTS, "-e", ".")
+    session.run("relax", "quickstart", session.create_tmp(), *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Benchmarks, each against a reference measured in the same run."""
+    session.install(*CONSTRAINTS, "-e", ".[test]")
+    session.run("python", "benchmarks/gae.py", *session.posargs)
+    session.run("python", "benchmarks/ppo_step.py", *session.posargs)

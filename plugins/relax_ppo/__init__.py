@@ -1,0 +1,96 @@
+"""PPO with a separate critic. Paper: Schulman et al. 2017, arXiv:1707.06347.
+
+The formula is in `loss.py`, the advantages in `advantages.py`, the rules of a PPO run in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from relax_cli import (
+    ClipOptions,
+    Config,
+    Estimator,
+    GaeOptions,
+    Normalized,
+    Problem,
+    RoleSpec,
+    ServiceGraph,
+    hookimpl,
+)
+from relax_ppo.rules import check_config, normalize_config
+
+if TYPE_CHECKING:
+    from relax_cli.engine.plan import LaunchPlan
+    from relax_ppo.loss import policy_loss as policy_loss
+
+
+class PpoOptions(ClipOptions, GaeOptions):
+    """PPO-Clip and GAE."""
+
+
+CRITIC = RoleSpec(
+    "critic",
+    reads=("tokens", "prompt_lens", "response_lens", "response_mask", "rewards"),
+    writes=("values",),
+    uses_device=True,
+    summary="estimates the value of each state and learns it from the returns",
+)
+ADVANTAGES = RoleSpec(
+    "advantages",
+    reads=("response_mask", "rewards", "group_ids", "truncated", "values"),
+    writes=("advantages", "returns"),
+    uses_device=False,
+    summary="turns rewards and values into advantages (GAE)",
+)
+
+
+@hookimpl
+def relax_estimators() -> list[Estimator]:
+    return [
+        Estimator(
+            name="ppo",
+            summary="PPO-Clip with a separate critic and generalised advantage estimation",
+            paper="arXiv:1707.06347",
+            options=PpoOptions,
+            advantages="relax_ppo.advantages:advantages",
+            policy_loss="relax_ppo.loss:policy_loss",
+            needs_critic=True,
+        )
+    ]
+
+
+@hookimpl
+def relax_service_graph(graph: ServiceGraph) -> ServiceGraph:
+    """rollout → critic → advantages → actor; the actor reads its advantages instead of the rewards."""
+    actor_reads = tuple(f for f in graph["actor"].reads if f not in ("rewards", "group_ids"))
+    return graph.with_role(CRITIC).with_role(ADVANTAGES).replace("actor", reads=(*actor_reads, "advantages"))
+
+
+@hookimpl
+def relax_normalize_config(config: Config) -> Normalized:
+    return normalize_config(config)
+
+
+@hookimpl
+def relax_check_config(config: Config) -> list[Problem]:
+    return check_config(config)
+
+
+@hookimpl
+def relax_launch(plan: LaunchPlan) -> Any:
+    """Start the colocated workers of a PPO run."""
+    if plan.config.algorithm.advantage_estimator != "ppo":
+        return None
+    from relax_cli.engine.launch import launch_colocated
+
+    return launch_colocated(plan)
+
+
+def __getattr__(name: str) -> Any:
+    # The math imports torch, so it is loaded when it is used.
+    if name == "policy_loss":
+        from relax_ppo.loss import policy_loss
+
+        return policy_loss
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,52 @@
+"""SAPO: a sigmoid gate in place of clipping. Paper: arXiv:2511.20347.
+
+The formula is in `loss.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from relax_cli import Config, Estimator, GroupOptions, Problem, hookimpl
+from relax_cli.plugin.rules import check_group_size
+
+if TYPE_CHECKING:
+    from relax_sapo.loss import policy_loss as policy_loss
+
+
+class SapoOptions(GroupOptions):
+    """Temperatures of the gate, and group baselines."""
+
+    sapo_tau_pos: float = Field(1.0, gt=0, description="SAPO gate temperature for positive advantages")
+    sapo_tau_neg: float = Field(1.05, gt=0, description="SAPO gate temperature for other advantages")
+
+
+@hookimpl
+def relax_estimators() -> list[Estimator]:
+    return [
+        Estimator(
+            name="sapo",
+            summary="soft sigmoid gate on the importance ratio, group-relative advantages",
+            paper="arXiv:2511.20347",
+            options=SapoOptions,
+            advantages="relax_cli.algorithms.groups:advantages",
+            policy_loss="relax_sapo.loss:policy_loss",
+            needs_groups=True,
+        )
+    ]
+
+
+@hookimpl
+def relax_check_config(config: Config) -> list[Problem]:
+    return check_group_size(config)
+
+
+def __getattr__(name: str) -> Any:
+    # The math imports torch, so it is loaded when it is used.
+    if name == "policy_loss":
+        from relax_sapo.loss import policy_loss
+
+        return policy_loss
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

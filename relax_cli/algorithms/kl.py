@@ -1,0 +1,47 @@
+"""Estimators of the KL divergence to a reference model from the sampled tokens.
+
+Source: Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW_VAR_LIMIT = 10.0
+
+
+def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
+    """KL per token, with `L = logp − ref_logp`.
+
+    k1 is `L`, k2 `L²/2`, k3 `exp(−L) − 1 + L`, and low_var_kl is k3 clamped to ±10.
+
+    Args:
+        logp: `[B, T]`, log-probabilities of the model being trained; the gradient flows through them.
+        ref_logp: `[B, T]`, the reference model's.
+        kind: `k1`, `k2`, `k3` or `low_var_kl`.
+
+    Returns:
+        `[B, T]`, at least float32, not masked: select trainable tokens from the inputs or the result.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    dtype = torch.promote_types(logp.dtype, torch.float32)
+    log_ratio = logp.to(dtype) - ref_logp.detach().to(dtype)
+    match kind:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            return _k3(log_ratio)
+        case "low_var_kl":
+            # Below -20 the limit holds anyway, but exp would overflow and the gradient become 0 * inf = NaN.
+            return _k3(log_ratio.clamp(min=-20.0)).clamp(-_LOW_VAR_LIMIT, _LOW_VAR_LIMIT)
+        case _:
+            raise ValueError(f"unknown KL estimator {kind!r}; expected k1, k2, k3 or low_var_kl")
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    return torch.exp(-log_ratio) - 1 + log_ratio

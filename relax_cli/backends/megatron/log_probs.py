@@ -1,0 +1,50 @@
+"""Log-probabilities and entropy from logits whose vocabulary is split over tensor-parallel ranks.
+
+Legend: `N` tokens, `V` the vocabulary slice of this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from torch import Tensor
+
+from relax_cli.backends.megatron import parallel
+
+
+def log_probs_and_entropy(
+    logits_NV: Tensor, tokens_N: Tensor, *, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token and entropy of its distribution, fp32 `[N]`, in nats.
+
+    Args:
+        logits_NV: fp32, already divided by the temperature.
+        tokens_N: ids in the whole vocabulary.
+        entropy_grad: let gradients flow through the entropy too; it costs memory of the size of the logits.
+    """
+    if parallel.tensor_parallel_size() == 1:
+        all_NV = logits_NV.log_softmax(-1)
+        log_probs_N = all_NV.gather(-1, tokens_N[:, None]).squeeze(-1)
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            return log_probs_N, -torch.linalg.vecdot(all_NV.exp(), all_NV)
+    return _vocab_parallel(logits_NV, tokens_N, entropy_grad)
+
+
+def _vocab_parallel(logits_NV: Tensor, tokens_N: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    largest_N = logits_NV.detach().amax(-1)
+    dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=parallel.tensor_parallel_group())
+    shifted_NV = logits_NV - largest_N[:, None]
+    log_total_N = _sum_over_ranks(shifted_NV.exp().sum(-1)).log()
+    local_N = tokens_N - parallel.tensor_parallel_rank() * logits_NV.size(-1)
+    mine_N = (local_N >= 0) & (local_N < logits_NV.size(-1))
+    picked_N = shifted_NV.gather(-1, torch.where(mine_N, local_N, 0)[:, None]).squeeze(-1)
+    log_probs_N = _sum_over_ranks(torch.where(mine_N, picked_N, 0.0)) - log_total_N
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        all_NV = shifted_NV - log_total_N[:, None]
+        return log_probs_N, -_sum_over_ranks(torch.linalg.vecdot(all_NV.exp(), all_NV))
+
+
+def _sum_over_ranks(x: Tensor) -> Tensor:
+    """Sum forward; the gradient reaches every rank unchanged."""
+    return reduce_from_tensor_model_parallel_region(x.contiguous())  # type: ignore[no-any-return]

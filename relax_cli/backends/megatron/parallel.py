@@ -1,0 +1,144 @@
+"""Process groups of one role: tensor parallel inside, data parallel outside. All state is Megatron's own."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel as megatron_tp
+
+from relax_cli.backends.device import Device
+from relax_cli.backends.megatron import cpu_support
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One worker of a role and where its ranks meet."""
+
+    rank: int
+    world_size: int
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+
+def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int) -> None:
+    """Join the ranks of this role. In one process that hosts several roles (world size 1) later calls check only.
+
+    Raises:
+        EnvironmentFault: megatron-core cannot run on this machine (see `cpu_support`).
+    """
+    cpu_support.install()
+    assert rank.world_size % tensor_parallel == 0, (
+        "ranks divide by the tensor-parallel size: checked before launch"
+    )
+    if dist.is_initialized():
+        here = (
+            dist.get_rank(),
+            dist.get_world_size(),
+            mpu.get_tensor_model_parallel_world_size(),
+            dist.get_backend(),
+        )
+        wanted = (rank.rank, rank.world_size, tensor_parallel, device.backend)
+        assert here == wanted, f"this process already is rank/ranks/TP/backend {here}, not {wanted}"
+        return
+    if rank.world_size == 1:
+        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        if device.backend == "gloo" and rank.master_addr in ("127.0.0.1", "localhost"):
+            # Otherwise gloo resolves the host name, which laptops and containers often cannot.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        address = f"tcp://{rank.master_addr}:{rank.master_port}"
+        dist.init_process_group(
+            device.backend, init_method=address, rank=rank.rank, world_size=rank.world_size
+        )
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False
+    )
+    seed_everything(seed, device)
+
+
+def seed_everything(seed: int, device: Device) -> None:
+    """Seed Python, numpy and torch alike on every rank, and on CUDA Megatron's per-region generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if device.kind == "cuda":
+        megatron_tp.model_parallel_cuda_manual_seed(seed)
+
+
+def shutdown() -> None:
+    """Leave the process groups; does nothing when none exist."""
+    if dist.is_initialized():
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def data_parallel_rank() -> int:
+    """Which share of the samples this rank works on."""
+    return int(mpu.get_data_parallel_rank())
+
+
+def data_parallel_size() -> int:
+    """Into how many shares the samples are split."""
+    return int(mpu.get_data_parallel_world_size())
+
+
+def data_parallel_group() -> dist.ProcessGroup:
+    """Ranks that hold the same slice of the model."""
+    return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
+
+
+def tensor_parallel_rank() -> int:
+    """Which slice of every layer this rank holds."""
+    return int(mpu.get_tensor_model_parallel_rank())
+
+
+def tensor_parallel_size() -> int:
+    """Into how many slices every layer is split."""
+    return int(mpu.get_tensor_model_parallel_world_size())
+
+
+def tensor_parallel_group() -> dist.ProcessGroup:
+    """Ranks that share every layer and see the same samples."""
+    return mpu.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
+
+
+def is_output_rank() -> bool:
+    """One rank per share of the samples: it alone writes what all ranks of its tensor-parallel group computed."""
+    return tensor_parallel_rank() == 0
+
+
+def sum_over_data_parallel(values: Sequence[float]) -> list[float]:
+    """Element-wise sum over data-parallel ranks, in float64."""
+    return _all_reduce(values, dist.ReduceOp.SUM)
+
+
+def max_over_data_parallel(value: float) -> float:
+    """Largest over data-parallel ranks."""
+    return _all_reduce([value], dist.ReduceOp.MAX)[0]
+
+
+def sum_records(record: dict[str, float]) -> dict[str, float]:
+    """Sum records over data-parallel ranks; a rank that has nothing to say gives an empty one."""
+    if data_parallel_size() == 1:
+        return record
+    records: list[Any] = [None] * data_parallel_size()
+    dist.all_gather_object(records, record, group=data_parallel_group())
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: sum(record.get(name, 0.0) for record in records) for name in names}
+
+
+def _all_reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    if data_parallel_size() == 1:
+        return [float(value) for value in values]
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, op=op, group=data_parallel_group())
+    return total.tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,211 @@
+"""A model in training: forward, optimizer steps, weights for the rollout engine, checkpoints, sleep.
+
+Legend: `B` samples, `S` prompt + response, `T` response tokens. Every rank of a role makes the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from relax_cli.backends.device import Device, Parking
+from relax_cli.backends.megatron import checkpointing, parallel
+from relax_cli.backends.megatron.model import build_model
+from relax_cli.backends.megatron.optimizer import Optimizer
+from relax_cli.backends.megatron.records import MicroBatch, ModelOutput, ResponseIndex, TrainStep
+from relax_cli.checkpoint.convert import megatron_to_hf, merge_shards
+from relax_cli.checkpoint.hf import HfWeights, read_spec
+from relax_cli.config.schema import OptimizerSection
+
+__all__ = ["LossFunction", "MicroBatch", "ModelOutput", "TrainStep", "TrainableModel"]
+
+LossFunction: TypeAlias = Callable[[ModelOutput, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+"""Loss of a micro-batch and metrics, both already divided by the denominators of the whole global batch."""
+
+
+class TrainableModel:
+    """A policy or a value model with its optimizer, spread over the ranks that `parallel.initialize` joined."""
+
+    def __init__(
+        self,
+        kind: Literal["policy", "value"],
+        model_folder: Path,
+        optimizer: OptimizerSection,
+        *,
+        lr: float,
+        warmup_iters: int,
+        decay_iters: int,
+        tensor_parallel: int,
+        device: Device,
+        seed: int,
+        temperature: float = 1.0,
+        value_head_std: float = 0.02,
+    ) -> None:
+        """Build from the Hugging Face folder `model_folder`.
+
+        Args:
+            lr: peak learning rate; the schedule's shape comes from `optimizer`.
+            warmup_iters: optimizer steps of linear warm-up.
+            decay_iters: optimizer steps after which `min_lr` is reached.
+            seed: initialises the value head.
+            temperature: logits are divided by it, as the rollout engine's are.
+            value_head_std: standard deviation of the value head's initial weights; 0 starts with values of 0.
+
+        Raises:
+            ConfigError: the folder is unreadable, unsupported, or does not divide by `tensor_parallel`.
+        """
+        assert tensor_parallel == parallel.tensor_parallel_size(), "parallel.initialize made other groups"
+        self.kind = kind
+        self.device = device
+        self.spec = read_spec(model_folder)
+        self.model = build_model(
+            kind,
+            self.spec,
+            device,
+            tensor_parallel=tensor_parallel,
+            temperature=temperature,
+            value_head_std=value_head_std,
+            seed=seed,
+        )
+        self.model.load_hf(HfWeights(model_folder), self.spec)
+        config = self.model.config
+        self.ddp = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model
+        )
+        config.finalize_model_grads_func = _sum_gradients
+        self.optimizer = Optimizer(self.ddp, optimizer, lr, warmup_iters, decay_iters)
+        self._parking = Parking()
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
+        """Outputs of each micro-batch, without gradient."""
+        with torch.no_grad():
+            return [self._run(batch.to(self.device.torch_device)) for batch in micro_batches]
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, need_entropy_grad: bool = False
+    ) -> TrainStep:
+        """One optimizer step on the sum of the losses of all micro-batches of all data-parallel ranks.
+
+        How the samples are split into micro-batches and over ranks does not matter. A rank may have none.
+        """
+        batches = [batch.to(self.device.torch_device) for batch in micro_batches]
+        if self.kind == "policy":
+            self.model.entropy_grad = need_entropy_grad
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        metrics = self._forward_backward(batches, loss_fn)
+        grad_norm, lr, skipped = self.optimizer.step()
+        return TrainStep(metrics, grad_norm, lr, skipped)
+
+    def hf_state(self) -> dict[str, Tensor] | None:
+        """Policy: all parameters under their Hugging Face names, complete, on the first rank; None elsewhere.
+
+        Tensors are on the CPU in the type they are trained in; they may share memory with the live parameters.
+        """
+        assert self.kind == "policy", "a value model has no Hugging Face form"
+        full = {name: _gather(name, parameter.detach()) for name, parameter in self.model.named_parameters()}
+        if parallel.tensor_parallel_rank() or parallel.data_parallel_rank():
+            return None
+        return {name: tensor.cpu() for name, tensor in megatron_to_hf(full, self.spec)}
+
+    def save(self, folder: Path, common: dict[str, Any]) -> None:
+        """Write model, optimizer, schedule, random state and `common` (plain values, the same on all ranks).
+
+        `folder` exists and is empty.
+        """
+        checkpointing.save({**self._sharded_state(is_loading=False), "common": common}, folder)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore what `save` wrote, also at another parallel layout; returns its `common`."""
+        loaded = checkpointing.load(self._sharded_state(is_loading=True), folder)
+        self.model.load_state_dict(loaded["model"])
+        self.optimizer.load_state(loaded)
+        return dict(loaded["common"])
+
+    def parallel_layout(self) -> dict[str, int]:
+        """Tensor- and data-parallel sizes of this model."""
+        return checkpointing.parallel_layout()
+
+    def sleep(self) -> None:
+        """Leave the device's memory to others; on a CPU there is nothing to leave."""
+        if self.device.kind == "cuda":
+            parameters = [*self.model.parameters(), *self.optimizer.tensors()]
+            self._parking.park(parameters, scratch=[buffer.grad_data for buffer in self.ddp.buffers])
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._parking.restore()
+
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        model = self.model.sharded_state_dict(metadata=checkpointing.sharding_metadata())
+        return {"model": model, **self.optimizer.sharded_state(model, is_loading=is_loading)}
+
+    def _run(self, batch: MicroBatch) -> ModelOutput:
+        # The last token of the longest sample predicts nothing that was generated.
+        length = int((batch.prompt_lens_B + batch.response_lens_B).max()) - 1
+        output: ModelOutput = self.ddp(
+            batch.tokens_BS[:, :length], None, None, labels=ResponseIndex.of(batch)
+        )
+        return output
+
+    def _forward_backward(self, batches: list[MicroBatch], loss_fn: LossFunction) -> dict[str, float]:
+        batch_iterator: Iterator[MicroBatch | None] = iter(batches or [None])
+        no_tokens = torch.zeros((), dtype=torch.int, device=self.device.torch_device)
+
+        def forward_step(iterator: Iterator[MicroBatch | None], _: Any) -> tuple[ModelOutput, Any]:
+            batch = next(iterator)
+
+            def loss_and_metrics(output: ModelOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                if batch is None:
+                    return output.main.sum() * 0.0, no_tokens, {}
+                loss, metrics = loss_fn(output, batch)
+                return loss, no_tokens, metrics
+
+            return self._run(batch or _idle_batch(self.device.torch_device)), loss_and_metrics
+
+        records = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batch_iterator,
+            model=[self.ddp],
+            num_microbatches=max(len(batches), 1),
+            seq_length=0,  # used by pipelines only
+            micro_batch_size=0,
+            forward_only=False,
+        )
+        sums: dict[str, float] = {}
+        for record in records:
+            for name, value in record.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return parallel.sum_records(sums)
+
+
+def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Megatron's final reduction without its division by a token count: losses carry their denominators."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _idle_batch(device: torch.device) -> MicroBatch:
+    """Something to run for a rank without samples: it must still join the reductions."""
+    one_B = torch.ones(1, dtype=torch.int64, device=device)
+    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), one_B, one_B)
+
+
+def _gather(name: str, shard: Tensor) -> Tensor:
+    """The unsharded parameter, on every tensor-parallel rank."""
+    if parallel.tensor_parallel_size() == 1:
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(parallel.tensor_parallel_size())]
+    dist.all_gather(shards, shard.contiguous(), group=parallel.tensor_parallel_group())
+    return merge_shards(name, shards)

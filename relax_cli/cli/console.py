@@ -1,0 +1,101 @@
+"""What a person or a program sees: data on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from relax_cli.errors import Problem, RelaxError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Format(StrEnum):
+    """Form of the data on stdout."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Output:
+    """The two streams of one command. With `Format.JSON`, stdout gets exactly one object."""
+
+    def __init__(self, fmt: Format = Format.TEXT) -> None:
+        self.format = fmt
+
+    @property
+    def is_json(self) -> bool:
+        """Whether stdout is for a program."""
+        return self.format is Format.JSON
+
+    @cached_property
+    def err(self) -> Console:
+        """rich on stderr, for progress and logs: colour only on a terminal and without `NO_COLOR`."""
+        from rich.console import Console
+
+        return Console(
+            stderr=True,
+            force_terminal=sys.stderr.isatty(),
+            # NO_COLOR alone leaves rich's bold and dim.
+            color_system=None if os.environ.get("NO_COLOR") else "auto",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def result(self, data: object, text: str) -> None:
+        """Print the command's data on stdout: `data` as JSON, or `text`."""
+        print(json.dumps(data, indent=2, default=str) if self.is_json else text)
+
+    def note(self, text: str) -> None:
+        """One plain line of progress on stderr."""
+        self.err.print(text, markup=False)
+
+    def warn(self, problem: Problem) -> None:
+        """A warning on stderr."""
+        self._screen(problem)
+
+    def fail(self, error: RelaxError) -> None:
+        """Every problem of an error on stderr; as data, too, where stdout is for a program."""
+        for problem in error.problems:
+            self._screen(problem)
+        if self.is_json:
+            self.result({"ok": False, "problems": [asdict(p) for p in error.problems]}, "")
+        if is_debug():
+            self.err.print("".join(traceback.format_exception(error)), markup=False)
+
+    def _screen(self, problem: Problem) -> None:
+        """The four parts: what is wrong, where, got and expected, the fix."""
+        is_error = problem.severity == "error"
+        colour = "red" if is_error else "yellow"
+        self.err.print(f"[bold {colour}]{problem.severity}[/]: ", end="")
+        self.err.print(f"{problem.message}  [{problem.id}]", markup=False)
+        where = " from ".join(part for part in (problem.option, problem.where) if part)
+        if problem.option == problem.where:
+            where = problem.option
+        parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": problem.fix}
+        for name, text in parts.items():
+            if text:
+                self.err.print(f"  {name:<9} {text}", markup=False, style="bold" if name == "fix" else None)
+
+
+def is_debug() -> bool:
+    """Whether `RELAX_DEBUG=1` asks for tracebacks."""
+    return os.environ.get("RELAX_DEBUG", "0") not in ("", "0")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, without the padding that would end a line in blanks."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    padded = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+    )
+    return "\n".join(line.rstrip() for line in padded)

@@ -1,0 +1,141 @@
+"""Command-line options generated from the configuration model: a flag per field, a panel per section."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typer.core import TyperCommand, TyperOption
+
+from relax_cli.config.model import base_type, choices, flag, section_model
+from relax_cli.config.schema import Config
+
+PAIR_OPTION = "--eval-prompt-data"
+
+
+class ConfigCommand(TyperCommand):
+    """A command with the options of the configuration."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Join the two words of `--eval-prompt-data`: Typer has no option that repeats and takes a pair."""
+        return super().parse_args(ctx, join_pairs(args))
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        """A section per panel; unlike Typer's own columns, these never cut a long flag off."""
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            assert isinstance(option, TyperOption)
+            assert record is not None
+            names, text = record
+            if option.secondary_opts:
+                names = f"--[no-]{option.opts[0].removeprefix('--')}"
+            panels.setdefault(str(option.rich_help_panel or "General"), []).append((names, text))
+        for title, rows in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def join_pairs(args: Sequence[str]) -> list[str]:
+    """`--eval-prompt-data NAME PATH` as `--eval-prompt-data NAME=PATH`; one word with `=` stays as it is."""
+    joined: list[str] = []
+    words = iter(args)
+    for word in words:
+        joined.append(word)
+        if word != PAIR_OPTION:
+            continue
+        name = next(words, None)
+        if name is None:
+            break
+        path = next(words, None) if "=" not in name else None
+        if path is None:
+            joined.append(name)
+        elif path.startswith("--"):
+            joined += [name, path]
+        else:
+            joined.append(f"{name}={path}")
+    return joined
+
+
+def option_parameters(model: type[Config]) -> list[inspect.Parameter]:
+    """A keyword parameter per option of the model, `None` where the user gives nothing."""
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=_annotation(name, field, panel),
+        )
+        for panel, name, field in _fields(model)
+    ]
+
+
+def option_flags(model: type[Config]) -> list[str]:
+    """Every flag of the model, sorted, `--no-x` included."""
+    flags = []
+    for _, name, field in _fields(model):
+        flags.append(flag(name))
+        if base_type(field) is bool:
+            flags.append(flag(f"no_{name}"))
+    return sorted(flags)
+
+
+def with_options(model: type[Config]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: replaces the `**flags` of a command function by the options of the model."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters = [*own, *option_parameters(model)]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {p.name: p.annotation for p in parameters}
+        return function
+
+    return decorate
+
+
+def _fields(model: type[Config]) -> Iterator[tuple[str, str, FieldInfo]]:
+    """(help panel, field name, field) of every option."""
+    for section in model.model_fields:
+        body = section_model(model, section)
+        title = f"{section.capitalize()} ({(body.__doc__ or '').strip().splitlines()[0].rstrip('.')})"
+        for name, field in body.model_fields.items():
+            yield title, name, field
+
+
+def _annotation(name: str, field: FieldInfo, panel: str) -> Any:
+    """The Typer annotation of one option.
+
+    Numbers and choices stay text here: the loader validates every layer alike and reports all problems.
+    """
+    kind = base_type(field)
+    allowed = choices(field)
+    metavar = {int: "INTEGER", float: "FLOAT", dict: "JSON", str: "TEXT", tuple: "TEXT"}
+    names = f"{flag(name)}/{flag(f'no_{name}')}" if kind is bool else flag(name)
+    value: Any = {bool: bool, tuple: list[str]}.get(kind, str)
+    option = typer.Option(
+        names,
+        help=_help(field),
+        rich_help_panel=panel,
+        show_default=False,
+        metavar="NAME PATH" if flag(name) == PAIR_OPTION else "|".join(allowed) or metavar.get(kind),
+        autocompletion=(lambda: list(allowed)) if allowed else None,
+    )
+    return Annotated[value | None, option]
+
+
+def _help(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    assert default is not PydanticUndefined
+    text = field.description or ""
+    if default in (None, "", ()):
+        return text
+    if isinstance(default, bool):
+        return f"{text} [default: {'on' if default else 'off'}]"
+    return f"{text} [default: {default}]"

@@ -1,0 +1,31 @@
+"""`relax recipes`: the configurations that ship with relax."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from relax_cli.cli.console import Format, Output, table
+from relax_cli.config.recipes import bundled_recipes, describe, find_recipe
+
+app = typer.Typer(no_args_is_help=True, help="Recipes: ready configurations for `relax train --recipe`.")
+
+FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="a bundled recipe, or a file")]
+
+
+@app.command("list")
+def list_recipes(ctx: typer.Context, fmt: FormatOption = Format.TEXT) -> None:
+    """List the bundled recipes."""
+    output = Output(fmt)
+    ctx.find_root().obj = output
+    rows = [(name, describe(path)) for name, path in bundled_recipes().items()]
+    data = [{"name": name, "summary": summary} for name, summary in rows]
+    output.result(data, table(("name", "summary"), rows))
+
+
+@app.command("show")
+def show_recipe(name: Name) -> None:
+    """Print a recipe."""
+    Output().result(None, find_recipe(name).read_text("utf-8").rstrip())

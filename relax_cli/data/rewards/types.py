@@ -1,0 +1,66 @@
+"""What a reward function receives and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_cli.errors import Problem, RunError
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One response to judge."""
+
+    prompt: str
+    """The prompt as text; chat messages arrive rendered."""
+    response: str
+    """Decoded response without special tokens."""
+    label: str | None
+    """The row's label, None without `--label-key`."""
+    metadata: dict[str, Any]
+    """The row's metadata."""
+    truncated: bool
+    """True where the response hit the length limit."""
+    group: int
+    """Prompt group; samples of one prompt share it."""
+
+    def describe(self) -> str:
+        """The sample in one line, for error messages."""
+        return f"group {self.group}, prompt {self.prompt[-80:]!r}, response {self.response[:80]!r}"
+
+    def required_label(self, reward: str) -> str:
+        """The label.
+
+        Raises:
+            RunError: there is none, but the reward needs one.
+        """
+        if self.label is None:
+            raise RunError(
+                Problem(
+                    id="reward-needs-label",
+                    message=f"the reward {reward} needs a label",
+                    option="--label-key",
+                    where=self.describe(),
+                    got="no label",
+                    expected="a label for every prompt",
+                    fix="--label-key KEY",
+                )
+            )
+        return self.label
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """A judgement: the number that trains, and what it is made of."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+Score = float | Mapping[str, float] | RewardResult
+"""What a reward may return for one sample: a number, named parts (`--reward-key` picks one), or both."""
+
+BatchReward = Callable[[Sequence[RewardInput]], Sequence[Score]]
+"""A reward judges a whole batch at once and returns one score for each sample, in order."""

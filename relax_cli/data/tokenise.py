@@ -1,0 +1,148 @@
+"""The checkpoint's tokenizer: prompts to token ids, and the ids that end a response."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from relax_cli.data.prompts import Prompt
+from relax_cli.errors import ConfigError, Problem
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The `transformers` tokenizer of a model folder; the network is never asked.
+
+    Raises:
+        ConfigError: there is none, or it does not load.
+    """
+    if not (folder / "tokenizer_config.json").is_file():
+        raise _tokenizer_error(folder, "the model folder has no tokenizer (tokenizer_config.json)")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # A malformed tokenizer.json raises a bare Exception in the tokenizers library.
+    except Exception as error:
+        raise _tokenizer_error(folder, f"the tokenizer does not load: {error}") from error
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool, vocab_size: int | None = None
+) -> list[int]:
+    """Token ids of a prompt.
+
+    With the chat template the prompt ends where the assistant's turn begins; text counts as one user message.
+    Without it text is encoded as the tokenizer is configured, a BOS token included where it adds one.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, the template refuses the messages, messages came
+            without `--apply-chat-template`, there is nothing to encode, or an id is not below `vocab_size`.
+    """
+    if apply_chat_template:
+        ids = _apply_template(tokenizer, prompt)
+    elif isinstance(prompt.content, str):
+        ids = tokenizer(prompt.content).input_ids
+    else:
+        raise _prompt_error(prompt, "chat messages need the chat template", fix="--apply-chat-template")
+    if not ids:
+        raise _prompt_error(prompt, "the prompt has no tokens", fix=f"correct or remove {prompt.source}")
+    if vocab_size is not None and max(ids) >= vocab_size:
+        raise _prompt_error(
+            prompt,
+            f"the tokenizer gives token id {max(ids)}, the model knows {vocab_size}",
+            fix="--hf-checkpoint with the tokenizer of its model",
+        )
+    return list(ids)
+
+
+def model_vocab_size(folder: Path) -> int:
+    """Rows of the model's embedding, from `config.json`.
+
+    Raises:
+        ConfigError: `config.json` is missing, unreadable or does not say.
+    """
+    config = _read_json(folder / "config.json")
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    if not isinstance(size, int):
+        raise _tokenizer_error(folder, "config.json has no vocab_size")
+    return size
+
+
+def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a response, ascending: those of generation_config.json, config.json and the tokenizer.
+
+    Raises:
+        ConfigError: a file is unreadable, or an id is not in the model's vocabulary.
+    """
+    generation = folder / "generation_config.json"
+    ids = _eos_ids(_read_json(folder / "config.json"))
+    ids |= _eos_ids(_read_json(generation)) if generation.is_file() else set()
+    ids |= set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    size = model_vocab_size(folder)
+    if beyond := sorted(number for number in ids if not 0 <= number < size):
+        raise _tokenizer_error(folder, f"end-of-sequence id {beyond[0]} is not below vocab_size {size}")
+    return tuple(sorted(ids))
+
+
+def _apply_template(tokenizer: Any, prompt: Prompt) -> list[int]:
+    from jinja2 import TemplateError
+
+    content = prompt.content
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if tokenizer.chat_template is None:
+        raise _prompt_error(
+            prompt, "the tokenizer has no chat template", fix="leave out --apply-chat-template"
+        )
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise _prompt_error(
+            prompt, f"the chat template refuses the messages: {error}", fix=f"correct {prompt.source}"
+        ) from error
+    return ids
+
+
+def _eos_ids(config: dict[str, Any]) -> set[int]:
+    found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    if found is None:
+        return set()
+    return set(found) if isinstance(found, list) else {found}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _tokenizer_error(path.parent, f"{path.name} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise _tokenizer_error(path.parent, f"{path.name} is not a JSON object")
+    return content
+
+
+def _tokenizer_error(folder: Path, message: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            id="model-folder",
+            message=message,
+            option="--hf-checkpoint",
+            got=str(folder),
+            expected="a folder with config.json, safetensors and tokenizer files",
+            fix="--hf-checkpoint MODEL_FOLDER",
+        )
+    )
+
+
+def _prompt_error(prompt: Prompt, message: str, *, fix: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            id="prompt-encoding",
+            message=message,
+            option="--prompt-data",
+            where=prompt.source,
+            got=str(prompt.content)[:80],
+            fix=fix,
+        )
+    )

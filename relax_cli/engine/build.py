@@ -1,0 +1,210 @@
+"""Builds one rank of a role from the configuration; the same in a Ray worker and in one process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from relax_cli.config.load import estimator_options, rebuild_config
+from relax_cli.config.schema import Config
+from relax_cli.engine.plan import LaunchPlan, optimizer_steps, ranks_of, threads_of
+from relax_cli.plugin.graph import ServiceGraph
+from relax_cli.plugin.manager import load_plugins
+from relax_cli.plugin.records import Estimator
+from relax_cli.roles.protocols import SampleQueue
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One rank of one role, in a form that travels between processes."""
+
+    role: str
+    rank: int
+    ranks: int
+    threads: int
+    config: dict[str, Any]
+    model_folder: Path
+    run_dir: Path
+    load_from: Path | None
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+    def at(self, addr: str, port: int) -> WorkerSpec:
+        """The same rank, with the meeting point of its process group."""
+        return replace(self, master_addr=addr, master_port=port)
+
+
+def worker_specs(plan: LaunchPlan, role: str) -> list[WorkerSpec]:
+    """One spec per rank of `role`."""
+    parallel = plan.config.parallel
+    ranks = ranks_of(parallel, role)
+    load_from = {"actor": plan.actor_load, "critic": plan.critic_load}.get(role)
+    return [
+        WorkerSpec(
+            role=role,
+            rank=rank,
+            ranks=ranks,
+            threads=threads_of(parallel, role),
+            config=plan.config.model_dump(mode="json"),
+            model_folder=plan.model_folder,
+            run_dir=plan.run_dir,
+            load_from=load_from,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def cpu_environment(threads: int) -> dict[str, str]:
+    """Environment of a worker: waiting OpenMP threads sleep, because roles take turns on the same cores."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+class RoleBuilder:
+    """Resolves the configuration and the estimator once, then builds the role."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        plugins = load_plugins()
+        self.config: Config = rebuild_config(spec.config)
+        self.estimator: Estimator = plugins.estimator(self.config.algorithm.advantage_estimator)
+        self.options = estimator_options(self.config, self.estimator)
+        self.graph: ServiceGraph = plugins.service_graph(self.config)
+        self.rewards = {name: reward.function for name, reward in plugins.rewards().items()}
+
+    def build(self, queue: SampleQueue) -> Any:
+        """The role, asleep."""
+        import torch
+
+        torch.set_num_threads(self.spec.threads)
+        role = {
+            "rollout": self._rollout,
+            "actor": self._actor,
+            "critic": self._critic,
+            "advantages": self._advantages,
+        }[self.spec.role](queue)
+        if self.spec.role in ("actor", "critic") and self.spec.load_from is not None:
+            role.load_checkpoint(self.spec.load_from)
+        if self.spec.role != "advantages":
+            role.sleep()
+        return role
+
+    def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:
+        from relax_cli.backends.device import select_device
+        from relax_cli.backends.megatron import parallel
+        from relax_cli.backends.megatron.trainer import TrainableModel
+
+        spec, section = self.spec, self.config.parallel
+        device = select_device(section.device, local_rank=0)
+        rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)
+        parallel.initialize(rank, section.tensor_model_parallel_size, device, self.config.run.seed)
+        return TrainableModel(
+            kind,
+            spec.model_folder,
+            self.config.optimizer,
+            lr=lr,
+            warmup_iters=warmup_iters,
+            decay_iters=decay_iters,
+            tensor_parallel=section.tensor_model_parallel_size,
+            device=device,
+            seed=self.config.run.seed,
+            temperature=self.config.rollout.rollout_temperature,
+        )
+
+    def _actor(self, queue: SampleQueue) -> Any:
+        from relax_cli.roles.actor import ActorRole
+
+        config = self.config
+        steps, _ = optimizer_steps(config, self._rollouts())
+        return ActorRole(
+            self._model("policy", config.optimizer.lr, config.optimizer.lr_warmup_iters, steps),
+            queue,
+            config.batch,
+            config.algorithm,
+            self.estimator,
+            self.options,
+            advantages_from_queue="advantages" in self.graph.names,
+            save_dir=_path(config.checkpoint.save),
+        )
+
+    def _critic(self, queue: SampleQueue) -> Any:
+        from relax_cli.roles.critic import CriticRole
+
+        config = self.config
+        _, steps = optimizer_steps(config, self._rollouts())
+        lr = config.critic.critic_lr or config.optimizer.lr
+        return CriticRole(
+            self._model("value", lr, config.critic.critic_lr_warmup_iters, steps),
+            queue,
+            config.batch,
+            config.critic,
+            self.estimator,
+            self.options,
+            per_token_loss=config.algorithm.calculate_per_token_loss,
+            save_dir=_path(config.critic.critic_save),
+        )
+
+    def _advantages(self, queue: SampleQueue) -> Any:
+        from relax_cli.roles.advantages import AdvantagesRole
+
+        algorithm = self.config.algorithm
+        return AdvantagesRole(
+            queue,
+            self.config.batch.samples_per_rollout,
+            self.estimator,
+            self.options,
+            normalize_advantages=algorithm.normalize_advantages,
+        )
+
+    def _rollout(self, queue: SampleQueue) -> Any:
+        from relax_cli.backends.rollout.embedded import EmbeddedEngine
+        from relax_cli.backends.rollout.protocol import SamplingParams
+        from relax_cli.data.prompts import load_prompts
+        from relax_cli.data.rewards import load_reward
+        from relax_cli.data.tokenise import load_tokenizer, stop_token_ids
+        from relax_cli.roles.rollout import RolloutRole
+
+        config, folder = self.config, self.spec.model_folder
+        tokenizer = load_tokenizer(folder)
+        section = config.rollout
+        sampling = SamplingParams(
+            max_new_tokens=section.rollout_max_response_len,
+            temperature=section.rollout_temperature,
+            top_p=section.rollout_top_p,
+            top_k=section.rollout_top_k,
+            stop_token_ids=stop_token_ids(folder, tokenizer),
+            stop=section.rollout_stop,
+        )
+        evals = dict(item.split("=", 1) for item in config.eval.eval_prompt_data)
+        return RolloutRole(
+            EmbeddedEngine(folder, decode=tokenizer.decode),
+            tokenizer,
+            load_reward(config.reward, self.rewards),
+            queue,
+            load_prompts(config.data, config.data.prompt_data),
+            {name: load_prompts(config.data, path) for name, path in evals.items()},
+            data=config.data,
+            batch=config.batch,
+            sampling=sampling,
+            rollout=section,
+            eval_samples=config.eval.n_samples_per_eval_prompt,
+            run_dir=self.spec.run_dir,
+            rank=self.spec.rank,
+            workers=self.spec.ranks,
+        )
+
+    def _rollouts(self) -> int:
+        rollouts = self.config.batch.num_rollout
+        assert rollouts is not None, "resolved before launch"
+        return rollouts
+
+
+def _path(folder: str | None) -> Path | None:
+    return Path(os.path.abspath(folder)) if folder else None

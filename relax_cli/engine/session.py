@@ -1,0 +1,63 @@
+"""A running set of roles, however they were launched: the schedule sees only this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+class RoleGroup(ABC):
+    """All ranks of one role."""
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self.name = name
+        self.ranks = ranks
+
+    @abstractmethod
+    def run(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the role on every rank at once; one result per rank."""
+
+    @abstractmethod
+    def run_on(self, rank: int, method: str, *args: Any) -> Any:
+        """Call a method on one rank."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """The role holds its device inside the block and leaves it afterwards."""
+        self.run("wake")
+        try:
+            yield
+        finally:
+            self.run("sleep")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The deployed roles; an estimator without a critic has neither of the last two."""
+
+    rollout: RoleGroup
+    actor: RoleGroup
+    critic: RoleGroup | None = None
+    advantages: RoleGroup | None = None
+
+    @property
+    def trained(self) -> list[RoleGroup]:
+        """Roles with weights to save."""
+        return [role for role in (self.actor, self.critic) if role is not None]
+
+
+class Session(ABC):
+    """What a launcher returns."""
+
+    roles: Roles
+
+    @abstractmethod
+    def publish_weights(self, version: int) -> None:
+        """Bring the actor's weights to every rollout worker without passing them through this process."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every process that the launcher started; safe to call twice."""

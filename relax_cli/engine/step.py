@@ -1,0 +1,71 @@
+"""One training step, top to bottom: the order of the PPO page.
+
+Rollout → queue → Critic (values to the queue, local returns, value step) → Advantages (GAE) → Actor (policy step)
+→ weights to Rollout → partition cleared. Without a critic the two middle roles are absent and the rest is the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from relax_cli.engine.session import Session
+from relax_cli.tracking.spread import Spread, merge_spreads
+
+
+@dataclass
+class StepRecord:
+    """What one step measured."""
+
+    rollout_id: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as the phase `name`."""
+        started = time.perf_counter()
+        yield
+        self.phase_seconds[name] = time.perf_counter() - started
+
+    def add_rollout(self, shares: Sequence[dict[str, Spread]]) -> None:
+        """Metrics of generation from the spreads of all workers."""
+        spreads = merge_spreads(shares)
+        lengths = spreads["response_len"]
+        for name in ("reward", "response_len"):
+            self.metrics |= spreads[name].metrics(name)
+        self.metrics["prompt_len/mean"] = spreads["prompt_len"].mean
+        self.metrics["truncated_frac"] = spreads["truncated"].mean
+        self.metrics |= {name: spread.mean for name, spread in spreads.items() if name.startswith("reward/")}
+        self.metrics["tokens/response"] = lengths.total
+        self.metrics["tokens/total"] = lengths.total + spreads["prompt_len"].total
+
+
+def run_step(session: Session, rollout_id: int, *, critic_only_steps: int, dump_fields: Sequence[str]) -> StepRecord:
+    """Run step `rollout_id`.
+
+    Args:
+        critic_only_steps: the actor does not learn before this step, yet publishes its weights.
+        dump_fields: queue fields to write beside each sample into the run folder.
+    """
+    roles, record = session.roles, StepRecord(rollout_id)
+    with record.phase("rollout"), roles.rollout.awake():
+        record.add_rollout(roles.rollout.run("generate", rollout_id))
+    if roles.critic:
+        with record.phase("critic"), roles.critic.awake():
+            record.metrics |= roles.critic.run("train", rollout_id)[0]
+    if roles.advantages:
+        with record.phase("advantages"):
+            record.metrics |= roles.advantages.run("compute", rollout_id)[0]
+    if rollout_id >= critic_only_steps:
+        with record.phase("actor"), roles.actor.awake():
+            record.metrics |= roles.actor.run("train", rollout_id)[0]
+    with record.phase("publish"):
+        session.publish_weights(version=rollout_id + 1)
+    with record.phase("record"):
+        for rank in range(roles.rollout.ranks):
+            roles.rollout.run_on(rank, "dump", rollout_id, dump_fields)
+        roles.rollout.run_on(0, "clear", rollout_id)
+    return record

@@ -1,0 +1,69 @@
+"""The closing words of a run: what was reached, where the files are, what to do next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relax_cli.engine.run import FinishedRun
+from relax_cli.engine.trainer import Evaluation
+from relax_cli.tracking.live import curve
+
+
+def closing_lines(run: FinishedRun) -> list[str]:
+    """For a person, off and on a terminal alike."""
+    report, config = run.report, run.config
+    total = config.batch.num_rollout
+    lines = [""]
+    if run.ended_by is None:
+        lines.append(f"Done: {report.steps} steps in {report.seconds:.0f} s.")
+    else:
+        lines.append(f"Stopped after {report.steps} finished steps of {total}.")
+    if len(report.rewards) > 1:
+        lines += ["", "reward per step", *curve(report.rewards, width=60, height=6)]
+    for before, after in before_and_after(run):
+        lines += ["", f"held-out {before.name}: mean reward {before.reward.mean:.3f} before, {after.reward.mean:.3f} after"]
+        lines += [f"  ({before.reward.count} samples at temperature {config.rollout.rollout_temperature:g})"]
+        lines += example_lines(before, after)
+    lines += ["", f"Metrics   {run.run_dir / 'metrics.jsonl'}", f"Samples   {run.run_dir / 'rollouts'}"]
+    if config.checkpoint.save and report.saved_iteration is not None:
+        lines.append(f"Saved     iteration {report.saved_iteration} in {config.checkpoint.save}")
+        if config.critic.critic_save:
+            lines.append(f"          and {config.critic.critic_save}")
+    lines += ["", *next_lines(run)]
+    return lines
+
+
+def next_lines(run: FinishedRun) -> list[str]:
+    """What to type next."""
+    if run.resume is None:
+        return ["Nothing was saved: add --save DIR and --critic-save DIR to be able to go on from here."]
+    if run.ended_by is None:
+        return ["Go on with more steps:", f"  {run.resume} --num-rollout {2 * (run.config.batch.num_rollout or 1)}"]
+    return ["Go on from the last checkpoint:", f"  {run.resume}"]
+
+
+def before_and_after(run: FinishedRun) -> list[tuple[Evaluation, Evaluation]]:
+    """First and last evaluation of each held-out set."""
+    found = run.report.evaluations
+    names = {e.name: None for e in found}
+    by_name = [[e for e in found if e.name == name] for name in names]
+    return [(evals[0], evals[-1]) for evals in by_name if len(evals) > 1]
+
+
+def example_lines(before: Evaluation, after: Evaluation) -> list[str]:
+    """A few responses side by side."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": b["prompt"], "label": b["label"], "before": b["response"], "after": a["response"]}
+        for b, a in zip(before.examples, after.examples, strict=True)
+    ]
+    if not rows:
+        return []
+    shown = [{k: _short(v) for k, v in row.items()} for row in rows]
+    widths = {k: max(len(k), *(len(row[k]) for row in shown)) for k in shown[0]}
+    header = "  ".join(k.ljust(w) for k, w in widths.items())
+    return [f"  {header}", *("  " + "  ".join(row[k].ljust(w) for k, w in widths.items()) for row in shown)]
+
+
+def _short(value: object, limit: int = 28) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

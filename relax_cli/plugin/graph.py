@@ -1,0 +1,147 @@
+"""Which roles take part in a step and which queue fields they exchange. Plugins return a changed copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from relax_cli.errors import ConfigError, Problem
+
+SAMPLE_FIELDS = (
+    "tokens",
+    "prompt_lens",
+    "response_lens",
+    "response_mask",
+    "rollout_log_probs",
+    "rewards",
+    "group_ids",
+    "truncated",
+)
+"""What the rollout role writes for every sample."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One role and the queue fields it reads and writes."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    uses_device: bool
+    """False: runs on the CPU and shares no device memory."""
+    summary: str = ""
+    """One line for people."""
+
+
+@dataclass(frozen=True)
+class ServiceGraph:
+    """Roles in the order of a step."""
+
+    roles: tuple[RoleSpec, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Role names in the order of a step."""
+        return tuple(role.name for role in self.roles)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> RoleSpec:
+        """The role of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return self.roles[self._index(name)]
+
+    def with_role(self, spec: RoleSpec, before: str = "actor") -> ServiceGraph:
+        """A graph with one more role, in front of `before`.
+
+        Raises:
+            ConfigError: the name is taken, or there is no role `before`.
+        """
+        if spec.name in self.names:
+            raise ConfigError(
+                _problem(f"the service graph already has a role {spec.name!r}", "use replace()")
+            )
+        at = self._index(before)
+        return ServiceGraph((*self.roles[:at], spec, *self.roles[at:]))
+
+    def replace(
+        self,
+        name: str,
+        *,
+        reads: tuple[str, ...] | None = None,
+        writes: tuple[str, ...] | None = None,
+        uses_device: bool | None = None,
+    ) -> ServiceGraph:
+        """A graph in which the role `name` has other properties; None keeps one.
+
+        Raises:
+            ConfigError: there is no such role.
+        """
+        at = self._index(name)
+        old = self.roles[at]
+        new = replace(
+            old,
+            reads=old.reads if reads is None else reads,
+            writes=old.writes if writes is None else writes,
+            uses_device=old.uses_device if uses_device is None else uses_device,
+        )
+        return ServiceGraph((*self.roles[:at], new, *self.roles[at + 1 :]))
+
+    def problems(self) -> list[Problem]:
+        """Fields that a role reads though no earlier role writes them, and fields that two roles write."""
+        found = []
+        writer: dict[str, str] = {}
+        for role in self.roles:
+            for field in role.reads:
+                if field not in writer:
+                    found.append(
+                        _problem(
+                            f"role {role.name!r} reads {field!r}, which no earlier role writes",
+                            f"add {field!r} to the writes of a role before {role.name!r}",
+                        )
+                    )
+            for field in role.writes:
+                if field in writer:
+                    found.append(
+                        _problem(
+                            f"roles {writer[field]!r} and {role.name!r} both write {field!r}",
+                            "let one of them write another field",
+                        )
+                    )
+                writer.setdefault(field, role.name)
+        return found
+
+    def _index(self, name: str) -> int:
+        if name not in self.names:
+            raise ConfigError(
+                _problem(f"the service graph has no role {name!r}", f"use one of {', '.join(self.names)}")
+            )
+        return self.names.index(name)
+
+
+def base_graph() -> ServiceGraph:
+    """Rollout and actor: all that an estimator without a critic needs."""
+    rollout = RoleSpec("rollout", (), SAMPLE_FIELDS, uses_device=True, summary="generates and judges samples")
+    actor = RoleSpec(
+        "actor",
+        (
+            "tokens",
+            "prompt_lens",
+            "response_lens",
+            "response_mask",
+            "rollout_log_probs",
+            "rewards",
+            "group_ids",
+        ),
+        (),
+        uses_device=True,
+        summary="trains the policy",
+    )
+    return ServiceGraph((rollout, actor))
+
+
+def _problem(message: str, fix: str) -> Problem:
+    return Problem(id="service-graph", message=message, fix=fix)

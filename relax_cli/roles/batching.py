@@ -1,0 +1,85 @@
+"""Which rank trains which samples, and how they are padded into micro-batches.
+
+Legend: `B` samples, `S` prompt + response, `T` response tokens. A *row* is a sample's number within its rollout.
+Every rank computes the same plan from the same lengths, so no rank has to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from relax_cli.backends.megatron.trainer import MicroBatch
+
+Columns: TypeAlias = dict[str, dict[int, Tensor]]
+"""Field name to row to that sample's tensor (1-D, or a scalar)."""
+
+
+def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Deal positions `0..n-1` to `parts` ranks: equal counts (to one), token sums as even as greedy dealing gets.
+
+    Longest first to the least loaded rank that still has room; deterministic, so that all ranks agree.
+    """
+    room = [len(lengths) // parts + (part < len(lengths) % parts) for part in range(parts)]
+    load = [0] * parts
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        part = min((p for p in range(parts) if len(dealt[p]) < room[p]), key=lambda p: (load[p], p))
+        dealt[part].append(position)
+        load[part] += lengths[position]
+    return dealt
+
+
+def plan_rows(lengths: Sequence[int], steps: int, ranks: int, rank: int) -> list[list[int]]:
+    """Rows of `rank` for each optimizer step of a rollout.
+
+    Step k takes the k-th contiguous slice of the samples, so groups stay together and a resumed run repeats it.
+    """
+    assert len(lengths) % steps == 0, "batch arithmetic is checked before launch"
+    size = len(lengths) // steps
+    return [
+        [first + i for i in split_balanced(lengths[first : first + size], ranks)[rank]]
+        for first in range(0, len(lengths), size)
+    ]
+
+
+def chunks_by_length(columns: Columns, rows: Sequence[int], size: int) -> list[list[int]]:
+    """Chunks of at most `size` rows, neighbours in length together, so that little padding is computed."""
+    tokens = columns.get("tokens", {})
+    by_length = sorted(rows, key=lambda row: (tokens[row].numel(), row))
+    return [by_length[first : first + size] for first in range(0, len(by_length), size)]
+
+
+def pad(rows: Sequence[Tensor], width: int) -> Tensor:
+    """Right-pad 1-D tensors with 0 to `[B, width]`."""
+    out = rows[0].new_zeros(len(rows), width)
+    for i, row in enumerate(rows):
+        out[i, : row.numel()] = row
+    return out
+
+
+def stack(columns: Columns, name: str, rows: Sequence[int], width: int) -> Tensor:
+    """One field of the given rows: 1-D samples padded to `[B, width]`, scalars as `[B]`."""
+    values = [columns[name][row] for row in rows]
+    return torch.stack(values) if values[0].dim() == 0 else pad(values, width)
+
+
+def make_micro_batch(columns: Columns, rows: Sequence[int], names: Sequence[str]) -> MicroBatch:
+    """The given rows, right-padded, carrying the named fields beside the tokens."""
+    response_lens_B = stack(columns, "response_lens", rows, 0)
+    width_T = int(response_lens_B.max())
+    width_S = max(columns["tokens"][row].numel() for row in rows)
+    return MicroBatch(
+        tokens_BS=stack(columns, "tokens", rows, width_S),
+        prompt_lens_B=stack(columns, "prompt_lens", rows, 0),
+        response_lens_B=response_lens_B,
+        fields={name: stack(columns, name, rows, width_T) for name in names},
+    )
+
+
+def unpad(values_BT: Tensor, rows: Sequence[int], lengths: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Cut padded rows back to their lengths; each owns its memory."""
+    return {row: values_BT[i, : int(lengths[row])].clone() for i, row in enumerate(rows)}

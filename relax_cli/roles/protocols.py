@@ -1,0 +1,39 @@
+"""What roles need from the outside: a sample queue. Roles know neither Ray nor TransferQueue.
+
+Fields of one sample in the queue (all torch tensors):
+
+| field | shape, dtype | written by |
+|---|---|---|
+| tokens | [S] int64, prompt + response | rollout |
+| prompt_lens, response_lens | scalar int64 | rollout |
+| response_mask | [T] int64, 1 where trainable | rollout |
+| rollout_log_probs | [T] float32 | rollout |
+| rewards | scalar float32 | rollout |
+| group_ids, truncated | scalar int64 | rollout |
+| values | [T] float32 | critic |
+| advantages, returns | [T] float32 | advantages |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class SampleQueue(Protocol):
+    """Moves per-sample fields between roles, one partition per rollout."""
+
+    def put(self, rollout_id: int, rows: Sequence[int], fields: dict[str, list[Tensor]]) -> None:
+        """Write `fields[name][i]` as the value of sample `rows[i]`."""
+
+    def get(self, rollout_id: int, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Read fields of the given samples, in the order of `rows`; waits until written, up to a limit.
+
+        Raises:
+            RunError: the limit passed; names what is missing and which role writes it.
+        """
+
+    def clear(self, rollout_id: int) -> None:
+        """Drop the partition."""

@@ -1,0 +1,249 @@
+"""Rollout: generates responses with the engine, has them judged, and writes the samples to the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from relax_cli.backends.rollout.protocol import Generation, Request, RolloutEngine, SamplingParams
+from relax_cli.config.schema import BatchSection, DataSection, RolloutSection
+from relax_cli.data.prompts import Prompt, PromptOrder
+from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
+from relax_cli.data.tokenise import encode_prompt
+from relax_cli.errors import ConfigError, Problem
+from relax_cli.roles.protocols import SampleQueue
+from relax_cli.roles.records import EvalShare
+from relax_cli.tracking.spread import Spread
+from relax_cli.tracking.writers import RolloutWriter
+
+EVAL_STREAM = 1 << 40
+"""Stands for the rollout id in the seeds of held-out samples, so that every evaluation draws the same noise."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One sample from prompt to reward."""
+
+    row: int
+    prompt: Prompt
+    prompt_tokens: list[int]
+    generation: Generation
+    response: str
+    result: RewardResult
+
+
+class RolloutRole:
+    """One generation worker; worker `rank` of `workers` takes its slice of every rollout's prompts."""
+
+    name = "rollout"
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: RewardFunction,
+        queue: SampleQueue,
+        prompts: Sequence[Prompt],
+        eval_prompts: dict[str, Sequence[Prompt]],
+        *,
+        data: DataSection,
+        batch: BatchSection,
+        sampling: SamplingParams,
+        rollout: RolloutSection,
+        eval_samples: int,
+        run_dir: Path,
+        rank: int,
+        workers: int,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.reward = reward
+        self.queue = queue
+        self.prompts = prompts
+        self.eval_prompts = eval_prompts
+        self.data = data
+        self.batch = batch
+        self.sampling = sampling
+        self.rollout = rollout
+        self.eval_samples = eval_samples
+        self.rank = rank
+        self.workers = workers
+        self.order = PromptOrder(len(prompts), rollout.rollout_seed, data.shuffle)
+        self.writer = RolloutWriter(run_dir)
+        self.awake = True
+        self.judged: list[Judged] = []
+
+    def wake(self) -> None:
+        """Give the engine its memory back."""
+        if not self.awake:
+            self.engine.wake()
+            self.awake = True
+
+    def sleep(self) -> None:
+        """Leave the device to the other roles."""
+        if self.awake:
+            self.engine.sleep()
+            self.awake = False
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace the engine's weights by the actor's."""
+        self.engine.load_weights(named, version)
+
+    def generate(self, rollout_id: int) -> dict[str, Spread]:
+        """Sample this worker's share of rollout `rollout_id` and write it to the queue."""
+        assert self.awake, "rollout generates only while awake"
+        chosen = self.order.rows(rollout_id, self.batch.rollout_batch_size)
+        self.judged = self._sample(
+            [self.prompts[i] for i in chosen], self.batch.n_samples_per_prompt, stream=rollout_id
+        )
+        if self.judged:
+            self._put(rollout_id)
+        return {
+            "reward": Spread.of(j.result.reward for j in self.judged),
+            "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),
+            "prompt_len": Spread.of(len(j.prompt_tokens) for j in self.judged),
+            "truncated": Spread.of(j.generation.finish_reason == "length" for j in self.judged),
+            **self._reward_parts(),
+        }
+
+    def evaluate(self, name: str, examples: int) -> EvalShare:
+        """Sample this worker's share of a held-out set, with the same noise every time.
+
+        Args:
+            examples: how many judged samples to return for a person to read.
+        """
+        assert self.awake, "rollout generates only while awake"
+        judged = self._sample(self.eval_prompts[name], self.eval_samples, stream=EVAL_STREAM)
+        return EvalShare(
+            rewards=Spread.of(j.result.reward for j in judged),
+            examples=[
+                {
+                    "prompt": self._prompt_text(j),
+                    "response": j.response,
+                    "label": j.prompt.label,
+                    "reward": j.result.reward,
+                }
+                for j in judged[:examples]
+            ],
+        )
+
+    def dump(self, rollout_id: int, step_fields: Sequence[str]) -> None:
+        """Add this worker's samples with per-token numbers to `rollouts/step_*.jsonl`; workers are called in turn."""
+        rows = [j.row for j in self.judged]
+        fields = self.queue.get(rollout_id, rows, list(step_fields)) if rows and step_fields else {}
+        self.writer.write(rollout_id, (self._record(i, fields) for i in range(len(rows))), append=self.rank > 0)
+
+    def clear(self, rollout_id: int) -> None:
+        """Drop the partition once the last reader is done."""
+        self.queue.clear(rollout_id)
+
+    def close(self) -> None:
+        """End the reward's worker processes."""
+        self.reward.close()
+
+    def _sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, stream: int) -> list[Judged]:
+        first, last = (len(prompts) * r // self.workers for r in (self.rank, self.rank + 1))
+        jobs = [(p * samples_per_prompt + s, prompts[p]) for p in range(first, last) for s in range(samples_per_prompt)]
+        tokens = [self._encode(prompt) for _, prompt in jobs]
+        requests = [
+            Request(tuple(ids), sample_seed(self.rollout.rollout_seed, stream, row))
+            for (row, _), ids in zip(jobs, tokens, strict=True)
+        ]
+        generations = self.engine.generate(requests, self.sampling)
+        responses = [self.tokenizer.decode(g.tokens, skip_special_tokens=True) for g in generations]
+        inputs = [
+            RewardInput(
+                prompt=prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"],
+                response=response,
+                label=prompt.label,
+                metadata=prompt.metadata,
+                truncated=generation.finish_reason == "length",
+                group=row // samples_per_prompt,
+            )
+            for (row, prompt), generation, response in zip(jobs, generations, responses, strict=True)
+        ]
+        results = self.reward(inputs)
+        return [
+            Judged(row, prompt, ids, generation, response, result)
+            for (row, prompt), ids, generation, response, result in zip(
+                jobs, tokens, generations, responses, results, strict=True
+            )
+        ]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        ids = encode_prompt(self.tokenizer, prompt, apply_chat_template=self.data.apply_chat_template)
+        limit = self.rollout.rollout_max_prompt_len
+        if limit is not None and len(ids) > limit:
+            raise ConfigError(
+                Problem(
+                    id="prompt-too-long",
+                    message="a prompt is longer than the limit",
+                    option="--rollout-max-prompt-len",
+                    where=prompt.source,
+                    got=f"{len(ids)} tokens",
+                    expected=f"at most {limit}",
+                    fix=f"--rollout-max-prompt-len {len(ids)}, or shorten that row",
+                )
+            )
+        return ids
+
+    def _put(self, rollout_id: int) -> None:
+        scalar = torch.tensor
+        self.queue.put(
+            rollout_id,
+            [j.row for j in self.judged],
+            {
+                "tokens": [scalar([*j.prompt_tokens, *j.generation.tokens]) for j in self.judged],
+                "prompt_lens": [scalar(len(j.prompt_tokens)) for j in self.judged],
+                "response_lens": [scalar(len(j.generation.tokens)) for j in self.judged],
+                "response_mask": [torch.ones(len(j.generation.tokens), dtype=torch.int64) for j in self.judged],
+                "rollout_log_probs": [scalar(j.generation.log_probs, dtype=torch.float32) for j in self.judged],
+                "rewards": [scalar(j.result.reward, dtype=torch.float32) for j in self.judged],
+                "group_ids": [scalar(j.row // self.batch.n_samples_per_prompt) for j in self.judged],
+                "truncated": [scalar(int(j.generation.finish_reason == "length")) for j in self.judged],
+            },
+        )
+
+    def _reward_parts(self) -> dict[str, Spread]:
+        names = sorted({name for j in self.judged for name in j.result.parts})
+        return {
+            f"reward/{name}": Spread.of(j.result.parts[name] for j in self.judged if name in j.result.parts)
+            for name in names
+        }
+
+    def _prompt_text(self, judged: Judged) -> str:
+        text: str = self.tokenizer.decode(judged.prompt_tokens, skip_special_tokens=True)
+        return text
+
+    def _record(self, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:
+        judged = self.judged[index]
+        return {
+            "row": judged.row,
+            "group": judged.row // self.batch.n_samples_per_prompt,
+            "source": judged.prompt.source,
+            "prompt": self._prompt_text(judged),
+            "response": judged.response,
+            "label": judged.prompt.label,
+            "reward": judged.result.reward,
+            "reward_parts": judged.result.parts,
+            "finish_reason": judged.generation.finish_reason,
+            "prompt_token_ids": judged.prompt_tokens,
+            "response_token_ids": judged.generation.tokens,
+            "log_probs": judged.generation.log_probs,
+            **{name: values[index].tolist() for name, values in fields.items()},
+        }
+
+
+def sample_seed(seed: int, stream: int, row: int) -> int:
+    """Seed of one sample's noise: a function of the run's seed, the rollout and the row, of nothing else.
+
+    So neither the number of workers nor a resume changes what is sampled.
+    """
+    return int(np.random.SeedSequence((seed, stream, row)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,56 @@
+"""The application with the five built-in plugins, in this process and in a real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from relax_cli.cli.app import build_app
+from relax_cli.plugin.manager import GROUP, Plugins
+
+BUILT_IN = ("ppo", "grpo", "gspo", "cispo", "sapo")
+
+Invoke = Callable[..., Result]
+Process = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def plugins() -> Plugins:
+    return Plugins([EntryPoint(name, f"relax_{name}", GROUP) for name in BUILT_IN])
+
+
+@pytest.fixture(scope="session")
+def app(plugins: Plugins) -> typer.Typer:
+    return build_app(plugins)
+
+
+@pytest.fixture
+def invoke(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Run a command line in this process."""
+    for name in [n for n in os.environ if n.startswith("RELAX_")]:
+        monkeypatch.delenv(name)
+    return lambda *args, **kwargs: CliRunner().invoke(app, list(args), **kwargs)
+
+
+@pytest.fixture
+def process() -> Process:
+    """Run Python code in a process of its own, with a clean environment."""
+
+    def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+        kept = {
+            n: v
+            for n, v in os.environ.items()
+            if not n.startswith(("RELAX_", "FORCE_COLOR", "NO_COLOR", "GITHUB_"))
+        }
+        return subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**kept, **env}, timeout=120
+        )
+
+    return run

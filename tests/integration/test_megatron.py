@@ -1,0 +1,253 @@
+"""The Megatron trainer on the CPU: equal to transformers, and the same however the work is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCAB, on_ranks, save_tiny_model
+from training_runs import RESPONSE_LENS, Run, build, loss_fn, micro_batches, samples, train
+
+from relax_cli.backends.megatron import cpu_support, parallel
+from relax_cli.backends.megatron.trainer import MicroBatch
+from relax_cli.checkpoint.hf import HfWeights
+from relax_cli.errors import EnvironmentFault
+
+FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    save_tiny_model(folder, "qwen3", tied=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen2")
+    save_tiny_model(folder, "qwen2", tied=False)
+    return folder
+
+
+def every_next_token(tokens_BS: torch.Tensor) -> MicroBatch:
+    one_B = torch.ones(len(tokens_BS), dtype=torch.int64)
+    return MicroBatch(tokens_BS, one_B, one_B * (tokens_BS.size(1) - 1))
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_log_probs_and_entropy_equal_transformers(family: str, tied: bool, tmp_path: Path) -> None:
+    reference = save_tiny_model(tmp_path, family, tied=tied)
+    model = build(Run("policy", tmp_path, temperature=1.0))
+    tokens = torch.randint(0, VOCAB, (3, 33), generator=torch.Generator().manual_seed(1))
+    output = model.forward([every_next_token(tokens)])[0]
+    with torch.no_grad():
+        expected = reference(tokens).logits[:, :-1].log_softmax(-1)
+    picked = expected.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    assert (output.log_probs_BT - picked).abs().max() <= 1e-5
+    assert (output.entropy_BT + (expected.exp() * expected).sum(-1)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_logits_equal_transformers(family: str, tied: bool, tmp_path: Path) -> None:
+    reference = save_tiny_model(tmp_path, family, tied=tied)
+    model = build(Run("policy", tmp_path, temperature=1.0)).model
+    tokens = torch.randint(0, VOCAB, (2, 17), generator=torch.Generator().manual_seed(2))
+    logits: list[torch.Tensor] = []
+    model.output_layer.register_forward_hook(lambda _, __, result: logits.append(result[0]))
+    batch = every_next_token(tokens)
+    with torch.no_grad():
+        from relax_cli.backends.megatron.records import ResponseIndex
+
+        model(tokens, None, None, labels=ResponseIndex.of(batch))
+        expected = reference(tokens).logits[:, :-1]
+    assert (logits[0].view_as(expected) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_exported_weights_are_bitwise_those_of_the_folder(family: str, tied: bool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, family, tied=tied)
+    exported = build(Run("policy", tmp_path)).hf_state()
+    stored = dict(HfWeights(tmp_path))
+    assert exported is not None
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)
+
+
+def test_temperature_scales_logits(qwen3: Path) -> None:
+    batch = samples([0, 1, 2])
+    cold = build(Run("policy", qwen3, temperature=0.5)).forward([batch])[0]
+    reference = build(Run("policy", qwen3, temperature=1.0))
+    reference.model.temperature = 0.5
+    assert torch.equal(cold.log_probs_BT, reference.forward([batch])[0].log_probs_BT)
+    assert not torch.allclose(cold.log_probs_BT, build(Run("policy", qwen3, temperature=1.0)).forward([batch])[0].main)
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_padding_and_neighbours_do_not_change_a_sample(kind: str, qwen3: Path) -> None:
+    model = build(Run(kind, qwen3))  # type: ignore[arg-type]
+    together = model.forward([samples([0, 1, 2, 3, 4, 5])])[0].main
+    for row, length in enumerate(RESPONSE_LENS):
+        alone = model.forward([samples([row])])[0].main
+        assert torch.allclose(together[row, :length], alone[0], atol=2e-6)
+        assert not together[row, length:].any()
+
+
+def test_a_value_belongs_to_the_state_before_its_token(qwen3: Path) -> None:
+    model = build(Run("value", qwen3))
+    batch = samples([3])
+    before = model.forward([batch])[0].values_BT
+    changed = batch.tokens_BS.clone()
+    changed[0, int(batch.prompt_lens_B[0]) + 2] += 1  # response token 2
+    after = model.forward([replace(batch, tokens_BS=changed)])[0].values_BT
+    assert torch.equal(before[0, :3], after[0, :3])
+    assert (before[0, 3:] != after[0, 3:]).all()
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_micro_batch_size_does_not_matter(kind: str, qwen3: Path) -> None:
+    whole, single = (train(0, 1, 0, Run(kind, qwen3, micro_batch_size=size)) for size in (6, 1))  # type: ignore[arg-type]
+    np.testing.assert_allclose(whole["losses"], single["losses"], rtol=1e-6)
+    np.testing.assert_allclose(whole["grad_norms"], single["grad_norms"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_two_data_parallel_ranks_train_like_one(kind: str, qwen3: Path) -> None:
+    run = Run(kind, qwen3)  # type: ignore[arg-type]
+    alone, ranks = train(0, 1, 0, run), on_ranks(2, train, run)
+    assert_same_training(alone, ranks)
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_two_tensor_parallel_ranks_train_like_one(kind: str, model: str, request: pytest.FixtureRequest) -> None:
+    run = Run(kind, request.getfixturevalue(model))  # type: ignore[arg-type]
+    alone, ranks = train(0, 1, 0, run), on_ranks(2, train, replace(run, tensor_parallel=2))
+    assert_same_training(alone, ranks)
+    if kind == "value":
+        assert np.array_equal(ranks[0]["head"], ranks[1]["head"]), "the head drifted apart"
+
+
+def test_a_rank_without_samples_takes_part(qwen3: Path) -> None:
+    run = Run("policy", qwen3)
+    alone, ranks = train(0, 1, 0, run), on_ranks(2, train, replace(run, idle_second_rank=True))
+    assert_same_training(alone, ranks)
+
+
+def assert_same_training(alone: dict, ranks: list[dict]) -> None:
+    for result in ranks:
+        np.testing.assert_allclose(result["losses"], alone["losses"], atol=1e-5)
+        np.testing.assert_allclose(result["grad_norms"], alone["grad_norms"], rtol=1e-4)
+        np.testing.assert_allclose(result["grid"], alone["grid"], atol=2e-5)
+    if alone["state"] is not None:
+        assert ranks[1]["state"] is None, "one rank hands out the weights"
+        for name, tensor in alone["state"].items():
+            # Where a gradient is nearly 0, Adam turns its rounding into a visible part of the learning rate (1e-3).
+            np.testing.assert_allclose(ranks[0]["state"][name], tensor, atol=1e-4, err_msg=name)
+
+
+def test_training_equals_transformers_with_torch_adamw(tmp_path: Path) -> None:
+    reference = save_tiny_model(tmp_path, "llama", tied=True)
+    model = build(Run("policy", tmp_path, temperature=1.0))
+    matrices = [p for p in reference.parameters() if p.dim() > 1]
+    vectors = [p for p in reference.parameters() if p.dim() == 1]
+    adam = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=0.0, eps=1e-8
+    )
+    for step in range(3):
+        batch = samples(list(range(6)))
+        result = model.train_step([batch], loss_fn)
+        logits = reference(batch.tokens_BS).logits.log_softmax(-1)
+        loss = torch.zeros(())
+        for row, (prompt, response) in enumerate(zip(batch.prompt_lens_B.tolist(), RESPONSE_LENS, strict=True)):
+            positions = torch.arange(prompt, prompt + response)
+            picked = logits[row, positions - 1, batch.tokens_BS[row, positions]]
+            loss = loss - (picked * batch.fields["target"][row, :response]).mean() / len(RESPONSE_LENS)
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        for group in adam.param_groups:
+            group["lr"] = 1e-3 * min(step + 1, 2) / 2
+        adam.step()
+        assert result.metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    exported, expected = model.hf_state(), reference.state_dict()
+    assert exported is not None
+    for name, tensor in exported.items():
+        assert (tensor - expected[name]).abs().max() <= 2e-5, name
+
+
+def test_the_first_warm_up_step_already_learns(qwen3: Path) -> None:
+    result = train(0, 1, 0, Run("policy", qwen3, lr=1e-3))
+    assert result["lrs"] == pytest.approx([5e-4, 1e-3, 1e-3])
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(qwen3: Path) -> None:
+    model = build(Run("policy", qwen3))
+    batches = micro_batches(3, list(range(6)))
+    model.train_step(batches, loss_fn)
+    before = [tensor.clone() for tensor in model.optimizer.tensors()]
+    lr = model.optimizer.lr
+    poisoned = model.train_step(batches, lambda output, batch: (output.log_probs_BT.sum() * float("nan"), {}))
+    assert poisoned.skipped
+    assert all(torch.equal(old, new) for old, new in zip(before, model.optimizer.tensors(), strict=True))
+    assert model.optimizer.lr == lr
+    assert model.optimizer.scheduler.num_steps == 1
+    after = model.train_step(batches, loss_fn)
+    assert not after.skipped
+    assert np.isfinite(after.grad_norm)
+
+
+def test_entropy_carries_gradient_only_when_asked(qwen3: Path) -> None:
+    model = build(Run("policy", qwen3))
+    seen: list[bool] = []
+
+    def watch(output: object, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen.append(output.entropy_BT.requires_grad)  # type: ignore[attr-defined]
+        return output.log_probs_BT.mean(), {}  # type: ignore[attr-defined]
+
+    model.train_step([samples([0])], watch)  # type: ignore[arg-type]
+    model.train_step([samples([0])], watch, need_entropy_grad=True)  # type: ignore[arg-type]
+    assert seen == [False, True]
+
+
+def test_value_head_starts_from_the_seed_or_at_zero(qwen3: Path) -> None:
+    first, second = build(Run("value", qwen3)), build(Run("value", qwen3))
+    head = first.model.output_layer
+    assert torch.equal(head.weight, second.model.output_layer.weight)
+    assert 0.01 < head.weight.std() < 0.03
+    assert not head.bias.any()
+
+
+def test_an_empty_response_has_no_columns_and_no_gradient(qwen3: Path) -> None:
+    model = build(Run("policy", qwen3))
+    one = torch.ones(1, dtype=torch.int64)
+    batch = MicroBatch(torch.tensor([[3, 4, 5]]), one * 3, one * 0)
+    result = model.train_step([batch], lambda output, _: (output.log_probs_BT.sum(), {}))
+    assert result.grad_norm == 0.0
+    assert not result.skipped
+
+
+def test_a_second_initialisation_must_agree() -> None:
+    device = build_device()
+    parallel.initialize(parallel.Rank(0, 1), 1, device, seed=1)
+    parallel.initialize(parallel.Rank(0, 1), 1, device, seed=1)
+    with pytest.raises(AssertionError, match="already is"):
+        parallel.initialize(parallel.Rank(1, 2), 1, device, seed=1)
+
+
+def build_device():  # type: ignore[no-untyped-def]
+    from relax_cli.backends.device import select_device
+
+    return select_device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the patch is active only without CUDA")
+def test_an_untested_megatron_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_support, "TESTED_VERSIONS", ("9.9.9",))
+    with pytest.raises(EnvironmentFault) as caught:
+        cpu_support.install()
+    assert caught.value.problems[0].expected == "9.9.9"

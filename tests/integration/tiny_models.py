@@ -1,0 +1,82 @@
+"""Tiny Hugging Face models on disk, and a runner for functions on several gloo ranks."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+import transformers
+
+VOCAB = 96
+
+
+def save_tiny_model(folder: Path, family: str, *, tied: bool = False, layers: int = 2, seed: int = 0) -> Any:
+    """Write a random model of `family` (all weights random, norms and biases too); returns the transformers model."""
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }[family]
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )
+    torch.manual_seed(seed)
+    model = model_class(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(rank, ranks, port, *args)` in `ranks` new processes; their results in rank order."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    workers = [
+        context.Process(target=_work, args=(queue, function, rank, ranks, port, args), daemon=True)
+        for rank in range(ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        results = dict(queue.get(timeout=120) for _ in workers)
+    finally:
+        for worker in workers:
+            worker.join(timeout=10)
+            worker.kill()
+    failures = [value for value in results.values() if isinstance(value, _Failure)]
+    assert not failures, failures[0].text
+    return [results[rank] for rank in range(ranks)]
+
+
+class _Failure:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _work(queue: Any, function: Callable[..., Any], rank: int, ranks: int, port: int, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        result = function(rank, ranks, port, *args)
+    except Exception:  # noqa: BLE001 - the text crosses the process border, where the test fails with it
+        result = _Failure(traceback.format_exc())
+    queue.put((rank, result))

