@@ -60,9 +60,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=1)
@@ -75,9 +73,7 @@ def main() -> None:
     batch = make_batch(args.rows, args.tokens, args.holes)
     exact_BT = carry_loop(*(x.double() for x in batch))
     error = float((ours(*batch) - exact_BT).abs().max())
-    times = [
-        (seconds(lambda: carry_loop(*batch)), seconds(lambda: ours(*batch))) for _ in range(args.repeats)
-    ]
+    times = [(seconds(lambda: carry_loop(*batch)), seconds(lambda: ours(*batch))) for _ in range(args.repeats)]
     loop_s, ours_s = (min(column) for column in zip(*times, strict=True))
     result = {
         "rows": args.rows,

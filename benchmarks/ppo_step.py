@@ -11,6 +11,7 @@ samples to disk. CPU seconds are those of the whole process tree, Ray's and Tran
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -91,7 +92,13 @@ def trl_python(work: Path) -> str:
 def run_trl(python: str, model: Path, prompts: Path, args: argparse.Namespace) -> dict[str, float]:
     """Median wall and CPU seconds per step of TRL."""
     command = [python, str(HERE / "trl_ppo.py"), "--model", str(model), "--prompts", str(prompts)]
-    sizes = {"steps": args.steps, "batch": BATCH, "minibatch": MINIBATCH, "new-tokens": NEW_TOKENS, "threads": args.cores}
+    sizes = {
+        "steps": args.steps,
+        "batch": BATCH,
+        "minibatch": MINIBATCH,
+        "new-tokens": NEW_TOKENS,
+        "threads": args.cores,
+    }
     command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=quiet_environment())
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -135,7 +142,7 @@ def run_relax(model: Path, prompts: Path, work: Path, args: argparse.Namespace) 
     if process.returncode:
         raise SystemExit(f"relax train failed, see {work / 'relax.log'}")
     wall = [json.loads(line)["step_seconds"] for line in metrics.read_text().splitlines()]
-    cpu = [b - a for a, b in zip(cpu_marks, cpu_marks[1:], strict=False)]
+    cpu = [b - a for a, b in itertools.pairwise(cpu_marks)]
     return {"wall": statistics.median(wall[1:]), "cpu": statistics.median(cpu)}
 
 
@@ -173,7 +180,9 @@ def main() -> None:
     }
     ratio = {kind: result["relax"][kind] / result["trl"][kind] for kind in ("wall", "cpu")}
     if args.format == "json":
-        print(json.dumps({"samples_per_second": result, "ratio": ratio, "reference": "TRL 1.12.0", "cores": args.cores}))
+        print(
+            json.dumps({"samples_per_second": result, "ratio": ratio, "reference": "TRL 1.12.0", "cores": args.cores})
+        )
         return
     for kind, name in (("wall", "wall"), ("cpu", "CPU ")):
         print(

@@ -5,6 +5,7 @@ then one epoch of `--batch / --minibatch` optimizer steps for policy and value m
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -89,7 +90,7 @@ def main() -> None:
     )
     trainer.train()
     state = trainer.optimizer.optimizer.state
-    wall, cpu = ([b - a for a, b in zip(times, times[1:])][1:] for times in (clock.wall, clock.cpu))  # noqa: B905
+    wall, cpu = ([b - a for a, b in itertools.pairwise(times)][1:] for times in (clock.wall, clock.cpu))
     print(
         json.dumps(
             {

@@ -81,9 +81,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Tensor:
     return torch.tensor(tokenizer(list(texts)).input_ids)
 
 
-def train(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair], rng: random.Random
-) -> None:
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair], rng: random.Random) -> None:
     """Supervised steps with warm-up and linear decay; only response tokens count."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(1, STEPS + 1):
@@ -117,9 +115,7 @@ def exact_match(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, default=task.MODEL)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -87,9 +87,7 @@ def normalize_config(config: Config) -> Normalized:
         changes.append(Change("--kl-coef", algorithm.kl_coef, 0.0, no_reference))
     warnings = (_kl_off(changes),) if changes else ()
     if not parallel.offload_train:
-        changes.append(
-            Change("--offload-train", False, True, "actor and critic take turns on the same devices")
-        )
+        changes.append(Change("--offload-train", False, True, "actor and critic take turns on the same devices"))
     update: dict[str, Any] = {
         "algorithm": algorithm.model_copy(update={"use_kl_loss": False, "kl_coef": 0.0}),
         "parallel": parallel.model_copy(update={"offload_train": True}),

@@ -88,9 +88,7 @@ def tis_weight(train_logp: Tensor, rollout_logp: Tensor, *, low: float, high: fl
 
 
 @torch.no_grad()
-def rejection_mask(
-    train_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, low: float, high: float
-) -> Tensor:
+def rejection_mask(train_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """Trainable tokens whose `exp(train_logp − rollout_logp)` lies in `[low, high]`, bool `[B, T]`.
 
     It takes the place of the mask and is never multiplied into a loss. Arguments as in `tis_weight`.

@@ -20,9 +20,7 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 OUTPUT = "output_layer.weight"
 
 
-def hf_to_megatron(
-    weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int, tp_rank: int
-) -> dict[str, Tensor]:
+def hf_to_megatron(weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int, tp_rank: int) -> dict[str, Tensor]:
     """The state of one tensor-parallel rank, by Megatron's parameter names.
 
     Args:
@@ -141,11 +139,7 @@ class _Reader:
     def refuse_unused(self) -> None:
         # Old exports carry rotary tables, and a copy of the embedding as the tied output layer.
         tied_copy = {"lm_head.weight"} if self.spec.tied else set()
-        unused = (
-            {name for name in self.weights if not name.endswith("rotary_emb.inv_freq")}
-            - self.taken
-            - tied_copy
-        )
+        unused = {name for name in self.weights if not name.endswith("rotary_emb.inv_freq")} - self.taken - tied_copy
         if unused:
             raise _bad_weights(
                 f"the model has tensors that config.json does not describe: {', '.join(sorted(unused)[:5])}"
@@ -171,9 +165,7 @@ def _read_layer(reader: _Reader, layer: int) -> dict[str, Tensor]:
     state = {
         f"{ours}.input_layernorm.weight": reader.take(f"{hf}.input_layernorm.weight", hidden),
         f"{ours}.self_attention.linear_qkv.weight": _read_qkv(reader, hf, "weight", hidden),
-        f"{ours}.self_attention.linear_proj.weight": reader.take(
-            f"{hf}.self_attn.o_proj.weight", hidden, q_rows
-        ),
+        f"{ours}.self_attention.linear_proj.weight": reader.take(f"{hf}.self_attn.o_proj.weight", hidden, q_rows),
         f"{ours}.pre_mlp_layernorm.weight": reader.take(f"{hf}.post_attention_layernorm.weight", hidden),
         f"{ours}.mlp.linear_fc1.weight": torch.cat(
             [reader.take(f"{hf}.mlp.{part}_proj.weight", ffn, hidden) for part in ("gate", "up")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,22 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool
     max_positions: int
+
+
+def inverse_frequencies(spec: ModelSpec) -> Tensor:
+    """Rotary frequencies `[head_dim / 2]` fp32: plain, `linear` or `llama3` scaling, as transformers computes them."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    plain = 1.0 / (spec.rope_theta**exponents)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return plain
+    if scaling.rope_type == "linear":
+        return plain / scaling.factor
+    # Slow frequencies are divided by the factor, fast ones kept, with a ramp between.
+    turns = plain * (scaling.original_max_positions / (2 * math.pi))
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return plain * (keep + (1.0 - keep) / scaling.factor)
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -221,11 +238,7 @@ def write_hf(folder: Path, named: Iterable[tuple[str, Tensor]], template_folder:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for source in sorted(template_folder.iterdir()):
-        if (
-            source.is_file()
-            and source.suffix in {".json", ".txt", ".model", ".jinja"}
-            and source.name != INDEX_FILE
-        ):
+        if source.is_file() and source.suffix in {".json", ".txt", ".model", ".jinja"} and source.name != INDEX_FILE:
             shutil.copyfile(source, folder / source.name)
     shards: list[dict[str, Tensor]] = [{}]
     size = 0

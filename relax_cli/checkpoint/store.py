@@ -135,7 +135,7 @@ def _disk_errors() -> Iterator[None]:
         raise storage_failed(error, Path(error.filename or ".")) from error
 
 
-def storage_failed(error: Exception, where: Path) -> RunError:
+def storage_failed(error: BaseException, where: Path) -> RunError:
     """What to say when a checkpoint could not be written."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return RunError(

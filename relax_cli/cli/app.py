@@ -112,6 +112,4 @@ def _bug(error: Exception) -> None:
         output.note("".join(traceback.format_exception(error)))
     else:
         output.note("  where     inside relax: this is a bug, not your doing")
-        output.note(
-            "  fix       run the command again with RELAX_DEBUG=1 to see the traceback, and report it"
-        )
+        output.note("  fix       run the command again with RELAX_DEBUG=1 to see the traceback, and report it")

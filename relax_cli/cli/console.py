@@ -95,7 +95,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Left-aligned columns, without the padding that would end a line in blanks."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    padded = (
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
     return "\n".join(line.rstrip() for line in padded)

@@ -33,9 +33,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="YAML value (repeatable)", rich_help_panel=PANEL),
 ]
-FormatOption = Annotated[
-    Format, typer.Option("--format", help="form of the data on stdout", rich_help_panel=PANEL)
-]
+FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout", rich_help_panel=PANEL)]
 ShowConfig = Annotated[
     bool,
     typer.Option(
@@ -84,9 +82,7 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
 def show(resolved: Resolved, output: Output) -> None:
     """Print a configuration with its origins: JSON, or YAML that is a recipe again."""
     data = resolved.dump()
-    changes = [
-        f"# changed: {c.option} from {c.before} to {c.after}, because {c.why}" for c in resolved.changes
-    ]
+    changes = [f"# changed: {c.option} from {c.before} to {c.after}, because {c.why}" for c in resolved.changes]
     output.result(data, "\n".join([*changes, *_as_recipe(data["config"], resolved.origins)]))
 
 
@@ -95,9 +91,7 @@ def _as_recipe(config: dict[str, dict[str, Any]], origins: dict[str, str]) -> li
     lines = []
     for section, values in config.items():
         lines.append(f"{section}:")
-        rows = [
-            (f"  {key}: {json.dumps(value)}", origins[f"{section}.{key}"]) for key, value in values.items()
-        ]
+        rows = [(f"  {key}: {json.dumps(value)}", origins[f"{section}.{key}"]) for key, value in values.items()]
         width = max(len(text) for text, _ in rows)
         lines += [f"{text:<{width}}  # {origin}" for text, origin in rows]
     return lines

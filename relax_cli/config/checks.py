@@ -105,15 +105,11 @@ def resource_counts(config: Config) -> Found:
     for role, (services, devices) in config.parallel.resource.items():
         got = f'"{role}": [{services}, {devices}]'
         if services != 1:
-            problems.append(
-                _resource_count("resource-one-service", role, got, "exactly one service per role")
-            )
+            problems.append(_resource_count("resource-one-service", role, got, "exactly one service per role"))
         if devices < 0:
             problems.append(_resource_count("resource-negative", role, got, "a device count of 0 or more"))
         elif devices == 0 and role in DEVICE_ROLES:
-            problems.append(
-                _resource_count("resource-no-device", role, got, "at least one device for a model")
-            )
+            problems.append(_resource_count("resource-no-device", role, got, "at least one device for a model"))
     return problems
 
 

@@ -92,9 +92,7 @@ def model_heads(config: Config, around: Surroundings) -> Found:
     """Attention heads and key-value groups are shared out evenly over tensor-parallel ranks."""
     size = config.parallel.tensor_model_parallel_size
     found = _model_config(config) or {}
-    heads = {
-        n: found[n] for n in ("num_attention_heads", "num_key_value_heads") if isinstance(found.get(n), int)
-    }
+    heads = {n: found[n] for n in ("num_attention_heads", "num_key_value_heads") if isinstance(found.get(n), int)}
     return [
         Problem(
             id="heads-not-divisible",
@@ -118,9 +116,7 @@ def model_positions(config: Config, around: Surroundings) -> Found:
     return Problem(
         id="longer-than-positions",
         message="prompt and response are longer than the model has positions",
-        fix=f"lower --rollout-max-response-len to {most - prompt} or less"
-        if most > prompt
-        else "shorten the prompts",
+        fix=f"lower --rollout-max-response-len to {most - prompt} or less" if most > prompt else "shorten the prompts",
         option="--rollout-max-response-len",
         got=f"{prompt} + {response} = {prompt + response} tokens",
         expected=f"at most {most}",
@@ -161,13 +157,9 @@ def eval_prompt_data(config: Config, around: Surroundings) -> Found:
     for item in config.eval.eval_prompt_data:
         name, equals, spec = item.partition("=")
         if not equals or not spec or not _EVAL_NAME.fullmatch(name):
-            problems.append(
-                _eval_set(f"{item!r} is not a name and a path", f"--eval-prompt-data heldout {item}", item)
-            )
+            problems.append(_eval_set(f"{item!r} is not a name and a path", f"--eval-prompt-data heldout {item}", item))
         elif name in names:
-            problems.append(
-                _eval_set(f"two held-out sets are called {name!r}", "give each its own name", item)
-            )
+            problems.append(_eval_set(f"two held-out sets are called {name!r}", "give each its own name", item))
         else:
             problems += _rows(spec, "--eval-prompt-data", config, around)
         names.append(name)
@@ -204,9 +196,7 @@ def custom_reward(config: Config, around: Surroundings) -> Found:
     try:
         tree = ast.parse(path.read_bytes(), filename=name)
     except OSError as error:
-        return _custom(
-            "custom-rm-file", f"{name} cannot be read: {error.strerror}", "give an existing file", spec
-        )
+        return _custom("custom-rm-file", f"{name} cannot be read: {error.strerror}", "give an existing file", spec)
     except (SyntaxError, ValueError) as error:
         line = error.lineno if isinstance(error, SyntaxError) else None
         problem = _custom("custom-rm-file", f"{name} is not valid Python: {error}", "correct the file", spec)
@@ -324,9 +314,7 @@ def _rows(spec: str, option: str, config: Config, around: Surroundings) -> list[
         around.read_prompts(config.data, spec)
     except ConfigError as error:
         return [
-            replace(p, option=option, fix=p.fix.replace("--prompt-data", option))
-            if p.option == "--prompt-data"
-            else p
+            replace(p, option=option, fix=p.fix.replace("--prompt-data", option)) if p.option == "--prompt-data" else p
             for p in error.problems
         ]
     return []
@@ -374,9 +362,7 @@ def _eval_set(message: str, fix: str, got: str) -> Problem:
 
 
 def _custom(rule: str, message: str, fix: str, got: str) -> Problem:
-    return Problem(
-        id=rule, message=message, fix=fix, option="--custom-rm-path", got=got, expected="FILE.py:function"
-    )
+    return Problem(id=rule, message=message, fix=fix, option="--custom-rm-path", got=got, expected="FILE.py:function")
 
 
 FILE_RULES: tuple[Callable[[Config, Surroundings], Found], ...] = (

@@ -41,9 +41,7 @@ __all__ = [
 NOT_OPTIONS = frozenset({"RELAX_DEBUG", "RELAX_CACHE"})
 """`RELAX_*` names that steer the program itself."""
 
-_RESOURCE_EXAMPLE = (
-    """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
-)
+_RESOURCE_EXAMPLE = """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,7 @@ def _env_settings(
     return settings
 
 
-def _override_settings(
-    overrides: Sequence[str], model: type[Config], problems: list[Problem]
-) -> list[Setting]:
+def _override_settings(overrides: Sequence[str], model: type[Config], problems: list[Problem]) -> list[Setting]:
     settings = []
     fields = options_by_name(model)
     for override in overrides:
@@ -151,9 +147,7 @@ def _override_settings(
             fix = f"--set {owner[0]}.{path.strip()}={text}" if owner else "--set optimizer.lr=1e-5"
             message = f"--set {override!r} is not section.key=value"
             problems.append(
-                Problem(
-                    id="set-syntax", message=message, fix=fix, option="--set", where="--set", got=override
-                )
+                Problem(id="set-syntax", message=message, fix=fix, option="--set", where="--set", got=override)
             )
         elif section not in model.model_fields:
             guess = nearest(section, model.model_fields)

@@ -142,9 +142,7 @@ def _option_problem(estimator: str, error: dict[str, Any]) -> Problem:
     return Problem(
         id="estimator-option",
         message=f"estimator {estimator} refuses its options: {error['msg']}",
-        fix=f"change {flag(names[0])}"
-        if names
-        else f"see the options of {estimator} in `relax train --help`",
+        fix=f"change {flag(names[0])}" if names else f"see the options of {estimator} in `relax train --help`",
         option=flag(names[0]) if names else "",
     )
 

@@ -18,9 +18,7 @@ from relax_cli.config.model import options_by_name, section_model
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem
 
-_VARIABLE = re.compile(
-    r"\$(?P<escape>\$)?\{(?P<name>[^}:]*)(?P<default>:-[^}]*)?(?P<rest>[^}]*)(?P<close>\})?"
-)
+_VARIABLE = re.compile(r"\$(?P<escape>\$)?\{(?P<name>[^}:]*)(?P<default>:-[^}]*)?(?P<rest>[^}]*)(?P<close>\})?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -81,9 +79,7 @@ def describe(path: Path) -> str:
     return first.lstrip("# ").rstrip()
 
 
-def read_recipe(
-    path: Path, env: Mapping[str, str], model: type[Config]
-) -> tuple[list[Setting], list[Problem]]:
+def read_recipe(path: Path, env: Mapping[str, str], model: type[Config]) -> tuple[list[Setting], list[Problem]]:
     """The settings of a recipe file and everything that is wrong with it."""
     try:
         document = YAML().load(path.read_text("utf-8"))
@@ -93,9 +89,7 @@ def read_recipe(
         return [], []
     if not isinstance(document, CommentedMap):
         message = f"recipe {path} is not a mapping of sections"
-        return [], [
-            _recipe_problem("recipe-syntax", f"{path}:1", message, "write `section:` and indented keys")
-        ]
+        return [], [_recipe_problem("recipe-syntax", f"{path}:1", message, "write `section:` and indented keys")]
     settings: list[Setting] = []
     problems: list[Problem] = []
     variables = {**env, "RECIPE_DIR": str(path.parent)}
@@ -107,9 +101,7 @@ def read_recipe(
             continue
         elif not isinstance(body, CommentedMap):
             message = f"section {section} holds a single value instead of keys"
-            problems.append(
-                _recipe_problem("recipe-syntax", where, message, f"indent keys under `{section}:`")
-            )
+            problems.append(_recipe_problem("recipe-syntax", where, message, f"indent keys under `{section}:`"))
         else:
             found, bad = _read_section(str(section), body, path, variables, model)
             settings += found
@@ -130,9 +122,7 @@ def _read_section(
             continue
         value = plain(raw)
         expanded = _expand(value, where, variables, problems)
-        settings.append(
-            Setting(section, key, expanded, where, is_text=isinstance(value, str) and expanded != value)
-        )
+        settings.append(Setting(section, key, expanded, where, is_text=isinstance(value, str) and expanded != value))
     return settings, problems
 
 
@@ -146,9 +136,7 @@ def unknown_key(section: str, key: str, where: str, model: type[Config]) -> Prob
     else:
         fix = f"keys of {section}: {', '.join(section_model(model, section).model_fields)}"
     message = f"section {section} has no key {key!r}"
-    return Problem(
-        id="unknown-key", message=message, fix=fix, where=where, got=f"{section}.{key}", expected=guess
-    )
+    return Problem(id="unknown-key", message=message, fix=fix, where=where, got=f"{section}.{key}", expected=guess)
 
 
 def plain(value: Any) -> Any:
@@ -178,9 +166,7 @@ def _expand(value: Any, where: str, variables: Mapping[str, str], problems: list
         name, default = match["name"], match["default"]
         if not _NAME.fullmatch(name) or match["rest"] or not match["close"]:
             message = f"{match[0]} is not a variable"
-            problems.append(
-                _recipe_problem("recipe-variable", where, message, "write ${NAME} or ${NAME:-default}")
-            )
+            problems.append(_recipe_problem("recipe-variable", where, message, "write ${NAME} or ${NAME:-default}"))
         elif variables.get(name) or (default is None and name in variables):
             return variables[name]
         elif default is not None:
@@ -203,12 +189,8 @@ def _unreadable(path: Path, error: Exception) -> Problem:
             return _recipe_problem(
                 "duplicate-key", where, f"recipe has a {reason.removeprefix('found ')}", "keep one of the two"
             )
-        return _recipe_problem(
-            "recipe-syntax", where, f"recipe is not valid YAML: {reason}", "correct this line"
-        )
-    return _recipe_problem(
-        "recipe-syntax", str(path), f"recipe cannot be read: {error}", "give a UTF-8 YAML file"
-    )
+        return _recipe_problem("recipe-syntax", where, f"recipe is not valid YAML: {reason}", "correct this line")
+    return _recipe_problem("recipe-syntax", str(path), f"recipe cannot be read: {error}", "give a UTF-8 YAML file")
 
 
 def _unknown_section(section: str, where: str, model: type[Config]) -> Problem:

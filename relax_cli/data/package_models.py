@@ -42,18 +42,14 @@ def resolve_model(hf_checkpoint: str, cache_dir: Path) -> Path:
         return Path(hf_checkpoint)
     package = hf_checkpoint.removeprefix(PREFIX)
     if package not in INSTALL:
-        raise _error(
-            hf_checkpoint, f"no model package {package!r} is known", fix=f"--hf-checkpoint {PREFIX}{SMOLLM2}"
-        )
+        raise _error(hf_checkpoint, f"no model package {package!r} is known", fix=f"--hf-checkpoint {PREFIX}{SMOLLM2}")
     gguf = _gguf_file(package)
     folder = cache_dir / f"{package}-{importlib.metadata.version(package)}"
     if not folder.is_dir():
         try:
             _convert(gguf, folder)
         except OSError as error:
-            raise _error(
-                hf_checkpoint, f"the model cannot be converted: {error}", fix="RELAX_CACHE=FOLDER"
-            ) from error
+            raise _error(hf_checkpoint, f"the model cannot be converted: {error}", fix="RELAX_CACHE=FOLDER") from error
     return folder
 
 
@@ -61,9 +57,7 @@ def _gguf_file(package: str) -> Path:
     # Not imported: the package's own module needs llama.cpp, the file beside it does not.
     spec = importlib.util.find_spec(package.replace("-", "_"))
     files = sorted(
-        file
-        for place in (spec and spec.submodule_search_locations) or ()
-        for file in Path(place).glob("*.gguf")
+        file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.gguf")
     )
     tools = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if not files or tools:

@@ -158,9 +158,7 @@ def _is_content(content: Any) -> bool:
         isinstance(content, list)
         and bool(content)
         and all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in content)
-        and all(
-            isinstance(value, str) and _is_unicode(value) for message in content for value in message.values()
-        )
+        and all(isinstance(value, str) and _is_unicode(value) for message in content for value in message.values())
     )
 
 
@@ -256,15 +254,11 @@ def _parameters(spec: str, query: str, types: dict[str, Any]) -> Iterator[tuple[
     for item in query.split("&") if query else ():
         name, _, value = item.partition("=")
         if name in seen:
-            raise _task_error(
-                spec, f"parameter {name!r} is given twice", query, f"one {name}", f"{name}={value}"
-            )
+            raise _task_error(spec, f"parameter {name!r} is given twice", query, f"one {name}", f"{name}={value}")
         seen.add(name)
         if name not in types:
             nearest = difflib.get_close_matches(name, types, n=1, cutoff=0.0)[0]
-            raise _task_error(
-                spec, f"unknown parameter {name!r}", name, ", ".join(types), f"{nearest}={value}"
-            )
+            raise _task_error(spec, f"unknown parameter {name!r}", name, ", ".join(types), f"{nearest}={value}")
         adapter = TypeAdapter(types[name])
         try:
             yield name, _validate(adapter, unquote(value))

@@ -91,13 +91,9 @@ def _apply_template(tokenizer: Any, prompt: Prompt) -> list[int]:
     content = prompt.content
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if tokenizer.chat_template is None:
-        raise _prompt_error(
-            prompt, "the tokenizer has no chat template", fix="leave out --apply-chat-template"
-        )
+        raise _prompt_error(prompt, "the tokenizer has no chat template", fix="leave out --apply-chat-template")
     try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
+        ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except TemplateError as error:
         raise _prompt_error(
             prompt, f"the chat template refuses the messages: {error}", fix=f"correct {prompt.source}"

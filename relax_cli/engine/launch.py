@@ -159,13 +159,13 @@ class RaySession(Session):
             specs = worker_specs(plan, role.name)
             workers = [self._worker(spec, role.uses_device, gpu) for spec in specs]
             self.built[role.name] = RayRole(role.name, workers, plan.run_dir)
-        everyone = [w for role in self.built.values() for w in role.workers]
-        importing = [worker.prepare.remote() for worker in everyone]
+        importing = {name: [w.prepare.remote() for w in role.workers] for name, role in self.built.items()}
         plan.status("starting TransferQueue")
         rollout = self.built["rollout"]
         rollout.collect([rollout.workers[0].open_queue.remote()], "open_queue")
         plan.status("loading the models")
-        del importing
+        for name, refs in importing.items():
+            self.built[name].collect(refs, "prepare")
         building = {}
         for name, group in self.built.items():
             addr, port = ray.get(group.workers[0].meeting_point.remote())
@@ -249,7 +249,6 @@ def check_cpus(plan: LaunchPlan) -> None:
                 got=f"{free:g} free",
                 expected=f"at least {needed} ({roles}, TransferQueue {QUEUE_CPUS})",
                 option="--resource",
-                fix="use fewer workers in --resource, or start Ray with more: ray start --head --num-cpus "
-                f"{needed}",
+                fix=f"use fewer workers in --resource, or start Ray with more: ray start --head --num-cpus {needed}",
             )
         )

@@ -232,5 +232,3 @@ def resume_command(config: Config, resolved: Resolved, report: RunReport) -> str
         words += ["--critic-load", config.critic.critic_save]
     words += ["--run-dir", str(config.run.run_dir)]
     return shlex.join(words)
-
-

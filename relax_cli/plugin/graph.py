@@ -61,9 +61,7 @@ class ServiceGraph:
             ConfigError: the name is taken, or there is no role `before`.
         """
         if spec.name in self.names:
-            raise ConfigError(
-                _problem(f"the service graph already has a role {spec.name!r}", "use replace()")
-            )
+            raise ConfigError(_problem(f"the service graph already has a role {spec.name!r}", "use replace()"))
         at = self._index(before)
         return ServiceGraph((*self.roles[:at], spec, *self.roles[at:]))
 

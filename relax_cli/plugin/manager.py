@@ -122,9 +122,7 @@ class Plugins:
         row = next((row for row in self._rows if row.name == name and row.status != "ok"), None)
         here = f" on node {node}" if node else ""
         if row is not None:
-            message = (
-                f"the plugin {name!r} ({row.distribution} {row.version}) is {row.status}{here}: {row.reason}"
-            )
+            message = f"the plugin {name!r} ({row.distribution} {row.version}) is {row.status}{here}: {row.reason}"
             fix = f"reinstall or update {row.distribution}; see `relax plugins list`"
         else:
             near = difflib.get_close_matches(name, known, n=1)
@@ -219,9 +217,7 @@ class Plugins:
         if self._manager.has_plugin(key):
             self._manager.unregister(name=key)
         broken = _row(self._entries[key], "broken", reason)
-        kept = [
-            row for row in self._rows if (row.name, row.distribution) != (broken.name, broken.distribution)
-        ]
+        kept = [row for row in self._rows if (row.name, row.distribution) != (broken.name, broken.distribution)]
         self._rows = [*kept, broken]
 
     def _hooks(self, key: str) -> tuple[str, ...]:

@@ -52,9 +52,7 @@ class Estimator:
         Raises:
             ConfigError: the reference does not lead to a function.
         """
-        function: Callable[[LossInputs], LossTerms] = load_reference(
-            self.policy_loss, f"estimator {self.name}"
-        )
+        function: Callable[[LossInputs], LossTerms] = load_reference(self.policy_loss, f"estimator {self.name}")
         return function
 
 

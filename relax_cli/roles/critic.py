@@ -120,7 +120,9 @@ def explained_variance(share: RolloutShare) -> dict[str, float]:
         keep = share.columns["response_mask"][row] != 0
         returns = share.columns["returns"][row][keep].double()
         errors = returns - share.columns["values"][row][keep].double()
-        sums += torch.stack([keep.sum().double(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()])
+        sums += torch.stack(
+            [keep.sum().double(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+        )
     n, return_sum, return_square, error_sum, error_square = parallel.sum_over_data_parallel(sums.tolist())
     n = max(n, 1.0)
     return_var, error_var = return_square / n - (return_sum / n) ** 2, error_square / n - (error_sum / n) ** 2

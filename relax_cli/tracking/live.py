@@ -172,7 +172,7 @@ def plain_line(record: Mapping[str, Any], total: int, eta: float | None) -> str:
     for least in range(len(COLUMNS), 0, -1):
         parts = [f"step {_step_text(record['step'], total)}"]
         for column in (column for column in COLUMNS if column.importance <= least):
-            value = number_text(record.get(column.metric))
+            value = _without_zeros(number_text(record.get(column.metric)))
             parts.append(f"{value} {column.title}" if column.title == "tok/s" else f"{column.title} {value}")
         parts += [phase_text(record), f"eta {clock_text(eta)}"]
         line = "  ".join(part for part in parts if part)
@@ -192,6 +192,10 @@ def number_text(value: float | None) -> str:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
     digits = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
     return f"{value:.{digits}f}"
+
+
+def _without_zeros(number: str) -> str:
+    return number.rstrip("0").rstrip(".") if "." in number and "e" not in number else number
 
 
 def phase_text(record: Mapping[str, Any]) -> str:

@@ -12,4 +12,3 @@ PPO_KL = "ppo_kl"
 TOKENS_PER_SECOND = "tokens_per_second"
 PHASE_SECONDS = "phase_seconds"
 """Key of the object phase name to seconds."""
-

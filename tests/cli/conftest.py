@@ -45,9 +45,7 @@ def process() -> Process:
 
     def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         kept = {
-            n: v
-            for n, v in os.environ.items()
-            if not n.startswith(("RELAX_", "FORCE_COLOR", "NO_COLOR", "GITHUB_"))
+            n: v for n, v in os.environ.items() if not n.startswith(("RELAX_", "FORCE_COLOR", "NO_COLOR", "GITHUB_"))
         }
         return subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env={**kept, **env}, timeout=120

@@ -18,9 +18,7 @@ from relax_cli.plugin.manager import GROUP, Plugins
 
 from .conftest import Invoke
 
-PROBLEM = Problem(
-    id="some-rule", message="something is wrong", fix="do this", got="a", expected="b", option="--x"
-)
+PROBLEM = Problem(id="some-rule", message="something is wrong", fix="do this", got="a", expected="b", option="--x")
 
 
 def raising(error: BaseException) -> Callable[..., None]:
@@ -30,9 +28,7 @@ def raising(error: BaseException) -> Callable[..., None]:
     return fail
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"), [(RunError, 1), (ConfigError, 2), (ResumeError, 3), (EnvironmentFault, 4)]
-)
+@pytest.mark.parametrize(("kind", "code"), [(RunError, 1), (ConfigError, 2), (ResumeError, 3), (EnvironmentFault, 4)])
 def test_every_error_has_its_exit_code_and_four_parts(
     kind: type[RelaxError], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,8 +37,7 @@ def test_every_error_has_its_exit_code_and_four_parts(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == (
-        "error: something is wrong  [some-rule]\n"
-        "  where     --x\n  got       a\n  expected  b\n  fix       do this\n"
+        "error: something is wrong  [some-rule]\n  where     --x\n  got       a\n  expected  b\n  fix       do this\n"
     )
 
 
@@ -144,13 +139,9 @@ def test_the_quickstart_files_and_the_bundled_recipe_pass_every_check(
         assert examine(plugins, [recipe], {}, [], {}).problems == ()
 
 
-def test_the_command_of_a_configuration_gives_the_same_configuration(
-    plugins: Plugins, invoke: Invoke
-) -> None:
+def test_the_command_of_a_configuration_gives_the_same_configuration(plugins: Plugins, invoke: Invoke) -> None:
     flags = {"gamma": "0.5", "colocate": False, "rollout_stop": ["a b", "c"], "eval_prompt_data": ["h=x"]}
-    resolved = examine(
-        plugins, ["tiny-ppo-cpu"], {"RELAX_LR": "1e-3"}, ["run.seed=3"], flags, skip_files=True
-    )
+    resolved = examine(plugins, ["tiny-ppo-cpu"], {"RELAX_LR": "1e-3"}, ["run.seed=3"], flags, skip_files=True)
     again = invoke("train", *resolved.command, "--show-config", "--format", "json")
     assert json.loads(again.stdout)["config"] == resolved.dump()["config"], shlex.join(resolved.command)
 

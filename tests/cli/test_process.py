@@ -21,8 +21,7 @@ MAIN = "import sys; from relax_cli.cli.app import main; code = main(sys.argv[1:]
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["plugins", "list"], ["recipes", "list"]])
 def test_small_commands_import_nothing_heavy(process: Process, argv: list[str]) -> None:
     code = (
-        MAIN.format(argv=argv)
-        + f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr); sys.exit(code)"
+        MAIN.format(argv=argv) + f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr); sys.exit(code)"
     )
     done = process(code)
     assert (done.returncode, done.stderr) == (0, "[]\n")

@@ -66,9 +66,7 @@ def test_eval_prompt_data_takes_a_name_and_a_path_and_repeats(invoke: Invoke, wo
     ]
 
 
-def test_all_problems_come_at_once_in_four_parts_and_nothing_is_written(
-    invoke: Invoke, empty_folder: Path
-) -> None:
+def test_all_problems_come_at_once_in_four_parts_and_nothing_is_written(invoke: Invoke, empty_folder: Path) -> None:
     result = invoke(
         "train", "--advantage-estimator", "pppo", "--rm-type", "exakt", "--run-dir", "run",
         "--resource", '{"actor": [1, 1]}', "--hf-checkpoint", "gone", "--prompt-data", "gone.jsonl",
@@ -128,9 +126,7 @@ def test_an_unknown_flag_is_a_usage_error(invoke: Invoke) -> None:
     assert invoke("train", "--no-such-flag").exit_code == 2
 
 
-def test_a_run_folder_in_use_is_refused_before_anything_is_written(
-    invoke: Invoke, empty_folder: Path
-) -> None:
+def test_a_run_folder_in_use_is_refused_before_anything_is_written(invoke: Invoke, empty_folder: Path) -> None:
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text("{}\n")
     result = invoke("train", *PPO, "--run-dir", "run")

@@ -12,6 +12,7 @@ from tiny_models import VOCAB, on_ranks, save_tiny_model
 from training_runs import RESPONSE_LENS, Run, build, loss_fn, micro_batches, samples, train
 
 from relax_cli.backends.megatron import cpu_support, parallel
+from relax_cli.backends.megatron.records import ResponseIndex
 from relax_cli.backends.megatron.trainer import MicroBatch
 from relax_cli.checkpoint.hf import HfWeights
 from relax_cli.errors import EnvironmentFault
@@ -51,6 +52,25 @@ def test_log_probs_and_entropy_equal_transformers(family: str, tied: bool, tmp_p
     assert (output.entropy_BT + (expected.exp() * expected).sum(-1)).abs().max() <= 1e-5
 
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, LLAMA3_ROPE])
+def test_scaled_rotary_positions_equal_transformers(rope: dict, tmp_path: Path) -> None:
+    reference = save_tiny_model(tmp_path, "llama", rope=rope)
+    tokens = torch.randint(0, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3))
+    output = build(Run("policy", tmp_path, temperature=1.0)).forward([every_next_token(tokens)])[0]
+    with torch.no_grad():
+        expected = reference(tokens).logits[:, :-1].log_softmax(-1)
+    assert (output.log_probs_BT - expected.gather(-1, tokens[:, 1:, None]).squeeze(-1)).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_logits_equal_transformers(family: str, tied: bool, tmp_path: Path) -> None:
     reference = save_tiny_model(tmp_path, family, tied=tied)
@@ -60,9 +80,7 @@ def test_logits_equal_transformers(family: str, tied: bool, tmp_path: Path) -> N
     model.output_layer.register_forward_hook(lambda _, __, result: logits.append(result[0]))
     batch = every_next_token(tokens)
     with torch.no_grad():
-        from relax_cli.backends.megatron.records import ResponseIndex
-
-        model(tokens, None, None, labels=ResponseIndex.of(batch))
+        model(tokens, ResponseIndex.of(batch))
         expected = reference(tokens).logits[:, :-1]
     assert (logits[0].view_as(expected) - expected).abs().max() <= 1e-5
 

@@ -15,7 +15,9 @@ import transformers
 VOCAB = 96
 
 
-def save_tiny_model(folder: Path, family: str, *, tied: bool = False, layers: int = 2, seed: int = 0) -> Any:
+def save_tiny_model(
+    folder: Path, family: str, *, tied: bool = False, layers: int = 2, rope: dict[str, Any] | None = None
+) -> Any:
     """Write a random model of `family` (all weights random, norms and biases too); returns the transformers model."""
     config_class, model_class = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -33,9 +35,9 @@ def save_tiny_model(folder: Path, family: str, *, tied: bool = False, layers: in
         rms_norm_eps=1e-6,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0} | (rope or {}),
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = model_class(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -188,9 +188,7 @@ def test_the_score_goes_to_the_last_trainable_token_of_each_row() -> None:
 # -- policy and value losses -----------------------------------------------------------------------
 
 
-def loss_inputs(
-    seed: int, options: Any, *, spread: float = 0.3, dtype: torch.dtype = torch.float32
-) -> LossInputs:
+def loss_inputs(seed: int, options: Any, *, spread: float = 0.3, dtype: torch.dtype = torch.float32) -> LossInputs:
     g = rng(seed)
     logp_BT = -torch.rand(4, 6, generator=g, dtype=torch.float64) - 0.5
     old_BT = logp_BT + spread * torch.randn(4, 6, generator=g, dtype=torch.float64)
@@ -441,9 +439,7 @@ def test_group_advantages_reach_trainable_tokens_only_and_pay_for_kl() -> None:
 
 @quick
 @given(seed=SEEDS, size=st.integers(1, 8), mode=st.sampled_from(["sample", "token"]))
-def test_the_loss_does_not_depend_on_micro_batches_padding_or_row_order(
-    seed: int, size: int, mode: Any
-) -> None:
+def test_the_loss_does_not_depend_on_micro_batches_padding_or_row_order(seed: int, size: int, mode: Any) -> None:
     g = rng(seed)
     loss_BT = torch.randn(8, 9, generator=g)
     mask_BT = torch.rand(8, 9, generator=g) < 0.6

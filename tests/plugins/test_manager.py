@@ -70,9 +70,7 @@ def ids(problems: list[Problem]) -> list[str]:
 
 def row_of(plugins: Plugins, name: str) -> dict[str, object]:
     (row,) = [row for row in plugins.rows() if row.name == name]
-    return {
-        key: getattr(row, key) for key in ("kind", "distribution", "version", "status", "reason", "hooks")
-    }
+    return {key: getattr(row, key) for key in ("kind", "distribution", "version", "status", "reason", "hooks")}
 
 
 # -- finding plugins -------------------------------------------------------------------------------
@@ -142,9 +140,7 @@ def test_a_disabled_plugin_is_not_imported(install: Install) -> None:
 
 
 @pytest.mark.parametrize("plugin_name", ["other", "grpo"])
-def test_two_distributions_with_one_estimator_name_are_refused_naming_both(
-    install: Install, plugin_name: str
-) -> None:
+def test_two_distributions_with_one_estimator_name_are_refused_naming_both(install: Install, plugin_name: str) -> None:
     install(plugin_name, estimator_source("grpo"), distribution="a-rival")
     plugins = load_plugins()
     with pytest.raises(ConfigError, match="a-rival") as caught:
@@ -207,9 +203,7 @@ def test_one_failing_tracker_does_not_silence_the_others(install: Install, tmp_p
 
 
 def test_a_rule_that_raises_is_reported_under_its_plugin(install: Install) -> None:
-    install(
-        "mine", estimator_source("mine", "@hookimpl\ndef relax_check_config(config):\n    return 1 / 0\n")
-    )
+    install("mine", estimator_source("mine", "@hookimpl\ndef relax_check_config(config):\n    return 1 / 0\n"))
     (problem,) = load_plugins().check(config("mine"))
     assert "'mine' (dist-mine) failed in relax_check_config" in problem.message
     assert "ZeroDivisionError" in problem.got
@@ -249,9 +243,7 @@ def test_a_run_that_no_plugin_launches_is_left_to_the_engine() -> None:
 
 
 def test_a_plugin_may_launch_a_run(install: Install) -> None:
-    install(
-        "slurm", "from relax_cli import hookimpl\n@hookimpl\ndef relax_launch(plan):\n    return 'session'\n"
-    )
+    install("slurm", "from relax_cli import hookimpl\n@hookimpl\ndef relax_launch(plan):\n    return 'session'\n")
     assert load_plugins().launch(SimpleNamespace(config=config("grpo"))) == "session"
 
 
@@ -275,9 +267,7 @@ def test_ppo_adds_the_critic_and_a_cpu_only_advantages_service() -> None:
 
 
 def test_a_field_that_nobody_writes_is_refused(install: Install) -> None:
-    hook = (
-        "@hookimpl\ndef relax_service_graph(graph):\n    return graph.replace('actor', reads=('oracle',))\n"
-    )
+    hook = "@hookimpl\ndef relax_service_graph(graph):\n    return graph.replace('actor', reads=('oracle',))\n"
     install("lost", estimator_source("lost", hook))
     with pytest.raises(ConfigError, match="'actor' reads 'oracle', which no earlier role writes"):
         load_plugins().service_graph(config("lost"))
@@ -319,9 +309,7 @@ def test_a_proper_ppo_run_has_no_problems_and_is_left_as_it_is() -> None:
         ("ppo-needs-rollout-logprobs", "--use-rollout-logprobs", {"use_rollout_logprobs": False}),
     ],
 )
-def test_each_ppo_rule_speaks_alone_and_in_four_parts(
-    rule: str, option: str, change: dict[str, object]
-) -> None:
+def test_each_ppo_rule_speaks_alone_and_in_four_parts(rule: str, option: str, change: dict[str, object]) -> None:
     (problem,) = load_plugins().check(config(**change))
     assert (problem.id, problem.option, problem.severity) == (rule, option, "error")
     assert problem.message

@@ -253,9 +253,7 @@ def test_ranks_are_not_judged_by_cores_where_models_live_on_gpus(make: Callable[
         ("model.safetensors", "model-weights-missing"),
     ],
 )
-def test_a_model_folder_that_lacks_a_file_is_refused(
-    make: Callable[..., Config], name: str, rule: str
-) -> None:
+def test_a_model_folder_that_lacks_a_file_is_refused(make: Callable[..., Config], name: str, rule: str) -> None:
     config = make()
     Path("model", name).unlink()
     assert ids(config) == [rule]
@@ -380,9 +378,7 @@ def test_without_files_only_the_configuration_is_judged(make: Callable[..., Conf
 
 
 def test_all_problems_are_reported_at_once(make: Callable[..., Config]) -> None:
-    config = make(
-        model__hf_checkpoint="nowhere", batch__num_rollout=None, parallel__resource={"actor": [1, 1]}
-    )
+    config = make(model__hf_checkpoint="nowhere", batch__num_rollout=None, parallel__resource={"actor": [1, 1]})
     assert ids(config) == ["resource-missing-role", "run-length-missing", "model-folder-missing"]
 
 

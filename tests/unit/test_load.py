@@ -84,9 +84,7 @@ def test_each_layer_overrides_the_one_before_and_is_named_as_origin(tmp_path: Pa
 
 def test_every_problem_of_every_layer_is_reported_at_once(tmp_path: Path) -> None:
     recipe = write(tmp_path, "optimiser:\n  lr: 1\nbatch:\n  num_rolout: 3\n  rollout_batch_size: many\n")
-    found = problems(
-        recipe, "no-such", env={"RELAX_LRR": "1"}, overrides=["model.lr=1", "oops"], flags={"gamma": "2"}
-    )
+    found = problems(recipe, "no-such", env={"RELAX_LRR": "1"}, overrides=["model.lr=1", "oops"], flags={"gamma": "2"})
     assert [(p.id, p.where) for p in found] == [
         ("unknown-section", f"{recipe}:1"),
         ("unknown-key", f"{recipe}:4"),

@@ -103,9 +103,7 @@ def test_reasoning_gym_generates_the_asked_size_reproducibly() -> None:
 
 def test_reasoning_gym_takes_lists_as_json() -> None:
     pytest.importorskip("reasoning_gym")
-    prompts = load_prompts(
-        SECTION, 'reasoning-gym:basic_arithmetic?size=8&operators=["+"]&allow_parentheses=false'
-    )
+    prompts = load_prompts(SECTION, 'reasoning-gym:basic_arithmetic?size=8&operators=["+"]&allow_parentheses=false')
     assert not any(set("*/") & set(str(prompt.metadata["expression"])) for prompt in prompts)
 
 
@@ -132,9 +130,7 @@ def test_the_nearest_reasoning_gym_task_is_offered() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 30), batch=st.integers(1, 50), seed=st.integers(0, 2**32), shuffle=st.booleans())
-def test_every_epoch_uses_each_prompt_once_across_batch_borders(
-    n: int, batch: int, seed: int, shuffle: bool
-) -> None:
+def test_every_epoch_uses_each_prompt_once_across_batch_borders(n: int, batch: int, seed: int, shuffle: bool) -> None:
     order = PromptOrder(n, seed, shuffle)
     rollouts = -(-3 * n // batch)
     rows = [row for rollout in range(rollouts) for row in order.rows(rollout, batch)]
@@ -151,10 +147,7 @@ def test_a_rollout_does_not_depend_on_the_ones_before(rollout: int, batch: int) 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
     first, second = PromptOrder(100, 1, True).rows(0, 100), PromptOrder(100, 1, True).rows(1, 100)
-    assert (
-        len({tuple(first), tuple(second), tuple(PromptOrder(100, 2, True).rows(0, 100)), tuple(range(100))})
-        == 4
-    )
+    assert len({tuple(first), tuple(second), tuple(PromptOrder(100, 2, True).rows(0, 100)), tuple(range(100))}) == 4
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:

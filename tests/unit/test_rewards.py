@@ -85,9 +85,7 @@ def test_a_plugins_reward_is_found_by_name() -> None:
 
 
 def test_a_custom_reward_sees_the_samples(tmp_path: Path) -> None:
-    reward = custom(
-        tmp_path, "def judge(samples):\n    return [len(s.response) + s.group for s in samples]\n"
-    )
+    reward = custom(tmp_path, "def judge(samples):\n    return [len(s.response) + s.group for s in samples]\n")
     assert reward([sample("ab"), sample("")]) == [RewardResult(6.0), RewardResult(4.0)]
 
 
@@ -227,9 +225,7 @@ def test_math_leaves_no_process_behind() -> None:
         ("anything", None, "anything"),
     ],
 )
-def test_the_answer_is_taken_from_tag_number_or_text(
-    response: str, expected: str | None, answer: str
-) -> None:
+def test_the_answer_is_taken_from_tag_number_or_text(response: str, expected: str | None, answer: str) -> None:
     assert extract_answer(response, expected) == answer
 
 

@@ -74,9 +74,7 @@ def test_a_template_that_refuses_the_messages_names_the_prompt(folder: Path) -> 
         ("", False, "no tokens"),
     ],
 )
-def test_a_prompt_that_cannot_be_encoded_is_refused(
-    tokenizer: Any, content: Any, chat: bool, message: str
-) -> None:
+def test_a_prompt_that_cannot_be_encoded_is_refused(tokenizer: Any, content: Any, chat: bool, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         encode_prompt(tokenizer, text(content), apply_chat_template=chat)
 

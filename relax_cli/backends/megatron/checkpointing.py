@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel as megatron_tp
@@ -25,7 +24,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from relax_cli.backends.megatron import parallel
 from relax_cli.checkpoint.store import storage_failed
@@ -87,12 +88,10 @@ class _WriteInThisProcess(SaveShardedStrategy):  # type: ignore[misc]
     can_handle_sharded_objects = True
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )
-        torch_checkpoint.save(
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        save_sharded(
             mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 

@@ -3,7 +3,7 @@
 Three of its modules create small tensors and gradient buffers on "the current CUDA device" by name. Where there is no
 CUDA, the name `torch` inside these three modules is replaced by a view of torch in which the CUDA device is the CPU.
 Everything else a CPU needs goes through public extension points: `use_cpu_initialization`, the layer spec
-(`layers.py`), a save strategy (`checkpointing.py`), and clipping by torch's own functions (`trainer.py`).
+(`layers.py`), a save strategy (`checkpointing.py`), and clipping by torch's own functions (`optimizer.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Legend: `S` positions, `B` samples, `H` hidden, `n` heads, `d` head size.
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from relax_cli.checkpoint.hf import ModelSpec
+from relax_cli.checkpoint.hf import ModelSpec, inverse_frequencies
 
 
 def block_spec(spec: ModelSpec) -> TransformerBlockSubmodules:
@@ -31,7 +32,20 @@ def block_spec(spec: ModelSpec) -> TransformerBlockSubmodules:
     attention.core_attention = ModuleSpec(module=RotaryAttention, params={"rotary": RotaryTable(spec)})
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * spec.num_layers, layer_norm=RmsNorm)
+    last = replace(layer, module=ResponseLayer)
+    return TransformerBlockSubmodules(layer_specs=[layer] * (spec.num_layers - 1) + [last], layer_norm=RmsNorm)
+
+
+class ResponseLayer(TransformerLayer):  # type: ignore[misc]
+    """The last layer: after its attention only the states that predict response tokens go on.
+
+    Their positions travel as `context`, Megatron's argument for cross-attention, which these models do not have.
+    """
+
+    def forward(self, *args: Any, context: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        """Hidden states `[S, B, H]` and N positions in them, flattened, to `[N, 1, H]`."""
+        hidden_SBH, _ = self._forward_attention(*args, **kwargs)
+        return self._forward_mlp(hidden_SBH.flatten(0, 1).index_select(0, context).unsqueeze(1)), None
 
 
 class RotaryTable:
@@ -49,26 +63,6 @@ class RotaryTable:
             self._cos = torch.cat([angles.cos(), angles.cos()], -1).to(x_SBnd)
             self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(x_SBnd)
         return self._cos[:length], self._sin[:length]
-
-
-def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """`[d/2]` fp32; plain, `linear` or `llama3` scaling, as transformers computes them."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    plain = 1.0 / (spec.rope_theta**exponents)
-    scaling = spec.rope_scaling
-    if scaling is None:
-        return plain
-    if scaling.rope_type == "linear":
-        return plain / scaling.factor
-    wavelength = 2 * math.pi / plain
-    longest_kept = scaling.original_max_positions / scaling.high_freq_factor
-    shortest_scaled = scaling.original_max_positions / scaling.low_freq_factor
-    blend = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blended = (1 - blend) * plain / scaling.factor + blend * plain
-    scaled = torch.where(wavelength > shortest_scaled, plain / scaling.factor, blended)
-    return torch.where(wavelength < longest_kept, plain, scaled)
 
 
 class RotaryAttention(MegatronModule):  # type: ignore[misc]
@@ -94,9 +88,8 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
         """`[S, B, n, d]` each (fewer heads in key and value) to `[S, B, n·d]`."""
-        assert attention_mask is None and kwargs.get("packed_seq_params") is None, (
-            "causal and right-padded only"
-        )
+        assert attention_mask is None, "causal only"
+        assert kwargs.get("packed_seq_params") is None, "right-padded only"
         cos, sin = self.rotary(query)
         query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)  # type: ignore[no-untyped-call]
         q_BnSd, k_BnSd, v_BnSd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -139,7 +132,7 @@ class RmsNorm(torch.nn.Module):
         if x.is_cpu and x.dtype == torch.float32:
             return _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
         # CUDA has a fused kernel, and lower precision must be normalised in fp32, which this one does.
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, list(self.weight.shape), self.weight, self.eps)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -148,7 +141,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         flat = x.reshape(-1, x.size(-1))
-        norm = torch.linalg.vector_norm(flat, dim=-1, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(flat, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
         unit = flat * scale
         ctx.save_for_backward(unit, scale, weight)

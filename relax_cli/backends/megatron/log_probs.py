@@ -13,9 +13,7 @@ from torch import Tensor
 from relax_cli.backends.megatron import parallel
 
 
-def log_probs_and_entropy(
-    logits_NV: Tensor, tokens_N: Tensor, *, entropy_grad: bool
-) -> tuple[Tensor, Tensor]:
+def log_probs_and_entropy(logits_NV: Tensor, tokens_N: Tensor, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
     """Log-probability of each token and entropy of its distribution, fp32 `[N]`, in nats.
 
     Args:

@@ -61,7 +61,7 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 
 
 class _ResponseModel(GPTModel):  # type: ignore[misc]
-    """A GPTModel that is called with a ResponseIndex as `labels` and answers for these positions."""
+    """A GPTModel that answers for the positions of a ResponseIndex; its last layer hands on `[N, 1, H]`."""
 
     head_from_folder: bool
     """Whether the output layer comes with the Hugging Face weights."""
@@ -77,11 +77,16 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
             share_embeddings_and_output_weights=tied,
         )
 
+    def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput:
+        """Right-padded token ids to what the model says about the response tokens."""
+        output: ModelOutput = super().forward(
+            tokens_BS, None, None, labels=response, extra_block_kwargs={"context": response.states_N}
+        )
+        return output
+
     def load_hf(self, weights: Any, spec: ModelSpec) -> None:
         """Copy this rank's part of the Hugging Face tensors `weights` (a mapping) into the parameters."""
-        state = hf_to_megatron(
-            weights, spec, parallel.tensor_parallel_size(), parallel.tensor_parallel_rank()
-        )
+        state = hf_to_megatron(weights, spec, parallel.tensor_parallel_size(), parallel.tensor_parallel_rank())
         if not self.head_from_folder:
             state.pop(OUTPUT, None)
         parameters = dict(self.named_parameters())
@@ -104,16 +109,11 @@ class PolicyModel(_ResponseModel):
         self.entropy_grad = False
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput:
-        states_NH = hidden_states.flatten(0, 1).index_select(0, labels.states_N)
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        )
-        logits_NV = self.output_layer(states_NH, weight=weight)[0].float()
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits_NV = self.output_layer(hidden_states.squeeze(1), weight=weight)[0].float()
         if self.temperature != 1.0:
             logits_NV = logits_NV.div_(self.temperature)
-        log_probs_N, entropy_N = log_probs_and_entropy(
-            logits_NV, labels.tokens_N, entropy_grad=self.entropy_grad
-        )
+        log_probs_N, entropy_N = log_probs_and_entropy(logits_NV, labels.tokens_N, entropy_grad=self.entropy_grad)
         return ModelOutput(log_probs=labels.to_grid(log_probs_N), entropy=labels.to_grid(entropy_N))
 
 
@@ -137,7 +137,7 @@ class ValueModel(_ResponseModel):
             self.output_layer.bias.zero_()
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput:
-        states_NH = hidden_states.flatten(0, 1).index_select(0, labels.states_N)
+        states_NH = hidden_states.squeeze(1)
         return ModelOutput(values=labels.to_grid(self.output_layer(states_NH.float()).squeeze(-1)))
 
 

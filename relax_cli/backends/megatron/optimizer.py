@@ -69,7 +69,7 @@ class Optimizer:
         self.adam: torch.optim.Optimizer = self.megatron.optimizer
         for group in self.adam.param_groups:
             group["fused"] = True
-        self._complete_state()
+        self._create_state()
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0 if warmup_iters else lr,
@@ -98,9 +98,7 @@ class Optimizer:
             self.zero_grad()
             return norm, self.lr, True
         if 0.0 < self.clip_grad < norm:
-            torch.nn.utils.clip_grads_with_norm_(
-                self.megatron.get_parameters(), self.clip_grad, torch.tensor(norm)
-            )
+            torch.nn.utils.clip_grads_with_norm_(self.megatron.get_parameters(), self.clip_grad, torch.tensor(norm))
         # First the schedule, so that the first step of a warm-up already learns.
         self.scheduler.step(1)
         self.megatron.step_with_ready_grads()
@@ -137,10 +135,12 @@ class Optimizer:
     def load_state(self, loaded: dict[str, Any]) -> None:
         """Take over what `checkpointing.load` read."""
         own = [{name: group[name] for name in GROUP_OPTIONS} for group in self.adam.param_groups]
-        self.megatron.load_state_dict(loaded["optimizer"])
+        saved = loaded["optimizer"]
+        # Megatron leaves a common step of 0 out; under bf16 Adam's state is one level deeper.
+        saved.get("optimizer", saved)["state"].setdefault("common_step", torch.zeros(()))
+        self.megatron.load_state_dict(saved)
         for group, options in zip(self.adam.param_groups, own, strict=True):
             group.update(options)
-        self._complete_state()
         self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(loaded["scheduler"])
 
@@ -150,16 +150,12 @@ class Optimizer:
         dist.all_reduce(squared, group=self.megatron.get_grad_stats_parallel_group())
         return math.sqrt(squared.item())
 
-    def _complete_state(self) -> None:
-        """Create Adam's state ahead of the first step: Megatron's checkpoints cannot hold a part of it.
-
-        An actor that has only waited for its critic is saved at step 0, and Megatron leaves a step of 0 out.
-        """
+    def _create_state(self) -> None:
+        """Create Adam's state ahead of the first step: an actor that has only waited for its critic is saved too."""
         for group in self.adam.param_groups:
             for parameter in group["params"]:
-                state = self.adam.state[parameter]
-                if "step" not in state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                for name in ("exp_avg", "exp_avg_sq"):
-                    if name not in state:
-                        state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                self.adam.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }

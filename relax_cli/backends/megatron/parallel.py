@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel as megatron_tp
+from torch._C._distributed_c10d import HashStore
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import cpu_support
@@ -35,9 +36,7 @@ def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int) -> N
         EnvironmentFault: megatron-core cannot run on this machine (see `cpu_support`).
     """
     cpu_support.install()
-    assert rank.world_size % tensor_parallel == 0, (
-        "ranks divide by the tensor-parallel size: checked before launch"
-    )
+    assert rank.world_size % tensor_parallel == 0, "ranks divide by the tensor-parallel size: checked before launch"
     if dist.is_initialized():
         here = (
             dist.get_rank(),
@@ -49,18 +48,14 @@ def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int) -> N
         assert here == wanted, f"this process already is rank/ranks/TP/backend {here}, not {wanted}"
         return
     if rank.world_size == 1:
-        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(device.backend, store=HashStore(), rank=0, world_size=1)
     else:
         if device.backend == "gloo" and rank.master_addr in ("127.0.0.1", "localhost"):
             # Otherwise gloo resolves the host name, which laptops and containers often cannot.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         address = f"tcp://{rank.master_addr}:{rank.master_port}"
-        dist.init_process_group(
-            device.backend, init_method=address, rank=rank.rank, world_size=rank.world_size
-        )
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False
-    )
+        dist.init_process_group(device.backend, init_method=address, rank=rank.rank, world_size=rank.world_size)
+    mpu.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False)
     seed_everything(seed, device)
 
 
@@ -141,4 +136,4 @@ def _all_reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[fl
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total, op=op, group=data_parallel_group())
-    return total.tolist()  # type: ignore[no-any-return]
+    return total.tolist()

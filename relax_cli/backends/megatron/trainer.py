@@ -80,9 +80,7 @@ class TrainableModel:
         )
         self.model.load_hf(HfWeights(model_folder), self.spec)
         config = self.model.config
-        self.ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model
-        )
+        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model)
         config.finalize_model_grads_func = _sum_gradients
         self.optimizer = Optimizer(self.ddp, optimizer, lr, warmup_iters, decay_iters)
         self._parking = Parking()
@@ -155,13 +153,11 @@ class TrainableModel:
     def _run(self, batch: MicroBatch) -> ModelOutput:
         # The last token of the longest sample predicts nothing that was generated.
         length = int((batch.prompt_lens_B + batch.response_lens_B).max()) - 1
-        output: ModelOutput = self.ddp(
-            batch.tokens_BS[:, :length], None, None, labels=ResponseIndex.of(batch)
-        )
+        output: ModelOutput = self.ddp(batch.tokens_BS[:, :length], ResponseIndex.of(batch))
         return output
 
     def _forward_backward(self, batches: list[MicroBatch], loss_fn: LossFunction) -> dict[str, float]:
-        batch_iterator: Iterator[MicroBatch | None] = iter(batches or [None])
+        queue: Sequence[MicroBatch | None] = batches or [None]
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device.torch_device)
 
         def forward_step(iterator: Iterator[MicroBatch | None], _: Any) -> tuple[ModelOutput, Any]:
@@ -177,7 +173,7 @@ class TrainableModel:
 
         records = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=batch_iterator,
+            data_iterator=iter(queue),
             model=[self.ddp],
             num_microbatches=max(len(batches), 1),
             seq_length=0,  # used by pipelines only

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_cli.backends.rollout.decoder_config import DecoderConfig, rotations
 from relax_cli.backends.rollout.kv_cache import KVCache
 from relax_cli.backends.rollout.weights import Layer, Weights, load_weights
+from relax_cli.checkpoint.hf import ModelSpec, inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class _Pass:
 class Decoder:
     """The model: `load` weights, then `prefill` and `step` over a `KVCache`."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        self.config = config
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
         self._weights: Weights | None = None
-        self._rotations_SD = rotations(config, 0)
+        self._rotations_SD = rotations(spec, 0)
 
     @torch.inference_mode()
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Replace every weight, see `load_weights`; after an error there are no weights."""
         # The old ones go first, so that two models never exist side by side.
         self._weights = None
-        self._weights = load_weights(self.config, named)
+        self._weights = load_weights(self.spec, named)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], cache: KVCache, *, max_tokens: int = 4096) -> Tensor:
@@ -57,7 +57,7 @@ class Decoder:
         longest = max(lengths)
         cache.reset(lengths)
         if len(self._rotations_SD) < cache.capacity[1]:
-            self._rotations_SD = rotations(self.config, cache.capacity[1])
+            self._rotations_SD = rotations(self.spec, cache.capacity[1])
         tokens_BP = torch.tensor([(0,) * (longest - len(prompt)) + tuple(prompt) for prompt in prompts])
         rows = max(1, max_tokens // longest)
         parts = [(first, min(first + rows, len(prompts))) for first in range(0, len(prompts), rows)]
@@ -72,16 +72,16 @@ class Decoder:
 
     def _forward(self, tokens_BP: Tensor, cache: KVCache) -> Tensor:
         assert self._weights is not None, "no weights are loaded"
-        eps, hidden = self.config.norm_eps, (self.config.hidden_size,)
+        eps, hidden = self.spec.rms_eps, (self.spec.hidden_size,)
         rows, positions = tokens_BP.shape
         first, cache.length = cache.length, cache.length + positions
-        mask = cache.prompt_mask(positions, self.config.num_kv_heads) if positions > 1 else cache.step_mask()
+        mask = cache.prompt_mask(positions, self.spec.num_kv_heads) if positions > 1 else cache.step_mask()
         this = _Pass(cache, rows, positions, first, self._rotation(cache, first))
         x_NH = F.embedding(tokens_BP.flatten(), self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
             qkv = layer.qkv(F.rms_norm(x_NH, hidden, layer.input_norm, eps))
             query, keys, values = self._rotate_and_cache(qkv, layer, index, this)
-            if positions > 1 and index == self.config.num_layers - 1:
+            if positions > 1 and index == self.spec.num_layers - 1:
                 # Nothing after the last layer looks at earlier positions: only their keys and values matter.
                 x_NH = x_NH.view(rows, positions, -1)[:, -1].contiguous()
                 query, mask = query[:, :, :, -1:], cache.step_mask()
@@ -96,11 +96,11 @@ class Decoder:
         Returns:
             rotated queries `[B, K, G, P, D]`, and all keys and values of the cache `[B, K, S, D]`.
         """
-        c, cache = self.config, this.cache
+        c, cache = self.spec, this.cache
         heads = qkv.view(this.rows, this.positions, -1, c.head_dim)
         rotated, value = heads.split_with_sizes((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=2)
         if layer.qk_norm is not None:
-            rotated = F.rms_norm(rotated, (c.head_dim,), None, c.norm_eps).mul_(layer.qk_norm)
+            rotated = F.rms_norm(rotated, (c.head_dim,), None, c.rms_eps).mul_(layer.qk_norm)
         query, key = rotated.split_with_sizes((c.num_heads, c.num_kv_heads), dim=2)
         keys = cache.keys[index, : this.rows, :, : cache.length]
         values = cache.values[index, : this.rows, :, : cache.length]
@@ -116,6 +116,12 @@ class Decoder:
             return self._rotations_SD[first : cache.length]
         positions_BP = torch.arange(first, cache.length) - cache.starts[:, None]
         return self._rotations_SD[positions_BP.clamp_(min=0)].unsqueeze(1)
+
+
+def rotations(spec: ModelSpec, length: int) -> Tensor:
+    """`exp(i * position * frequency)` as complex64 `[length, D/2]`, computed as Hugging Face computes cos and sin."""
+    angle_SD = torch.arange(length).float()[:, None] * inverse_frequencies(spec)
+    return torch.complex(angle_SD.cos(), angle_SD.sin())
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

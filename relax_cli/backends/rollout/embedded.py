@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from relax_cli.backends.rollout.decoder import Decoder
-from relax_cli.backends.rollout.decoder_config import DecoderConfig
 from relax_cli.backends.rollout.kv_cache import KVCache
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
 from relax_cli.backends.rollout.sampling import draw_uniforms, sample
+from relax_cli.checkpoint.hf import ModelSpec, read_spec, read_weights
 from relax_cli.errors import Problem, RunError
 
 CACHE_BYTES = 1 << 30
 # A batch shrinks in steps of so many rows: each new batch size costs oneDNN milliseconds to make kernels for.
 ROW_STEP = 8
+
+
+def cache_bytes_per_token(spec: ModelSpec) -> int:
+    """Bytes of float32 keys and values of one position of one row."""
+    return 2 * 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
 
 
 class EmbeddedEngine:
@@ -43,14 +47,12 @@ class EmbeddedEngine:
             max_batch_size: most rows generated at a time; fewer where their cache would pass 1 GiB.
 
         Raises:
-            RunError: the model is of a kind this engine cannot run, or its files are incomplete.
+            ConfigError: the model is of a kind this engine cannot run, or its files are unreadable.
+            RunError: its files are incomplete.
         """
         assert max_batch_size >= 1, max_batch_size
-        # Imported here because it takes seconds, and this module is imported to be looked at, too.
-        from transformers import AutoConfig
-
-        self.decoder = Decoder(DecoderConfig.from_hf(AutoConfig.from_pretrained(model_folder).to_dict()))
-        self.decoder.load(read_safetensors(model_folder))
+        self.decoder = Decoder(read_spec(model_folder))
+        self.decoder.load(read_weights(model_folder))
         self._decode = decode
         self._max_batch_size = max_batch_size
         self._cache: KVCache | None = None
@@ -69,7 +71,7 @@ class EmbeddedEngine:
         columns = len(requests[order[-1]].prompt_tokens) + sampling.max_new_tokens
         rows = min(
             self._max_batch_size,
-            max(1, CACHE_BYTES // (columns * self.decoder.config.cache_bytes_per_token)),
+            max(1, CACHE_BYTES // (columns * cache_bytes_per_token(self.decoder.spec))),
         )
         generations: dict[int, Generation] = {}
         for first in range(0, len(order), rows):
@@ -96,24 +98,24 @@ class EmbeddedEngine:
         return True
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        config = self.decoder.config
+        spec = self.decoder.spec
         for request in requests:
             prompt = request.prompt_tokens
             if not prompt:
                 raise _bad_prompt("a prompt has no tokens", "0 tokens", "at least 1 token")
-            if min(prompt) < 0 or max(prompt) >= config.vocab_size:
-                bad = next(token for token in prompt if not 0 <= token < config.vocab_size)
+            if min(prompt) < 0 or max(prompt) >= spec.vocab_size:
+                bad = next(token for token in prompt if not 0 <= token < spec.vocab_size)
                 raise _bad_prompt(
                     f"prompt token id {bad} is outside the model's vocabulary",
                     str(bad),
-                    f"0 to {config.vocab_size - 1}",
+                    f"0 to {spec.vocab_size - 1}",
                 )
             needed = len(prompt) + sampling.max_new_tokens
-            if needed > config.max_positions:
+            if needed > spec.max_positions:
                 raise _bad_prompt(
                     f"a prompt of {len(prompt)} tokens leaves no room for {sampling.max_new_tokens} new ones",
                     f"{needed} positions",
-                    f"at most {config.max_positions}",
+                    f"at most {spec.max_positions}",
                 )
 
     @torch.inference_mode()
@@ -165,7 +167,7 @@ class EmbeddedEngine:
     def _sized_cache(self, rows: int, columns: int) -> KVCache:
         if self._cache is None or self._cache.capacity[0] < rows or self._cache.capacity[1] < columns:
             self._cache = None
-            self._cache = KVCache(self.decoder.config, rows, columns)
+            self._cache = KVCache(self.decoder.spec, rows, columns)
         return self._cache
 
     def _ends_with_stop(self, tokens_BT: Tensor, rows: Tensor, step: int, stop: tuple[str, ...]) -> Tensor:
@@ -183,32 +185,6 @@ def _generations(tokens_BT: Tensor, log_probs_BT: Tensor, lengths_B: Tensor, sto
     return [
         Generation(tokens[:length], log_probs[:length], reasons[stopped]) for tokens, log_probs, length, stopped in rows
     ]
-
-
-def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every weight in the folder's safetensors files, one at a time.
-
-    Raises:
-        RunError: there is no such file.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise RunError(
-            Problem(
-                id="model-files",
-                message="the model folder has no weights",
-                fix="give a folder with config.json and *.safetensors",
-                option="--hf-checkpoint",
-                where=str(folder),
-                expected="*.safetensors",
-            )
-        )
-    for file in files:
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - not a dict, has no other iterator
-                # Old Llama files carry the rotary table, which is computed, not loaded.
-                if not name.endswith("rotary_emb.inv_freq"):
-                    yield name, weights.get_tensor(name)
 
 
 def _bad_prompt(message: str, got: str, expected: str) -> RunError:

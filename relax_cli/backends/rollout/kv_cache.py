@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from relax_cli.backends.rollout.decoder_config import DecoderConfig
+from relax_cli.checkpoint.hf import ModelSpec
 
 
 class KVCache:
@@ -18,8 +18,8 @@ class KVCache:
     `starts` says where each row begins (None: all at column 0, no mask needed).
     """
 
-    def __init__(self, config: DecoderConfig, rows: int, columns: int) -> None:
-        shape = (config.num_layers, rows, config.num_kv_heads, columns, config.head_dim)
+    def __init__(self, spec: ModelSpec, rows: int, columns: int) -> None:
+        shape = (spec.num_layers, rows, spec.num_kv_heads, columns, spec.head_dim)
         self.keys = torch.empty(shape)
         self.values = torch.empty(shape)
         self.rows = rows

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from relax_cli.backends.rollout.decoder_config import DecoderConfig
 from relax_cli.backends.rollout.linear import Linear, linear
+from relax_cli.checkpoint.hf import ModelSpec
 from relax_cli.errors import Problem, RunError
 
 
@@ -44,16 +44,16 @@ class Weights:
     head: Linear
 
 
-def load_weights(config: DecoderConfig, named: Iterable[tuple[str, Tensor]]) -> Weights:
+def load_weights(spec: ModelSpec, named: Iterable[tuple[str, Tensor]]) -> Weights:
     """Copy every weight of the model; `named` yields HF names and tensors of any floating dtype.
 
     Raises:
         RunError: a name is unknown, missing or given twice, or a shape is wrong.
     """
-    model = _Buffers(config)
+    model = _Buffers(spec)
     missing = dict.fromkeys(model.slots)
     for name, weight in named:
-        if config.tied and name == "lm_head.weight":
+        if spec.tied and name == "lm_head.weight":
             # As in HF: with tied embeddings this is a second name of the embedding.
             continue
         if name not in missing:
@@ -83,41 +83,37 @@ class _Slot:
 class _Buffers:
     """Empty float32 tensors of the fused shapes, and for every HF name the view that takes it."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        self.config = config
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
         self.slots: dict[str, _Slot] = {}
-        self._embedding = self._plain("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._embedding = self._plain("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._head = self._embedding
-        if not config.tied:
-            self._head = self._plain("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._norm = self._plain("model.norm.weight", config.hidden_size)
-        self._layers = [self._layer(f"model.layers.{index}.") for index in range(config.num_layers)]
+        if not spec.tied:
+            self._head = self._plain("lm_head.weight", spec.vocab_size, spec.hidden_size)
+        self._norm = self._plain("model.norm.weight", spec.hidden_size)
+        self._layers = [self._layer(f"model.layers.{index}.") for index in range(spec.num_layers)]
 
     def finish(self) -> Weights:
         """Pack everything; each plain layer is freed as soon as it is packed."""
         self.slots.clear()
         self._layers.reverse()
-        layers = [_pack(self._layers.pop()) for _ in range(self.config.num_layers)]
+        layers = [_pack(self._layers.pop()) for _ in range(self.spec.num_layers)]
         return Weights(self._embedding, layers, self._norm, linear(self._head))
 
     def _layer(self, prefix: str) -> dict[str, Tensor]:
-        c = self.config
+        c = self.spec
         tensors = {
             "input_norm": self._plain(prefix + "input_layernorm.weight", c.hidden_size),
             "post_norm": self._plain(prefix + "post_attention_layernorm.weight", c.hidden_size),
         }
-        attention, mlp, width = prefix + "self_attn.", prefix + "mlp.", c.num_heads * c.head_dim
-        for kind, inputs in (("weight", (c.hidden_size,)), ("bias", ())):
-            if kind == "weight" or c.qkv_bias:
-                tensors["qkv." + kind] = self._qkv(attention, kind, *inputs)
-            if kind == "weight" or c.output_bias:
-                shape = (c.hidden_size, width) if inputs else (c.hidden_size,)
-                tensors["output." + kind] = self._plain(f"{attention}o_proj.{kind}", *shape)
-            if kind == "weight" or c.mlp_bias:
-                for name in ("gate", "up"):
-                    tensors[f"{name}.{kind}"] = self._plain(f"{mlp}{name}_proj.{kind}", c.intermediate_size, *inputs)
-                shape = (c.hidden_size, c.intermediate_size) if inputs else (c.hidden_size,)
-                tensors["down." + kind] = self._plain(f"{mlp}down_proj.{kind}", *shape)
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        tensors["qkv.weight"] = self._qkv(attention, "weight", c.hidden_size)
+        if c.qkv_bias:
+            tensors["qkv.bias"] = self._qkv(attention, "bias")
+        tensors["output.weight"] = self._plain(attention + "o_proj.weight", c.hidden_size, c.num_heads * c.head_dim)
+        for name in ("gate", "up"):
+            tensors[name + ".weight"] = self._plain(f"{mlp}{name}_proj.weight", c.ffn_hidden_size, c.hidden_size)
+        tensors["down.weight"] = self._plain(mlp + "down_proj.weight", c.hidden_size, c.ffn_hidden_size)
         if c.qk_norm:
             tensors["qk_norm"] = self._qk_norm(attention)
         return tensors
@@ -128,7 +124,7 @@ class _Buffers:
         return target
 
     def _qkv(self, prefix: str, kind: str, *inputs: int) -> Tensor:
-        c = self.config
+        c = self.spec
         widths = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
         fused = torch.empty(sum(widths), *inputs)
         for name, target in zip("qkv", fused.split_with_sizes(widths), strict=True):
@@ -139,7 +135,7 @@ class _Buffers:
         return fused
 
     def _qk_norm(self, prefix: str) -> Tensor:
-        c = self.config
+        c = self.spec
         fused = torch.empty(c.num_heads + c.num_kv_heads, c.head_dim)
         for name, heads in zip("qk", fused.split_with_sizes((c.num_heads, c.num_kv_heads)), strict=True):
             # One weight of [D] is copied to every head.

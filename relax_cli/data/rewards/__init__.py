@@ -144,9 +144,7 @@ class _Checked:
         if self._key not in parts:
             what = "returned several parts" if self._key is None else f"returned no part {self._key!r}"
             fix = f"--reward-key {next(iter(parts), 'NAME')}"
-            raise self._error(
-                what, ", ".join(parts) or "no parts", self._key or "a --reward-key", sample, fix
-            )
+            raise self._error(what, ", ".join(parts) or "no parts", self._key or "a --reward-key", sample, fix)
         return parts[self._key]
 
     def _numbers(self, parts: Mapping[str, float], sample: RewardInput) -> dict[str, float]:
@@ -159,9 +157,7 @@ class _Checked:
         except (TypeError, ValueError):
             number = nan
         if not isfinite(number):
-            raise self._error(
-                "returned something that is not a finite number", repr(value), "a number", sample
-            )
+            raise self._error("returned something that is not a finite number", repr(value), "a number", sample)
         return number
 
     def _error(

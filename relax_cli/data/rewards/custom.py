@@ -33,18 +33,12 @@ def load_custom(spec: str) -> BatchReward:
     # The file is user code: whatever it raises is reported with the file's name.
     except Exception as error:
         del sys.modules[module_name]
-        raise _error(
-            spec, f"the reward file fails to import: {type(error).__name__}: {error}", got=path
-        ) from error
+        raise _error(spec, f"the reward file fails to import: {type(error).__name__}: {error}", got=path) from error
 
     function = vars(module).get(name)
     if not callable(function):
-        functions = [
-            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-        ]
-        raise _error(
-            spec, f"the reward file has no function {name!r}", got=", ".join(functions) or "no function"
-        )
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise _error(spec, f"the reward file has no function {name!r}", got=", ".join(functions) or "no function")
     reward: BatchReward = function
     return reward
 

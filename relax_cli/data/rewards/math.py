@@ -160,13 +160,7 @@ def _serve(pipe: Connection, deadline: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, deadline)
         gold = parse(_as_math(label), parsing_timeout=None)
         answer = parse(response, parsing_timeout=None)
-        verdict = (
-            "right"
-            if gold and verify(gold, answer, timeout_seconds=None)
-            else "wrong"
-            if gold
-            else "bad-label"
-        )
+        verdict = "right" if gold and verify(gold, answer, timeout_seconds=None) else "wrong" if gold else "bad-label"
         signal.setitimer(signal.ITIMER_REAL, 0)
         pipe.send(verdict)
 
