@@ -76,3 +76,7 @@ class EnvironmentFault(RelaxError, ValueError):
     """This machine lacks something the run needs."""
 
     exit_code = ExitCode.ENVIRONMENT
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; like KeyboardInterrupt no error, so nothing but the end of the run may catch it."""

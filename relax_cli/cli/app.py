@@ -19,7 +19,7 @@ from relax_cli.cli.quickstart import quickstart_command
 from relax_cli.cli.train import train_command
 from relax_cli.config.model import config_model
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, ExitCode, RelaxError
+from relax_cli.errors import ConfigError, ExitCode, RelaxError, Terminated
 
 if TYPE_CHECKING:
     from relax_cli.plugin.manager import Plugins
@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Output().fail(error)
         return error.exit_code
     except KeyboardInterrupt:
+        Output().note("interrupted before the first step was done; nothing is running any more")
         return ExitCode.INTERRUPTED
+    except Terminated:
+        return ExitCode.TERMINATED
     except Exception as error:  # noqa: BLE001 - the last frame: whatever is left is our bug, and is shown as one
         _bug(error)
     return ExitCode.FAILED

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 def finish(run: FinishedRun, output: Output) -> ExitCode:
     """Print the closing summary, or the JSON object of design section 9."""
-    from relax_cli.engine.summary import closing_lines
+    from relax_cli.engine.summary import closing_lines, next_lines
     from relax_cli.quickstart.command import result
 
     output.result(result(run), "\n".join(closing_lines(run)))
     if run.ended_by is None:
         return ExitCode.OK
+    if output.is_json:
+        for line in next_lines(run):
+            output.note(line)
     return ExitCode.INTERRUPTED if isinstance(run.ended_by, KeyboardInterrupt) else ExitCode.TERMINATED

@@ -7,6 +7,7 @@ the actor to the rollout workers through Ray's object store by reference: this p
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -217,19 +218,22 @@ def start_ray(plan: LaunchPlan) -> None:
     TransferQueue waits for ever for a CPU it cannot get.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # ray.init puts an aborting SIGTERM handler in the place of ours.
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, **quiet)
-        return
-    weights = sum(f.stat().st_size for f in plan.model_folder.glob("*.safetensors"))
-    ray.init(
-        address="local",
-        num_cpus=plan.config.parallel.ray_num_cpus or needed_cpus(plan),
-        include_dashboard=False,
-        object_store_memory=max(256 << 20, 6 * weights),
-        **quiet,
-    )
+    else:
+        weights = sum(f.stat().st_size for f in plan.model_folder.glob("*.safetensors"))
+        ray.init(
+            address="local",
+            num_cpus=plan.config.parallel.ray_num_cpus or needed_cpus(plan),
+            include_dashboard=False,
+            object_store_memory=max(256 << 20, 6 * weights),
+            **quiet,
+        )
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def check_cpus(plan: LaunchPlan) -> None:

@@ -21,17 +21,13 @@ from relax_cli.config.schema import Config
 from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.session import Session
 from relax_cli.engine.trainer import RunReport, Trainer
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, Problem, Terminated
 from relax_cli.plugin.manager import Plugins
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, drop_rollouts, write_config
 
 DUMPED_FIELDS = ("values", "advantages", "returns")
 """Per-token queue fields written beside each sample, where the run has them."""
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived."""
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,10 @@ def closing_lines(run: FinishedRun) -> list[str]:
     else:
         lines.append(f"Stopped after {report.steps} finished steps of {total}.")
     if len(report.rewards) > 1:
-        lines += ["", "reward per step", *curve(report.rewards, width=60, height=6)]
+        lines += ["", "Mean reward per step", *curve(report.rewards, width=60, height=6)]
     for before, after in before_and_after(run):
-        lines += [
-            "",
-            f"held-out {before.name}: mean reward {before.reward.mean:.3f} before, {after.reward.mean:.3f} after",
-        ]
+        found = f"mean reward {before.reward.mean:.3f} before, {after.reward.mean:.3f} after"
+        lines += ["", f"Held-out set `{before.name}`: {found}"]
         lines += [f"  ({before.reward.count} samples at temperature {config.rollout.rollout_temperature:g})"]
         lines += example_lines(before, after)
     lines += ["", f"Metrics   {run.run_dir / 'metrics.jsonl'}", f"Samples   {run.run_dir / 'rollouts'}"]

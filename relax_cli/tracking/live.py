@@ -28,7 +28,6 @@ PHASES = {
     "record": "rec",
     "checkpoint": "save",
 }
-PLAIN_WIDTH = 160
 LINES_AROUND_ROWS = 5
 STEPS_FOR_ETA = 8
 
@@ -167,18 +166,12 @@ def fitting_columns(width: int, step_width: int) -> tuple[list[_Column], bool]:
 
 
 def plain_line(record: Mapping[str, Any], total: int, eta: float | None) -> str:
-    """One step as a line of ASCII of at most 160 columns; the least important metrics go if it is too long."""
-    line = ""
-    for least in range(len(COLUMNS), 0, -1):
-        parts = [f"step {_step_text(record['step'], total)}"]
-        for column in (column for column in COLUMNS if column.importance <= least):
-            value = _without_zeros(number_text(record.get(column.metric)))
-            parts.append(f"{value} {column.title}" if column.title == "tok/s" else f"{column.title} {value}")
-        parts += [phase_text(record), f"eta {clock_text(eta)}"]
-        line = "  ".join(part for part in parts if part)
-        if len(line) <= PLAIN_WIDTH:
-            break
-    return line
+    """One step as a line of ASCII, always the same fields in the same order, the seconds of its phases last."""
+    parts = [f"step {_step_text(record['step'], total)}", f"eta {clock_text(eta)}"]
+    for column in COLUMNS:
+        value = number_text(record.get(column.metric))
+        parts.append(f"{value} {column.title}" if column.title == "tok/s" else f"{column.title} {value}")
+    return "  ".join(part for part in (*parts, phase_text(record)) if part)
 
 
 def number_text(value: float | None) -> str:
@@ -192,10 +185,6 @@ def number_text(value: float | None) -> str:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
     digits = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
     return f"{value:.{digits}f}"
-
-
-def _without_zeros(number: str) -> str:
-    return number.rstrip("0").rstrip(".") if "." in number and "e" not in number else number
 
 
 def phase_text(record: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ def start(task: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     folders = ["--run-dir", str(out / "run"), "--save", str(out / "actor"), "--critic-save", str(out / "critic")]
     no_eval = ["--set", "eval.eval_prompt_data=[]", "--set", "eval.eval_interval=null"]
     command = [*RELAX, "train", "--recipe", str(task / "recipe.yaml"), *small, *folders, *no_eval, *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A process group of its own, as a shell gives it: Ctrl-C in a terminal reaches all of it.
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def train(task: Path, out: Path, *options: str) -> list[dict[str, Any]]:
@@ -132,24 +136,70 @@ def test_two_ranks_give_the_losses_of_one(task: Path, local_run: Path, tmp_path:
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
 
 
-def test_ctrl_c_ends_quickly_leaves_no_process_and_prints_the_resume_command(task: Path, tmp_path: Path) -> None:
-    process = start(task, tmp_path, "--num-rollout", "1000", "--save-interval", "1")
+@pytest.mark.parametrize("launcher", ["ray", "local"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_ends_quickly_leaves_no_process_and_prints_the_resume_command(
+    task: Path, tmp_path: Path, launcher: str, number: signal.Signals, code: int
+) -> None:
+    process = start(task, tmp_path, "--num-rollout", "1000", "--save-interval", "1", "--launcher", launcher)
     tracker = tmp_path / "critic" / "latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + 120
-    while not tracker.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(tracker.exists, process)
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     pressed = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
+    os.killpg(process.pid, number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code, err
     assert time.monotonic() - pressed < 10
-    assert "relax train" in err
-    assert f"--load {tmp_path / 'actor'}" in err
+    assert "Traceback" not in err
+    assert "relax train" in out
+    assert f"--load {tmp_path / 'actor'}" in out
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive
+
+
+def test_ctrl_c_while_starting_ends_quickly_and_leaves_no_process(task: Path, tmp_path: Path) -> None:
+    process = start(task, tmp_path)
+    wait_for(lambda: (tmp_path / "run" / "logs" / "rollout-0.log").exists(), process)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+
+
+def test_a_killed_worker_ends_the_run_with_its_name_and_its_log(task: Path, tmp_path: Path) -> None:
+    process = start(task, tmp_path, "--num-rollout", "1000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    workers = [p for p in family if any(f.path.endswith("critic-0.log") for f in open_files(p))]
+    assert workers
+    workers[0].kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert "critic" in err
+    assert "critic-0.log" in err
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+
+
+def open_files(process: psutil.Process) -> list[Any]:
+    """Files a process has open; none if it is gone."""
+    try:
+        return list(process.open_files())
+    except psutil.Error:
+        return []
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait until `ready`, as long as the run goes on."""
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_folder_that_is_in_use_and_a_wrong_resource_are_refused_before_anything_is_written(
