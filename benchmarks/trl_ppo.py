@@ -30,7 +30,7 @@ def main() -> None:
     args = parse()
     import datasets
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     torch.set_num_threads(args.threads)
@@ -50,7 +50,7 @@ def main() -> None:
         def on_step_end(self, *_: object, **__: object) -> None:
             self.tick()
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model, padding_side="left")
     policy, reference = (AutoModelForCausalLM.from_pretrained(args.model) for _ in range(2))
     value, reward = (AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=1) for _ in range(2))
     with open(args.prompts) as lines:

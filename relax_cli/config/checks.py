@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from relax_cli.config.file_checks import FILE_RULES, Found, Surroundings
+from relax_cli.config.placement import QUEUE_CPUS, SERVICE_CPUS, needed_cpus, shared_bundles
 from relax_cli.config.recipes import nearest
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem
@@ -340,6 +341,40 @@ def _as_list(found: Found) -> list[Problem]:
     return [found] if isinstance(found, Problem) else found
 
 
+def overlap_updates(config: Config) -> Found:
+    """Actor and critic can only learn at the same time where they do not share a device's memory."""
+    if not config.parallel.overlap_updates or config.parallel.device != "cuda":
+        return None
+    return Problem(
+        id="overlap-needs-cpu",
+        message="on a GPU actor and critic take turns in memory, so their updates cannot overlap",
+        fix="drop --overlap-updates",
+        option="--overlap-updates",
+        got="--device cuda",
+        expected="--device cpu",
+    )
+
+
+def ray_cpus(config: Config) -> Found:
+    """A local Ray has a logical CPU for every bundle, the CPU-only services and TransferQueue, which waits otherwise."""
+    given, parallel = config.parallel.ray_num_cpus, config.parallel
+    # Resources that make no sense have rules of their own.
+    if given is None or any(devices < 0 or services < 0 for services, devices in parallel.resource.values()):
+        return None
+    needed = needed_cpus(parallel)
+    if given >= needed:
+        return None
+    return Problem(
+        id="ray-cpus",
+        message="the roles and TransferQueue need more logical CPUs than Ray would have",
+        fix=f"--ray-num-cpus {needed} (logical: more than cores is fine), or fewer workers in --resource",
+        option="--ray-num-cpus",
+        got=str(given),
+        expected=f"at least {needed}: {shared_bundles(parallel)} for the roles, {QUEUE_CPUS} for TransferQueue, "
+        f"{SERVICE_CPUS} for services without a device",
+    )
+
+
 RULES: tuple[Callable[[Config], Found], ...] = (
     resource_roles,
     resource_counts,
@@ -355,4 +390,6 @@ RULES: tuple[Callable[[Config], Found], ...] = (
     learning_rates,
     tis_bounds,
     kl_reference,
+    overlap_updates,
+    ray_cpus,
 )

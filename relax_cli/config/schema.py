@@ -185,6 +185,9 @@ class ParallelSection(Section):
         description='JSON {"role": [services, devices]}; on a CPU the second number counts worker processes',
     )
     colocate: bool = Field(False, description="roles share the same devices and take turns")
+    overlap_updates: bool = Field(
+        False, description="actor and critic learn at the same time (CPU only: they must not share device memory)"
+    )
     fully_async: bool = Field(False, description="generate while training")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models live")
     launcher: Literal["ray", "local"] = Field(

@@ -10,6 +10,10 @@ from relax_cli.data.prompts import Prompt
 from relax_cli.errors import ConfigError, Problem
 
 
+GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Values of `tokenizer_class` that mean: exactly what tokenizer.json says."""
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The `transformers` tokenizer of a model folder; the network is never asked.
 
@@ -18,10 +22,14 @@ def load_tokenizer(folder: Path) -> Any:
     """
     if not (folder / "tokenizer_config.json").is_file():
         raise _tokenizer_error(folder, "the model folder has no tokenizer (tokenizer_config.json)")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # For some architectures AutoTokenizer takes the architecture's usual class, whatever the folder asks for, and
+    # that one may read a generic tokenizer.json wrongly (Qwen2: every text becomes empty).
+    is_generic = _read_json(folder / "tokenizer_config.json").get("tokenizer_class") in GENERIC_TOKENIZERS
+    loader = PreTrainedTokenizerFast if is_generic else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return loader.from_pretrained(folder, local_files_only=True)
     # A malformed tokenizer.json raises a bare Exception in the tokenizers library.
     except Exception as error:
         raise _tokenizer_error(folder, f"the tokenizer does not load: {error}") from error

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_cli.config.load import estimator_options, rebuild_config
+from relax_cli.config.placement import ranks_of, threads_of
 from relax_cli.config.schema import Config
-from relax_cli.engine.plan import LaunchPlan, optimizer_steps, ranks_of, threads_of
+from relax_cli.engine.plan import LaunchPlan, optimizer_steps, usable_cores
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Estimator
@@ -46,7 +47,7 @@ def worker_specs(plan: LaunchPlan, role: str) -> list[WorkerSpec]:
             role=role,
             rank=rank,
             ranks=ranks,
-            threads=threads_of(parallel, role),
+            threads=threads_of(parallel, role, usable_cores()),
             config=plan.config.model_dump(mode="json"),
             model_folder=plan.model_folder,
             run_dir=plan.run_dir,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from relax_cli.config.placement import QUEUE_CPUS, needed_cpus, ranks_of, shared_bundles
 from relax_cli.engine.build import RoleBuilder, WorkerSpec, cpu_environment, worker_specs
 from relax_cli.engine.local import free_port
-from relax_cli.engine.plan import LaunchPlan, ranks_of, shared_bundles
+from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.session import RoleGroup, Roles, Session
-from relax_cli.engine.transfer import QUEUE_CPUS
 from relax_cli.errors import EnvironmentFault, Problem, RelaxError, RunError
 
 SHARE = 0.25
@@ -89,9 +90,10 @@ class RayRole(RoleGroup):
         self.workers = workers
         self.run_dir = run_dir
 
-    def run(self, method: str, *args: Any) -> list[Any]:
-        """See `RoleGroup.run`."""
-        return self.collect([worker.run.remote(method, *args) for worker in self.workers], method)
+    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        """See `RoleGroup.start`."""
+        refs = [worker.run.remote(method, *args) for worker in self.workers]
+        return lambda: self.collect(refs, method)
 
     def run_on(self, rank: int, method: str, *args: Any) -> Any:
         """See `RoleGroup.run_on`."""
@@ -154,7 +156,7 @@ class RaySession(Session):
         (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         gpu = plan.config.parallel.device == "cuda"
         bundle = {"CPU": 1, "GPU": 1} if gpu else {"CPU": 1}
-        self.group = placement_group([bundle] * shared_bundles(plan.config.parallel, plan.graph), strategy="PACK")
+        self.group = placement_group([bundle] * shared_bundles(plan.config.parallel), strategy="PACK")
         ray.get(self.group.ready())
         for role in plan.graph.roles:
             specs = worker_specs(plan, role.name)
@@ -206,11 +208,6 @@ class RaySession(Session):
             ray.util.remove_placement_group(self.group)
 
 
-def needed_cpus(plan: LaunchPlan) -> int:
-    """Logical CPUs the run takes from Ray: bundles, one for CPU-only services, TransferQueue."""
-    return shared_bundles(plan.config.parallel, plan.graph) + 1 + QUEUE_CPUS
-
-
 def start_ray(plan: LaunchPlan) -> None:
     """A Ray of our own on this machine, or the cluster that RAY_ADDRESS names.
 
@@ -228,7 +225,7 @@ def start_ray(plan: LaunchPlan) -> None:
         weights = sum(f.stat().st_size for f in plan.model_folder.glob("*.safetensors"))
         ray.init(
             address="local",
-            num_cpus=plan.config.parallel.ray_num_cpus or needed_cpus(plan),
+            num_cpus=plan.config.parallel.ray_num_cpus or needed_cpus(plan.config.parallel),
             include_dashboard=False,
             object_store_memory=max(256 << 20, 6 * weights),
             **quiet,
@@ -242,7 +239,7 @@ def check_cpus(plan: LaunchPlan) -> None:
     Raises:
         EnvironmentFault: the cluster has fewer free logical CPUs than the run needs.
     """
-    free, needed = ray.available_resources().get("CPU", 0.0), needed_cpus(plan)
+    free, needed = ray.available_resources().get("CPU", 0.0), needed_cpus(plan.config.parallel)
     if free < needed:
         roles = ", ".join(f"{role.name} {ranks_of(plan.config.parallel, role.name)}" for role in plan.graph.roles)
         raise EnvironmentFault(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from relax_cli.engine.build import RoleBuilder, cpu_environment, worker_specs
@@ -18,9 +19,10 @@ class LocalRole(RoleGroup):
         super().__init__(name, ranks=1)
         self.role = role
 
-    def run(self, method: str, *args: Any) -> list[Any]:
-        """See `RoleGroup.run`."""
-        return [self.run_on(0, method, *args)]
+    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        """See `RoleGroup.start`; everything is done before this returns."""
+        results = [self.run_on(0, method, *args)]
+        return lambda: results
 
     def run_on(self, rank: int, method: str, *args: Any) -> Any:
         """See `RoleGroup.run_on`."""

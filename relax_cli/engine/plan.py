@@ -1,4 +1,4 @@
-"""What a launcher needs to know, and the arithmetic of processes and CPUs, before anything starts."""
+"""What a launcher needs to know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_cli.config.schema import Config, ParallelSection
+from relax_cli.config.schema import Config
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.records import Estimator
 
@@ -26,24 +26,6 @@ class LaunchPlan:
     critic_load: Path | None
     status: Callable[[str], None]
     """Shows what is being started."""
-
-
-def ranks_of(parallel: ParallelSection, role: str) -> int:
-    """Worker processes of a role; a service without a device still is one process."""
-    services, devices = parallel.resource[role]
-    return max(1, services * devices)
-
-
-def shared_bundles(parallel: ParallelSection, graph: ServiceGraph) -> int:
-    """Bundles of the placement group that actor, critic and rollout share: as many as the largest role has ranks."""
-    return max(ranks_of(parallel, role.name) for role in graph.roles if role.uses_device)
-
-
-def threads_of(parallel: ParallelSection, role: str) -> int:
-    """CPU threads of one rank, so that the ranks of a role together use every core once."""
-    if parallel.threads_per_rank is not None:
-        return parallel.threads_per_rank
-    return max(1, usable_cores() // ranks_of(parallel, role))
 
 
 def usable_cores() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,12 @@ class RoleGroup(ABC):
         self.ranks = ranks
 
     @abstractmethod
+    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        """Begin a method of the role on every rank; the returned function waits for one result per rank."""
+
     def run(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the role on every rank at once; one result per rank."""
+        return self.start(method, *args)()
 
     @abstractmethod
     def run_on(self, rank: int, method: str, *args: Any) -> Any:

@@ -43,23 +43,40 @@ class StepRecord:
         self.metrics["tokens/total"] = lengths.total + spreads["prompt_len"].total
 
 
-def run_step(session: Session, rollout_id: int, *, critic_only_steps: int, dump_fields: Sequence[str]) -> StepRecord:
+def run_step(
+    session: Session,
+    rollout_id: int,
+    *,
+    critic_only_steps: int,
+    overlap_updates: bool,
+    dump_fields: Sequence[str],
+) -> StepRecord:
     """Run step `rollout_id`.
 
     Args:
         critic_only_steps: the actor does not learn before this step, yet publishes its weights.
+        overlap_updates: actor and critic learn at the same time; both need only what is in the queue by then.
         dump_fields: queue fields to write beside each sample into the run folder.
     """
     roles, record = session.roles, StepRecord(rollout_id)
+    actor_learns = rollout_id >= critic_only_steps
+    overlap = overlap_updates and actor_learns and roles.critic is not None
     with record.phase("rollout"), roles.rollout.awake():
         record.add_rollout(roles.rollout.run("generate", rollout_id))
     if roles.critic:
         with record.phase("critic"), roles.critic.awake():
-            record.metrics |= roles.critic.run("train", rollout_id)[0]
+            record.metrics |= roles.critic.run("predict", rollout_id)[0]
+            if not overlap:
+                record.metrics |= roles.critic.run("update")[0]
     if roles.advantages:
         with record.phase("advantages"):
             record.metrics |= roles.advantages.run("compute", rollout_id)[0]
-    if rollout_id >= critic_only_steps:
+    if roles.critic and overlap:
+        with record.phase("updates"), roles.critic.awake(), roles.actor.awake():
+            critic_update = roles.critic.start("update")
+            record.metrics |= roles.actor.run("train", rollout_id)[0]
+            record.metrics |= critic_update()[0]
+    elif actor_learns:
         with record.phase("actor"), roles.actor.awake():
             record.metrics |= roles.actor.run("train", rollout_id)[0]
     with record.phase("publish"):

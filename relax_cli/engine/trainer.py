@@ -82,6 +82,7 @@ class Trainer:
                 self.session,
                 rollout_id,
                 critic_only_steps=self.config.critic.num_critic_only_steps,
+                overlap_updates=self.config.parallel.overlap_updates,
                 dump_fields=self.dump_fields,
             )
             done = rollout_id + 1

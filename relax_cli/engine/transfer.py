@@ -11,13 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from relax_cli.config.placement import STORAGE_UNITS
 from relax_cli.errors import Problem, RunError
 from relax_cli.plugin.graph import ServiceGraph
-
-STORAGE_UNITS = 1
-"""TransferQueue storage processes; each, and the controller, asks Ray for one logical CPU."""
-
-QUEUE_CPUS = STORAGE_UNITS + 1
 
 
 def partition(rollout_id: int) -> str:

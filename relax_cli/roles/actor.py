@@ -71,7 +71,7 @@ class ActorRole(TrainingRole):
             share.columns["old_log_probs"] = share.columns["rollout_log_probs"]
             return
         old: dict[int, Tensor] = {}
-        for rows, output in self.predict(share):
+        for rows, output in self.forward(share):
             old |= unpad(output.log_probs_BT, rows, share.columns["response_lens"])
         share.columns["old_log_probs"] = old
 

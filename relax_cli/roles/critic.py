@@ -47,22 +47,28 @@ class CriticRole(TrainingRole):
         self.advantages = estimator.load_advantages()
         self.estimator_options = estimator_options
         self.per_token_loss = per_token_loss
+        self.share: RolloutShare | None = None
 
-    def train(self, rollout_id: int) -> dict[str, float]:
-        """Values to the queue, local returns, then the value steps of this rollout."""
+    def predict(self, rollout_id: int) -> dict[str, float]:
+        """Values to the queue, and local returns."""
         share = self.fetch_share(rollout_id, ("rewards", "group_ids", "truncated"))
         self._predict_values(share)
         if share.rows and parallel.is_output_rank():
             self.queue.put(rollout_id, share.rows, {"values": [share.columns["values"][row] for row in share.rows]})
         self._compute_returns(share)
-        metrics = explained_variance(share)
-        records = [self._update(share, step) for step in range(len(share.step_rows))]
-        return metrics | mean_over_steps(records)
+        self.share = share
+        return explained_variance(share)
+
+    def update(self) -> dict[str, float]:
+        """The value steps of the rollout that `predict` was called for."""
+        assert self.share is not None, "predict comes first"
+        share, self.share = self.share, None
+        return mean_over_steps([self._update(share, step) for step in range(len(share.step_rows))])
 
     def _predict_values(self, share: RolloutShare) -> None:
         """Adds the column `values`."""
         values: dict[int, Tensor] = {}
-        for rows, output in self.predict(share):
+        for rows, output in self.forward(share):
             values |= unpad(output.values_BT, rows, share.columns["response_lens"])
         share.columns["values"] = values
 

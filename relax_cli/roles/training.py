@@ -74,7 +74,7 @@ class TrainingRole:
         counts = [float(sum(int(columns["response_mask"][row].sum()) for row in rows)) for rows in step_rows]
         return RolloutShare(columns, step_rows, parallel.sum_over_data_parallel(counts))
 
-    def predict(self, share: RolloutShare) -> list[tuple[list[int], ModelOutput]]:
+    def forward(self, share: RolloutShare) -> list[tuple[list[int], ModelOutput]]:
         """Forward without gradient over all own rows: pairs of rows and their output."""
         chunks = chunks_by_length(share.columns, share.rows, self.batch.micro_batch_size)
         outputs = self.model.forward([make_micro_batch(share.columns, chunk, ()) for chunk in chunks])

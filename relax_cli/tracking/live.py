@@ -24,6 +24,7 @@ PHASES = {
     "critic": "crit",
     "advantages": "adv",
     "actor": "act",
+    "updates": "upd",
     "publish": "sync",
     "record": "rec",
     "checkpoint": "save",

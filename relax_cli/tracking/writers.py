@@ -76,7 +76,8 @@ class RolloutWriter:
             with path.open("a") as file:
                 file.write(text)
         else:
-            _replace_file(path, text)
+            # Not flushed to the disk as metrics are: nothing resumes from samples, and every step waits for it.
+            path.write_text(text)
         return path
 
 

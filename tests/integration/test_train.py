@@ -157,6 +157,12 @@ def test_an_interrupted_run_ends_quickly_leaves_no_process_and_prints_the_resume
     assert not alive
 
 
+def test_overlapped_updates_change_no_number(task: Path, tmp_path: Path) -> None:
+    one_thread = ["--threads-per-rank", "1"]
+    in_turn = train(task, tmp_path / "in-turn", "--launcher", "local", *one_thread)
+    assert train(task, tmp_path / "overlapped", "--overlap-updates", *one_thread) == in_turn
+
+
 def test_ctrl_c_while_starting_ends_quickly_and_leaves_no_process(task: Path, tmp_path: Path) -> None:
     process = start(task, tmp_path)
     wait_for(lambda: (tmp_path / "run" / "logs" / "rollout-0.log").exists(), process)

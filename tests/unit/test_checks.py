@@ -214,6 +214,12 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"parallel__resource": roles(rollout=[1, 8])},
     ),
     (
+        "overlap-needs-cpu",
+        {"parallel__overlap_updates": True, "parallel__device": "cuda"},
+        {"parallel__overlap_updates": True},
+    ),
+    ("ray-cpus", {"parallel__ray_num_cpus": 3}, {"parallel__ray_num_cpus": 4}),
+    (
         "one-folder-for-two",
         {"checkpoint__save": "a", "critic__critic_save": "./a/"},
         {"checkpoint__save": "a", "critic__critic_save": "a/critic"},

@@ -146,3 +146,9 @@ def test_smollm2_becomes_an_ordinary_folder_once(tmp_path: Path) -> None:
     assert stop_token_ids(folder, tokenizer) == (tokenizer.eos_token_id,)
     output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=30)
     assert "12" in tokenizer.decode(output[0, len(ids) :])
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_a_generic_tokenizer_is_read_as_it_is_whatever_the_architecture(folder: Path, architecture: str) -> None:
+    edit(folder / "config.json", model_type=architecture)
+    assert encode_prompt(load_tokenizer(folder), text("37+58="), apply_chat_template=False) == [3, 7, 10, 5, 8, 11]
