@@ -1,0 +1,79 @@
+"""Model roles take turns: at most one is awake at any instant of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_cli.config.resolve import resolve
+from relax_cli.engine.local import LocalRole, LocalSession
+from relax_cli.engine.plan import LaunchPlan
+from relax_cli.engine.run import prepare_run, run_folder
+from relax_cli.engine.trainer import Trainer
+from relax_cli.plugin.manager import load_plugins
+from relax_cli.quickstart.task import prepare
+
+MODEL_ROLES = ("rollout", "critic", "actor")
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Any:
+    """A local session of the quickstart task, two steps, the first of them critic-only."""
+    prepare(tmp_path / "q", seed=1, steps=2)
+    plugins = load_plugins()
+    small = ["batch.rollout_batch_size=8", "batch.micro_batch_size=4", "critic.num_critic_only_steps=1"]
+    flags = {"launcher": "local"}
+    config, run_dir = prepare_run(resolve(plugins, [str(tmp_path / "q" / "recipe.yaml")], {}, small, flags).config)
+    plan = LaunchPlan(
+        config=config,
+        estimator=plugins.estimator("ppo"),
+        graph=plugins.service_graph(config),
+        model_folder=Path(config.model.hf_checkpoint),
+        run_dir=run_dir,
+        actor_load=None,
+        critic_load=None,
+        status=lambda _: None,
+    )
+    with run_folder(run_dir, resumed=False):
+        session = LocalSession(plan)
+        yield session, config
+        session.close()
+
+
+def test_at_most_one_model_role_is_awake_at_any_call_of_a_run(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, config = session
+    roles = {name: getattr(session.roles, name).role for name in MODEL_ROLES}
+    seen: list[tuple[str, str, list[str]]] = []
+    call = LocalRole.run_on
+
+    def watched(self: LocalRole, rank: int, method: str, *args: Any) -> Any:
+        result = call(self, rank, method, *args)
+        seen.append((self.name, method, [name for name, role in roles.items() if role.awake]))
+        return result
+
+    assert not any(role.awake for role in roles.values())
+    monkeypatch.setattr(LocalRole, "run_on", watched)
+    Trainer(
+        session,
+        config,
+        [],
+        first=0,
+        dump_fields=["values"],
+        checkpoint_meta={},
+        status=lambda _: None,
+    ).run()
+    assert max(len(awake) for _, _, awake in seen) == 1
+    working = {(name, method): awake for name, method, awake in seen}
+    for name, method in (
+        ("rollout", "generate"),
+        ("rollout", "load_weights"),
+        ("critic", "predict"),
+        ("critic", "update"),
+        ("actor", "train"),
+        ("actor", "export_weights"),
+        ("critic", "write_checkpoint"),
+    ):
+        assert working[name, method] == [name]
+    assert not any(role.awake for role in roles.values())
