@@ -31,14 +31,14 @@ class PpoOptions(ClipOptions, GaeOptions):
 
 CRITIC = RoleSpec(
     "critic",
-    reads=("tokens", "prompt_lens", "response_lens", "response_mask", "rewards"),
+    reads=("tokens", "prompt_lens", "response_lens", "response_mask", "rewards", "group_ids", "truncated"),
     writes=("values",),
     uses_device=True,
     summary="estimates the value of each state and learns it from the returns",
 )
 ADVANTAGES = RoleSpec(
     "advantages",
-    reads=("response_mask", "rewards", "group_ids", "truncated", "values"),
+    reads=("response_lens", "response_mask", "rewards", "group_ids", "truncated", "values"),
     writes=("advantages", "returns"),
     uses_device=False,
     summary="turns rewards and values into advantages (GAE)",
@@ -61,10 +61,14 @@ def relax_estimators() -> list[Estimator]:
 
 
 @hookimpl
-def relax_service_graph(graph: ServiceGraph) -> ServiceGraph:
+def relax_service_graph(config: Config, graph: ServiceGraph) -> ServiceGraph:
     """rollout → critic → advantages → actor; the actor reads its advantages instead of the rewards."""
-    actor_reads = tuple(f for f in graph["actor"].reads if f not in ("rewards", "group_ids"))
-    return graph.with_role(CRITIC).with_role(ADVANTAGES).replace("actor", reads=(*actor_reads, "advantages"))
+    actor_reads = tuple(f for f in graph["actor"].reads if f not in ("rewards", "group_ids", "truncated"))
+    graph = graph.with_role(CRITIC).with_role(ADVANTAGES).replace("actor", reads=(*actor_reads, "advantages"))
+    if config.algorithm.bootstrap_truncated:
+        graph = graph.replace("critic", writes=(*CRITIC.writes, "bootstrap_values"))
+        graph = graph.replace("advantages", reads=(*ADVANTAGES.reads, "bootstrap_values"))
+    return graph
 
 
 @hookimpl

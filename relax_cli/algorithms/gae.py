@@ -27,7 +27,7 @@ def gae(
     mask: Tensor,
     *,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, as if the masked tokens were not there.
@@ -44,7 +44,7 @@ def gae(
         mask: `[B, T]`, bool or numeric; nonzero is trainable. Holes are allowed, and masked slots of the
             other inputs may hold anything, NaN and inf included.
         gamma: discount per trainable token.
-        lam: GAE lambda.
+        lam: GAE lambda, one for all rows or `[B]`, one for each.
         bootstrap: `[B]`, value of the state after the last trainable token; 0 when None.
 
     Returns:
@@ -63,7 +63,7 @@ def gae(
             values_BT[rows],
             mask_BT[rows],
             gamma,
-            lam,
+            lam[rows] if isinstance(lam, Tensor) else lam,
             None if bootstrap is None else bootstrap[rows].float(),
         )
         keep_BT = _all_bits(mask_BT[rows])
@@ -73,7 +73,12 @@ def gae(
 
 
 def _advantages(
-    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, end_B: Tensor | None
+    rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    end_B: Tensor | None,
 ) -> Tensor:
     """Advantages, garbage in masked slots, from the λ-return form of GAE.
 
@@ -81,24 +86,32 @@ def _advantages(
     tokens and `S_t = S_{t+1}` at masked ones. It needs one carry where the usual form needs two (A and V), so
     masked tokens are skipped without moving any data.
     """
-    blend_BT = torch.mul(values_BT, 1 - lam).add_(rewards_BT * lam)
+    decay: float | Tensor
+    if isinstance(lam, Tensor):
+        # Rounded where a scalar would be, so that equal lambdas give equal bits either way.
+        lam_B1 = lam.double()[:, None]
+        blend_BT = torch.mul(values_BT, (1 - lam_B1).float()).add_(rewards_BT * lam_B1.float())
+        decay = (gamma * lam.double()).float()
+    else:
+        blend_BT = torch.mul(values_BT, 1 - lam).add_(rewards_BT * lam)
+        decay = gamma * lam
     _copy_kept(blend_BT, _all_bits(mask_BT), into=blend_BT)
     if end_B is None and _is_prefix(mask_BT):
         # Nothing is carried through the masked tail, so it may decay like the rest.
-        state_BT = _scan(blend_BT, None, blend_BT.new_zeros(blend_BT.shape[0]), gamma * lam)
+        state_BT = _scan(blend_BT, None, blend_BT.new_zeros(blend_BT.shape[0]), decay)
     else:
         end_B = blend_BT.new_zeros(blend_BT.shape[0]) if end_B is None else end_B
-        state_BT = _scan(blend_BT, mask_BT, end_B, gamma * lam)
+        state_BT = _scan(blend_BT, mask_BT, end_B, decay)
     next_BT = torch.empty_like(blend_BT)
     torch.mul(state_BT[:, 1:], gamma, out=next_BT[:, :-1])
     next_BT[:, -1] = 0.0 if end_B is None else end_B * gamma
     return next_BT.add_(rewards_BT).sub_(values_BT)
 
 
-def _scan(blend_BT: Tensor, mask_BT: Tensor | None, end_B: Tensor, decay: float) -> Tensor:
+def _scan(blend_BT: Tensor, mask_BT: Tensor | None, end_B: Tensor, decay: float | Tensor) -> Tensor:
     """`S_t = blend_t + decay * S_{t+1}` backwards from `S_T = end`; masked tokens pass `S` on undecayed.
 
-    `blend` is 0 in masked slots. Without a mask every slot decays.
+    `blend` is 0 in masked slots. Without a mask every slot decays. `decay` is one for all rows or `[B]`.
 
     The recurrence runs inside all chunks at once, each step a whole row of a time-major `[C, N]` layout; then
     the carries between chunks are resolved one after the other and added on. Multiplications and additions
@@ -108,11 +121,7 @@ def _scan(blend_BT: Tensor, mask_BT: Tensor | None, end_B: Tensor, decay: float)
     steps = min(_CHUNK, length)
     chunks = -(-length // steps)
     state_CN = _time_major(blend_BT, steps, chunks)
-    if mask_BT is None:
-        factor_CN = torch.full((steps, 1), decay, device=blend_BT.device)
-    else:
-        on_CN = _time_major(mask_BT, steps, chunks).view(torch.uint8).to(torch.float32)
-        factor_CN = (1 - on_CN).add_(on_CN, alpha=decay)
+    factor_CN = _factors(mask_BT, decay, steps, chunks, blend_BT.device)
 
     state, factor = state_CN.unbind(0), factor_CN.unbind(0)
     scratch_N = torch.empty_like(state[0])
@@ -129,6 +138,18 @@ def _scan(blend_BT: Tensor, mask_BT: Tensor | None, end_B: Tensor, decay: float)
         carries.append(torch.mul(through[k], carries[-1]).add_(own[k]))
     state_CN.add_(factor_CN * torch.stack(carries[::-1], dim=1).view(-1))
     return state_CN.t().reshape(rows, -1)[:, :length]
+
+
+def _factors(mask_BT: Tensor | None, decay: float | Tensor, steps: int, chunks: int, device: torch.device) -> Tensor:
+    """What one step of `_scan` multiplies the state with, `[C, N]`, or `[C, 1]` where all columns are alike."""
+    if mask_BT is None:
+        if isinstance(decay, Tensor):
+            return decay.repeat_interleave(chunks).repeat(steps, 1)
+        return torch.full((steps, 1), decay, device=device)
+    on_CN = _time_major(mask_BT, steps, chunks).view(torch.uint8).to(torch.float32)
+    if isinstance(decay, Tensor):
+        return (1 - on_CN).add_(on_CN * decay.repeat_interleave(chunks))
+    return (1 - on_CN).add_(on_CN, alpha=decay)
 
 
 def _is_prefix(mask_BT: Tensor) -> bool:

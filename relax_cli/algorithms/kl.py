@@ -22,7 +22,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
         kind: `k1`, `k2`, `k3` or `low_var_kl`.
 
     Returns:
-        `[B, T]`, at least float32, not masked: select trainable tokens from the inputs or the result.
+        `[B, T]`, at least float32, not masked: give it selected inputs. Selecting from the result is enough only
+        where no gradient flows, since NaN in a masked slot would come back through it.
 
     Raises:
         ValueError: the kind is unknown.

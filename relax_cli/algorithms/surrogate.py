@@ -13,6 +13,9 @@ from torch import Tensor
 from relax_cli.algorithms.masking import as_bool, select
 from relax_cli.algorithms.types import LossTerms
 
+LARGEST_LOG_RATIO = 80.0
+"""`exp` of it is 5e34; that of 89 overflows float32."""
+
 
 def ppo_clip(
     logp: Tensor,
@@ -58,7 +61,10 @@ def clip_surrogate(
     eps_clip_c: float | None,
 ) -> LossTerms:
     """`ppo_clip` from `d = old − logp`; both tensors are 0 in masked slots already, and so the loss is."""
-    ratio_BT = torch.exp(-diff_BT)
+    # Where the loss is bounded, r must not overflow: the gradient that clipping stops would be 0 · inf = NaN.
+    # For A < 0 without a dual clip it has no bound, and an overflow must show.
+    bounded_BT = (advantages_BT >= 0) | (eps_clip_c is not None)
+    ratio_BT = torch.exp(-torch.where(bounded_BT, diff_BT.clamp(min=-LARGEST_LOG_RATIO), diff_BT))
     plain_BT = -ratio_BT * advantages_BT
     clipped_BT = -ratio_BT.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages_BT
     loss_BT = torch.maximum(plain_BT, clipped_BT)

@@ -30,6 +30,8 @@ class AdvantageInputs:
     """Per-token KL already multiplied by its coefficient `[B, T]`, to be taken off the reward; None: off."""
     truncated: Tensor | None = None
     """True where the response hit the length limit `[B]`, bool."""
+    bootstrap: Tensor | None = None
+    """Value of the state after each response `[B]`, 0 where that is the end of the episode; None: 0 everywhere."""
 
 
 @dataclass(frozen=True)

@@ -6,57 +6,23 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from relax_cli.config.model_spec import FAMILIES as FAMILIES
+from relax_cli.config.model_spec import ModelSpec as ModelSpec
+from relax_cli.config.model_spec import RopeScaling as RopeScaling
+from relax_cli.config.model_spec import read_json
+from relax_cli.config.model_spec import read_spec as read_spec
 from relax_cli.errors import ConfigError, Problem
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of `model_type` that can be trained."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched; the names of `rope_parameters` in `config.json`."""
-
-    rope_type: str
-    """`linear` or `llama3`."""
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and SwiGLU."""
-
-    family: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    tied: bool
-    """Input embedding and output layer share one matrix."""
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    rms_eps: float
-    qkv_bias: bool
-    qk_norm: bool
-    max_positions: int
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
@@ -75,106 +41,6 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
     return plain * (keep + (1.0 - keep) / scaling.factor)
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """What `config.json` in `folder` describes.
-
-    Raises:
-        ConfigError: no readable `config.json`, an unknown family, or a feature that is not implemented.
-    """
-    path = folder / "config.json"
-    config = _read_json(path)
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise _unsupported(path, "model_type", family, " or ".join(FAMILIES))
-    _refuse_unsupported(path, config)
-    rope = config.get("rope_parameters") or {}
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    return ModelSpec(
-        family=family,
-        num_layers=config["num_hidden_layers"],
-        hidden_size=hidden,
-        ffn_hidden_size=config["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        vocab_size=config["vocab_size"],
-        tied=config.get("tie_word_embeddings", False),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_scaling=_read_rope_scaling(path, config),
-        rms_eps=config.get("rms_norm_eps", 1e-6),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        max_positions=config.get("max_position_embeddings", 2048),
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            Problem(
-                id="model-folder-unreadable",
-                message=f"cannot read {path.name} of the model: {error}",
-                fix="give a folder with config.json, safetensors and tokenizer files",
-                option="--hf-checkpoint",
-                where=str(path),
-            )
-        ) from error
-    if not isinstance(value, dict):
-        raise _unsupported(path, path.name, type(value).__name__, "a JSON object")
-    return value
-
-
-def _unsupported(path: Path, key: str, got: object, expected: str) -> ConfigError:
-    return ConfigError(
-        Problem(
-            id="model-unsupported",
-            message=f"this model cannot be trained: {key} is {got!r}",
-            fix=f"use a model whose {key} is {expected}",
-            option="--hf-checkpoint",
-            where=str(path),
-            got=repr(got),
-            expected=expected,
-        )
-    )
-
-
-def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
-    required = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
-    for key in required:
-        if not isinstance(config.get(key), int):
-            raise _unsupported(path, key, config.get(key), "an integer")
-    for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
-        if config.get(key, False):
-            raise _unsupported(path, key, config[key], "false")
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise _unsupported(path, "layer_types", "sliding_attention", "full_attention only")
-    if config.get("hidden_act", "silu") != "silu":
-        raise _unsupported(path, "hidden_act", config["hidden_act"], "silu")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _unsupported(path, "partial_rotary_factor", config["partial_rotary_factor"], "1.0")
-
-
-def _read_rope_scaling(path: Path, config: Mapping[str, Any]) -> RopeScaling | None:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_scaling` (before)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", float(rope["factor"]))
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
-    raise _unsupported(path, "rope_type", kind, "default, linear or llama3")
-
-
 class HfWeights(Mapping[str, Tensor]):
     """The tensors of a model folder by name, read from disk when asked for, as fp32.
 
@@ -185,7 +51,7 @@ class HfWeights(Mapping[str, Tensor]):
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
         if (folder / INDEX_FILE).exists():
-            weight_map = _read_json(folder / INDEX_FILE).get("weight_map", {})
+            weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
             self._file_of = {name: folder / file for name, file in weight_map.items()}
         else:
             path = folder / SINGLE_FILE
@@ -267,7 +133,7 @@ def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
 
 
 def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
-    config = _read_json(path)
+    config = read_json(path)
     name = str(dtype).removeprefix("torch.")
     for key in ("torch_dtype", "dtype"):
         if key in config:

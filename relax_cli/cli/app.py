@@ -13,10 +13,12 @@ from typer.core import TyperGroup
 
 from relax_cli.cli import recipes
 from relax_cli.cli.console import Output, is_debug
+from relax_cli.cli.doctor import doctor_command
 from relax_cli.cli.options import ConfigCommand
 from relax_cli.cli.plugins import plugins_app
 from relax_cli.cli.quickstart import quickstart_command
 from relax_cli.cli.train import train_command
+from relax_cli.cli.validate import validate_command
 from relax_cli.config.model import config_model
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, ExitCode, RelaxError, Terminated
@@ -47,11 +49,16 @@ def build_app(plugins: Plugins) -> typer.Typer:
         help=HELP,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        # Plain help, like that of `train`: importing rich for its panels would take longer than all the rest.
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
     app.command("quickstart")(quickstart_command(plugins))
-    app.command("train", cls=ConfigCommand)(train_command(_model(plugins), plugins))
+    model = _model(plugins)
+    app.command("train", cls=ConfigCommand)(train_command(model, plugins))
+    app.command("validate-config", cls=ConfigCommand)(validate_command(model, plugins))
+    app.command("doctor")(doctor_command(plugins))
     app.add_typer(plugins_app(plugins), name="plugins")
     app.add_typer(recipes.app, name="recipes")
     return app

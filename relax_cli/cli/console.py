@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from relax_cli.config.redact import scrubbed
 from relax_cli.errors import Problem, RelaxError
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Output:
         for problem in error.problems:
             self._screen(problem)
         if self.is_json:
-            self.result({"ok": False, "problems": [asdict(p) for p in error.problems]}, "")
+            problems = [{name: scrubbed(text) for name, text in asdict(p).items()} for p in error.problems]
+            self.result({"ok": False, "problems": problems}, "")
         if is_debug():
             self.err.print("".join(traceback.format_exception(error)), markup=False)
 
@@ -76,14 +78,14 @@ class Output:
         is_error = problem.severity == "error"
         colour = "red" if is_error else "yellow"
         self.err.print(f"[bold {colour}]{problem.severity}[/]: ", end="")
-        self.err.print(f"{problem.message}  [{problem.id}]", markup=False)
+        self.err.print(f"{scrubbed(problem.message)}  [{problem.id}]", markup=False)
         where = " from ".join(part for part in (problem.option, problem.where) if part)
         if problem.option == problem.where:
             where = problem.option
         parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": problem.fix}
         for name, text in parts.items():
             if text:
-                self.err.print(f"  {name:<9} {text}", markup=False, style="bold" if name == "fix" else None)
+                self.err.print(f"  {name:<9} {scrubbed(text)}", markup=False, style="bold" if name == "fix" else None)
 
 
 def is_debug() -> bool:

@@ -1,18 +1,33 @@
-"""`relax plugins`: what is installed, and what is broken."""
+"""`relax plugins`: what is installed, what is broken, whether an estimator keeps the rules, and how to begin one."""
 
 from __future__ import annotations
 
+import ast
+import shlex
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from relax_cli.cli.console import Format, Output, table
+from relax_cli.config.model import flag, options_by_name
+from relax_cli.config.schema import Config
+from relax_cli.errors import ExitCode
 
 if TYPE_CHECKING:
+    from relax_cli.plugin.found import Plugin
     from relax_cli.plugin.manager import Plugins
+    from relax_cli.plugin.records import Estimator
+    from relax_cli.plugin.testing_findings import CheckResult
 
 FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="a plugin or an estimator; `relax plugins list` shows them")]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="of the estimator: lower-case letters, digits and _")]
+Directory = Annotated[
+    Path | None, typer.Option("--dir", metavar="DIR", help="new or empty folder [default: relax-NAME]")
+]
 
 
 def plugins_app(plugins: Plugins) -> typer.Typer:
@@ -26,11 +41,146 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
     @app.command("list")
     def list_plugins(ctx: typer.Context, fmt: FormatOption = Format.TEXT) -> None:
         """List every plugin found, broken ones with the reason."""
-        output = Output(fmt)
-        ctx.find_root().obj = output
+        output = _output(ctx, fmt)
         rows = [asdict(row) for row in plugins.rows()]
         columns = ("name", "kind", "distribution", "version", "status", "reason")
         text = table(columns, [[str(row[c] or "") for c in columns] for row in rows])
         output.result(rows, text)
 
+    @app.command("show")
+    def show_plugin(ctx: typer.Context, name: Name, fmt: FormatOption = Format.TEXT) -> None:
+        """Show what a plugin provides: summary, paper, options with defaults, where the math is."""
+        output = _output(ctx, fmt)
+        shown = [describe(plugin) for plugin in plugins.named(name)]
+        output.result({"name": name, "plugins": shown}, "\n\n".join(_page(data) for data in shown))
+
+    @app.command("check")
+    def check_plugin(ctx: typer.Context, name: Name, fmt: FormatOption = Format.TEXT) -> None:
+        """Run the conformance kit on a plugin; exits 1 when it breaks a rule."""
+        output = _output(ctx, fmt)
+        found = plugins.named(name)
+        output.note(f"checking {name}")
+        # The kit imports torch.
+        from relax_cli.plugin.testing import check_plugin as run_checks
+
+        results = [result for plugin in found for result in run_checks(plugin)]
+        ok = all(result.status != "failed" for result in results)
+        output.result({"ok": ok, "name": name, "checks": [asdict(r) for r in results]}, _verdict(name, results))
+        if not ok:
+            raise typer.Exit(ExitCode.FAILED)
+
+    @app.command("new")
+    def new_plugin(
+        ctx: typer.Context, name: NewName, directory: Directory = None, fmt: FormatOption = Format.TEXT
+    ) -> None:
+        """Write a complete estimator package to start from: math, options, entry point, tests."""
+        output = _output(ctx, fmt)
+        from relax_cli.plugin.scaffold import write_package
+
+        folder = Path(f"relax-{name}") if directory is None else directory
+        taken = {row.name: row.distribution for row in plugins.rows()}
+        for plugin in map(plugins.plugin, plugins.rows()):
+            taken |= dict.fromkeys((e.name for e in plugin.estimators), plugin.row.distribution)
+        written = write_package(name, folder, taken=taken)
+        steps = [
+            f"pip install -e {shlex.quote(str(folder))}",
+            f"relax plugins check {name}",
+            f"relax train --advantage-estimator {name} ...",
+        ]
+        data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
+        output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
+
     return app
+
+
+def describe(plugin: Plugin) -> dict[str, Any]:
+    """Everything a person wants to know of a plugin, as JSON data. Imports none of its math."""
+    return {
+        **asdict(plugin.row),
+        "module": plugin.entry.value,
+        "estimators": [_describe_estimator(estimator) for estimator in plugin.estimators],
+        "rewards": [asdict(reward) for reward in plugin.rewards],
+    }
+
+
+def _describe_estimator(estimator: Estimator) -> dict[str, Any]:
+    core = options_by_name(Config)
+    options = []
+    for name, own in estimator.options.model_fields.items():
+        section, field = core.get(name, (estimator.name, own))
+        default = field.get_default(call_default_factory=True)
+        options.append(
+            {"flag": flag(name), "key": f"{section}.{name}", "default": default, "help": field.description or ""}
+        )
+    return {
+        "name": estimator.name,
+        "summary": estimator.summary,
+        "paper": estimator.paper,
+        "needs_critic": estimator.needs_critic,
+        "needs_groups": estimator.needs_groups,
+        "ratio_one_is_policy_gradient": estimator.ratio_one_is_policy_gradient,
+        "advantages": _location(estimator.advantages),
+        "policy_loss": _location(estimator.policy_loss),
+        "options": options,
+    }
+
+
+def _location(reference: str) -> dict[str, Any]:
+    """Where a `"module:function"` is, read from its source: importing it would import torch."""
+    module, _, function = reference.partition(":")
+    try:
+        spec = find_spec(module)
+        file = spec.origin if spec is not None else None
+        tree = ast.parse(Path(file).read_text("utf-8")) if file else ast.Module([], [])
+    except (ImportError, ValueError, OSError, SyntaxError):
+        file, tree = None, ast.Module([], [])
+    lines = [node.lineno for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    return {"reference": reference, "file": file, "line": lines[0] if lines else None}
+
+
+def _page(data: dict[str, Any]) -> str:
+    lines = [f"{data['name']}  {data['distribution']} {data['version']}  {data['status']}".rstrip()]
+    if data["reason"]:
+        lines.append(f"  reason       {data['reason']}")
+    lines += [f"  module       {data['module']}", f"  hooks        {', '.join(data['hooks'])}".rstrip()]
+    for estimator in data["estimators"]:
+        lines += ["", f"estimator {estimator['name']}: {estimator['summary']}", f"  paper        {estimator['paper']}"]
+        for part in ("advantages", "policy_loss"):
+            place = estimator[part]
+            at = ":".join(str(x) for x in (place["file"], place["line"]) if x is not None)
+            lines.append(f"  {part:<12} {place['reference']}  {at or '(not found)'}")
+        needs = [word for word in ("critic", "groups") if estimator[f"needs_{word}"]]
+        lines.append(f"  needs        {', '.join(needs) or 'nothing'}")
+        rows = [[f"  {o['flag']}", _default(o["default"]), o["help"]] for o in estimator["options"]]
+        lines += ["", table(("  option", "default", "meaning"), rows)]
+    for reward in data["rewards"]:
+        lines += ["", f"reward {reward['name']}: {reward['summary']}", f"  function     {reward['function']}"]
+    return "\n".join(lines)
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
+def _verdict(name: str, results: list[CheckResult]) -> str:
+    text = table(
+        ("check", "of", "status", "rule"), [[r.check, r.subject, r.status, r.reason or r.rule] for r in results]
+    )
+    lines = [text]
+    for result in results:
+        for finding in result.findings:
+            lines += ["", f"{result.check} of {result.subject}: {finding.message}", f"  fix       {finding.fix}"]
+    failed = sum(result.status == "failed" for result in results)
+    applied = sum(result.status != "skipped" for result in results)
+    summary = f"breaks {failed} of {applied} rules" if failed else f"keeps all {applied} rules that apply"
+    return "\n".join([*lines, "", f"{name} {summary}"])
+
+
+def _output(ctx: typer.Context, fmt: Format) -> Output:
+    output = Output(fmt)
+    ctx.find_root().obj = output
+    return output

@@ -29,3 +29,13 @@ def list_recipes(ctx: typer.Context, fmt: FormatOption = Format.TEXT) -> None:
 def show_recipe(name: Name) -> None:
     """Print a recipe."""
     Output().result(None, find_recipe(name).read_text("utf-8").rstrip())
+
+
+@app.command("schema")
+def recipe_schema() -> None:
+    """Print the JSON schema of recipes, for editors; with the options of the installed plugins."""
+    from relax_cli.cli.option_docs import recipe_schema as schema
+    from relax_cli.config.model import config_model
+    from relax_cli.plugin.manager import load_plugins
+
+    Output(Format.JSON).result(schema(config_model(load_plugins().estimators().values())), "")

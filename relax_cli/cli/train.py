@@ -42,6 +42,9 @@ ShowConfig = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="check everything, print the plan, then stop", rich_help_panel=PANEL)
+]
 
 
 def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
@@ -55,6 +58,7 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
         set_values: Overrides = None,
         fmt: FormatOption = Format.TEXT,
         show_config: ShowConfig = False,
+        dry_run: DryRun = False,
         **flags: Any,
     ) -> None:
         """Train a model.
@@ -68,7 +72,12 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
         if show_config:
             show(examine(plugins, *layers, skip_files=True), output)
             return
-        resolved = resolve(plugins, *layers)
+        from relax_cli.cli.validate import reading_progress, report
+
+        if dry_run:
+            raise typer.Exit(report(plugins, layers, output, here=True))
+        with reading_progress(output) as progress:
+            resolved = resolve(plugins, *layers, progress=progress)
         for warning in resolved.warnings:
             output.warn(warning)
         from relax_cli.engine.run import train as run
@@ -83,10 +92,11 @@ def show(resolved: Resolved, output: Output) -> None:
     """Print a configuration with its origins: JSON, or YAML that is a recipe again."""
     data = resolved.dump()
     changes = [f"# changed: {c.option} from {c.before} to {c.after}, because {c.why}" for c in resolved.changes]
-    output.result(data, "\n".join([*changes, *_as_recipe(data["config"], resolved.origins)]))
+    output.result(data, "\n".join([*changes, *as_recipe(data["config"], resolved.origins)]))
 
 
-def _as_recipe(config: dict[str, dict[str, Any]], origins: dict[str, str]) -> list[str]:
+def as_recipe(config: dict[str, dict[str, Any]], origins: dict[str, str]) -> list[str]:
+    """A configuration as lines of a recipe, with the origin of each value as a comment."""
     # JSON scalars and flow collections are YAML.
     lines = []
     for section, values in config.items():

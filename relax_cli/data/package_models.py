@@ -53,6 +53,15 @@ def resolve_model(hf_checkpoint: str, cache_dir: Path) -> Path:
     return folder
 
 
+def converted_folder(hf_checkpoint: str, cache_dir: Path) -> Path | None:
+    """Where `resolve_model` puts a `package:` model; None where the package is unknown or not installed."""
+    package = hf_checkpoint.removeprefix(PREFIX)
+    try:
+        return cache_dir / f"{package}-{importlib.metadata.version(package)}" if package in INSTALL else None
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _gguf_file(package: str) -> Path:
     # Not imported: the package's own module needs llama.cpp, the file beside it does not.
     spec = importlib.util.find_spec(package.replace("-", "_"))

@@ -1,17 +1,17 @@
-"""Prompts from a JSONL file or a reasoning-gym task, and the order in which rollouts use them."""
+"""Prompts from a JSONL or Parquet file or a reasoning-gym task, and the order in which rollouts use them."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import unquote
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from relax_cli.config.schema import DataSection
@@ -20,6 +20,11 @@ from relax_cli.errors import ConfigError, Problem
 REASONING_GYM = "reasoning-gym:"
 MOST_PROBLEMS = 20
 """Bad rows named one by one; the rest is counted."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+MOST_LINE_BYTES = 64 << 20
+"""A longer line is no row, but most likely a JSON array."""
+ROWS_PER_REPORT = 2048
+"""Rows between two calls of `progress`."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +41,63 @@ class Prompt:
     """`file:line`, or the reasoning-gym task and index."""
 
 
+@dataclass(frozen=True)
+class PromptScan:
+    """What a look at every row found."""
+
+    count: int
+    """Prompts."""
+    first: tuple[Prompt, ...]
+    """The first ones."""
+
+
 def load_prompts(section: DataSection, spec: str) -> list[Prompt]:
-    """Read every prompt of `spec`: a JSONL file, or `reasoning-gym:TASK?size=N&seed=S&param=value`.
+    """Read every prompt of `spec`: a JSONL or Parquet file, or `reasoning-gym:TASK?size=N&seed=S&param=value`.
 
     Raises:
         ConfigError: the data are missing, empty or have bad rows (each named by file and line), or there is
             no such task or parameter.
     """
-    if spec.startswith(REASONING_GYM):
-        return _generate(spec)
-    return _read_jsonl(section, Path(spec))
+    return list(scan_prompts(section, spec).first)
+
+
+def scan_prompts(
+    section: DataSection,
+    spec: str,
+    *,
+    keep: int | None = None,
+    check: Callable[[Prompt], Problem | None] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> PromptScan:
+    """Look at every row, keeping only the first `keep` (None: all): then memory does not grow with the file.
+
+    Args:
+        check: what else must be right about a prompt.
+        progress: called now and then with the file's name and the part of it that is read.
+
+    Raises:
+        ConfigError: as for `load_prompts`; also what `check` found. Holds the first bad rows and a count of the others.
+    """
+    first: list[Prompt] = []
+    problems: list[Problem] = []
+    count = bad = 0
+    for row in _generate(spec) if spec.startswith(REASONING_GYM) else _read_file(section, Path(spec), progress):
+        problem = row if isinstance(row, Problem) else check(row) if check is not None else None
+        if problem is not None:
+            bad += 1
+            if bad <= MOST_PROBLEMS:
+                problems.append(problem)
+        elif isinstance(row, Prompt):
+            count += 1
+            if keep is None or count <= keep:
+                first.append(row)
+    if bad > MOST_PROBLEMS:
+        problems.append(_more_problems(spec, bad - MOST_PROBLEMS))
+    if problems:
+        raise ConfigError(problems)
+    if not count:
+        raise ConfigError(_empty(spec))
+    return PromptScan(count, tuple(first))
 
 
 @dataclass(frozen=True)
@@ -63,27 +115,31 @@ class PromptOrder:
         """Prompt indices `[batch]` of rollout `rollout_id`."""
         epochs = functools.cache(self._epoch)
         places = (divmod(place, self.n) for place in range(rollout_id * batch, (rollout_id + 1) * batch))
-        return [int(epochs(epoch)[index]) for epoch, index in places]
+        return [epochs(epoch)[index] for epoch, index in places]
 
-    def _epoch(self, epoch: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+    def _epoch(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
-            return np.arange(self.n)
+            return range(self.n)
+        # Here, because checking a configuration reads prompts, too, and has no use for numpy.
+        import numpy as np
+
         # Over its versions numpy keeps the raw bits of a seed, but not what `Generator.permutation` does.
         keys = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(self.n)
-        return np.argsort(keys, kind="stable")
+        order: list[int] = np.argsort(keys, kind="stable").tolist()
+        return order
 
 
-def _read_jsonl(section: DataSection, path: Path) -> list[Prompt]:
-    prompts: list[Prompt] = []
-    problems: list[Problem] = []
+def _read_file(
+    section: DataSection, path: Path, progress: Callable[[str, float], None] | None
+) -> Iterator[Prompt | Problem]:
+    if path.suffix == ".parquet":
+        from relax_cli.data.parquet import read_parquet
+
+        for number, row in enumerate(read_parquet(path, progress), 1):
+            yield _prompt_of_row(section, row, f"{path}: row {number}")
+        return
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                row = _parse_row(section, line, f"{path}:{number}") if line.strip() else None
-                if isinstance(row, Prompt):
-                    prompts.append(row)
-                elif row is not None:
-                    problems.append(row)
+        yield from _read_jsonl(section, path, progress)
     except OSError as error:
         raise ConfigError(
             Problem(
@@ -95,13 +151,23 @@ def _read_jsonl(section: DataSection, path: Path) -> list[Prompt]:
                 fix="--prompt-data FILE.jsonl",
             )
         ) from error
-    if len(problems) > MOST_PROBLEMS:
-        problems[MOST_PROBLEMS:] = [_more_problems(path, len(problems) - MOST_PROBLEMS)]
-    if problems:
-        raise ConfigError(problems)
-    if not prompts:
-        raise ConfigError(_empty(str(path)))
-    return prompts
+
+
+def _read_jsonl(
+    section: DataSection, path: Path, progress: Callable[[str, float], None] | None
+) -> Iterator[Prompt | Problem]:
+    size, done = max(1, path.stat().st_size), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), 1):
+            done += len(line)
+            if progress is not None and number % ROWS_PER_REPORT == 0:
+                progress(str(path), done / size)
+            if len(line) == MOST_LINE_BYTES:
+                got = f"more than {MOST_LINE_BYTES >> 20} MiB without a line break"
+                yield _bad_row(f"{path}:{number}", "line is too long", got=got, expected="one JSON object a line")
+                return
+            if line.strip():
+                yield _parse_row(section, line, f"{path}:{number}")
 
 
 def _parse_row(section: DataSection, line: bytes, where: str) -> Prompt | Problem:
@@ -112,7 +178,10 @@ def _parse_row(section: DataSection, line: bytes, where: str) -> Prompt | Proble
         return _bad_row(where, f"line is not JSON: {error}", got=text[:80], expected="one JSON object a line")
     if not isinstance(row, dict):
         return _bad_row(where, "line is not a JSON object", got=type(row).__name__, expected='{"input": …}')
+    return _prompt_of_row(section, row, where)
 
+
+def _prompt_of_row(section: DataSection, row: dict[str, Any], where: str) -> Prompt | Problem:
     keys = [("--input-key", section.input_key)]
     if section.label_key is not None:
         keys.append(("--label-key", section.label_key))
@@ -134,21 +203,24 @@ def _parse_row(section: DataSection, line: bytes, where: str) -> Prompt | Proble
         return _bad_row(
             where,
             f"{section.input_key!r} is neither text nor chat messages",
-            got=json.dumps(content)[:80],
+            got=_shown(content),
             expected='text, or [{"role": "user", "content": "…"}]',
         )
     if section.label_key is not None and not isinstance(label, str | int | float):
         return _bad_row(
             where,
             f"{section.label_key!r} is not text",
-            got=json.dumps(label)[:80],
+            got=_shown(label),
             expected="text or a number",
         )
     if not isinstance(metadata, dict):
-        return _bad_row(
-            where, f"{section.metadata_key!r} is not an object", got=json.dumps(metadata)[:80], expected="{…}"
-        )
+        return _bad_row(where, f"{section.metadata_key!r} is not an object", got=_shown(metadata), expected="{…}")
     return Prompt(content, label if isinstance(label, str | None) else json.dumps(label), metadata, where)
+
+
+def _shown(value: Any) -> str:
+    # Parquet also holds what JSON has no word for.
+    return json.dumps(value, default=str)[:80]
 
 
 def _is_content(content: Any) -> bool:
@@ -164,7 +236,7 @@ def _is_content(content: Any) -> bool:
 
 def _is_unicode(text: str) -> bool:
     # JSON can spell lone surrogates ("\ud800"), which no tokenizer takes.
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    return text.isascii() or not _SURROGATE.search(text)
 
 
 def _bad_row(
@@ -181,12 +253,12 @@ def _bad_row(
     )
 
 
-def _more_problems(path: Path, count: int) -> Problem:
+def _more_problems(spec: str, count: int) -> Problem:
     return Problem(
         id="prompt-data-row",
         message=f"{count} more bad rows",
         option="--prompt-data",
-        where=str(path),
+        where=spec,
         fix="correct the rows above first",
     )
 
@@ -238,8 +310,6 @@ def _generate(spec: str) -> list[Prompt]:
             "",
             "correct the parameters",
         ) from error
-    if not entries:
-        raise ConfigError(_empty(spec))
     return [_prompt_of_entry(entry, f"{REASONING_GYM}{task}:{index}") for index, entry in enumerate(entries)]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from relax_cli.data.prompts import Prompt
 from relax_cli.errors import ConfigError, Problem
 
-
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Values of `tokenizer_class` that mean: exactly what tokenizer.json says."""
 
@@ -62,6 +61,19 @@ def encode_prompt(
             fix="--hf-checkpoint with the tokenizer of its model",
         )
     return list(ids)
+
+
+def prompt_too_long(prompt: Prompt, length: int, limit: int) -> Problem:
+    """The problem of a prompt that is over `--rollout-max-prompt-len`."""
+    return Problem(
+        id="prompt-too-long",
+        message="a prompt is longer than the limit",
+        option="--rollout-max-prompt-len",
+        where=prompt.source,
+        got=f"{length} tokens",
+        expected=f"at most {limit}",
+        fix=f"--rollout-max-prompt-len {length}, or shorten that row",
+    )
 
 
 def model_vocab_size(folder: Path) -> int:

@@ -29,6 +29,7 @@ class WorkerSpec:
     model_folder: Path
     run_dir: Path
     load_from: Path | None
+    reference_folder: Path | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = 0
 
@@ -52,6 +53,7 @@ def worker_specs(plan: LaunchPlan, role: str) -> list[WorkerSpec]:
             model_folder=plan.model_folder,
             run_dir=plan.run_dir,
             load_from=load_from,
+            reference_folder=plan.reference_folder,
         )
         for rank in range(ranks)
     ]
@@ -91,6 +93,7 @@ class RoleBuilder:
             "actor": self._actor,
             "critic": self._critic,
             "advantages": self._advantages,
+            "reference": self._reference,
         }[self.spec.role](queue)
         if self.spec.role in ("actor", "critic") and self.spec.load_from is not None:
             role.load_checkpoint(self.spec.load_from)
@@ -98,41 +101,60 @@ class RoleBuilder:
             role.sleep()
         return role
 
-    def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:
+    def _join_ranks(self) -> Any:
+        """The device, once all ranks of this role have found each other."""
         from relax_cli.backends.device import select_device
         from relax_cli.backends.megatron import parallel
-        from relax_cli.backends.megatron.trainer import TrainableModel
 
         spec, section = self.spec, self.config.parallel
         device = select_device(section.device, local_rank=0)
         rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)
         parallel.initialize(rank, section.tensor_model_parallel_size, device, self.config.run.seed)
+        return device
+
+    def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:
+        from relax_cli.backends.megatron.trainer import TrainableModel
+
         return TrainableModel(
             kind,
-            spec.model_folder,
+            self.spec.model_folder,
             self.config.optimizer,
             lr=lr,
             warmup_iters=warmup_iters,
             decay_iters=decay_iters,
-            tensor_parallel=section.tensor_model_parallel_size,
-            device=device,
+            tensor_parallel=self.config.parallel.tensor_model_parallel_size,
+            device=self._join_ranks(),
             seed=self.config.run.seed,
             temperature=self.config.rollout.rollout_temperature,
         )
+
+    def _reference(self, queue: SampleQueue) -> Any:
+        from relax_cli.backends.megatron.frozen import FrozenModel
+        from relax_cli.roles.reference import ReferenceRole
+
+        model = FrozenModel(
+            self.spec.reference_folder or self.spec.model_folder,
+            tensor_parallel=self.config.parallel.tensor_model_parallel_size,
+            device=self._join_ranks(),
+            seed=self.config.run.seed,
+            temperature=self.config.rollout.rollout_temperature,
+        )
+        return ReferenceRole(model, queue, self.config.batch)
 
     def _actor(self, queue: SampleQueue) -> Any:
         from relax_cli.roles.actor import ActorRole
 
         config = self.config
-        steps, _ = optimizer_steps(config, self._rollouts())
+        steps, _ = self._optimizer_steps()
         return ActorRole(
             self._model("policy", config.optimizer.lr, config.optimizer.lr_warmup_iters, steps),
             queue,
             config.batch,
             config.algorithm,
+            config.optimizer,
             self.estimator,
             self.options,
-            advantages_from_queue="advantages" in self.graph.names,
+            self.graph["actor"],
             save_dir=_path(config.checkpoint.save),
         )
 
@@ -140,29 +162,31 @@ class RoleBuilder:
         from relax_cli.roles.critic import CriticRole
 
         config = self.config
-        _, steps = optimizer_steps(config, self._rollouts())
+        _, steps = self._optimizer_steps()
         lr = config.critic.critic_lr or config.optimizer.lr
         return CriticRole(
             self._model("value", lr, config.critic.critic_lr_warmup_iters, steps),
             queue,
             config.batch,
             config.critic,
+            config.algorithm,
+            config.optimizer,
             self.estimator,
             self.options,
-            per_token_loss=config.algorithm.calculate_per_token_loss,
+            self.graph["critic"],
             save_dir=_path(config.critic.critic_save),
         )
 
     def _advantages(self, queue: SampleQueue) -> Any:
         from relax_cli.roles.advantages import AdvantagesRole
 
-        algorithm = self.config.algorithm
         return AdvantagesRole(
             queue,
             self.config.batch.samples_per_rollout,
+            self.config.algorithm,
             self.estimator,
             self.options,
-            normalize_advantages=algorithm.normalize_advantages,
+            self.graph["advantages"],
         )
 
     def _rollout(self, queue: SampleQueue) -> Any:
@@ -202,10 +226,10 @@ class RoleBuilder:
             workers=self.spec.ranks,
         )
 
-    def _rollouts(self) -> int:
+    def _optimizer_steps(self) -> tuple[int, int]:
         rollouts = self.config.batch.num_rollout
         assert rollouts is not None, "resolved before launch"
-        return rollouts
+        return optimizer_steps(self.config, rollouts, has_critic="critic" in self.graph)
 
 
 def _path(folder: str | None) -> Path | None:

@@ -57,7 +57,7 @@ class RoleWorker:
         """Import what the role needs while other things start."""
         import torch  # noqa: F401
 
-        if self.spec.role in ("actor", "critic"):
+        if self.spec.role in ("actor", "critic", "reference"):
             from relax_cli.backends.megatron import trainer  # noqa: F401
 
     def build(self, addr: str, port: int) -> None:

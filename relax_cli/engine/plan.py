@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_cli.config.plan import optimizer_steps as optimizer_steps
 from relax_cli.config.schema import Config
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.records import Estimator
@@ -26,14 +27,10 @@ class LaunchPlan:
     critic_load: Path | None
     status: Callable[[str], None]
     """Shows what is being started."""
+    reference_folder: Path | None = None
+    """Model folder of the reference role; `model_folder` when None."""
 
 
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def optimizer_steps(config: Config, rollouts: int) -> tuple[int, int]:
-    """Optimizer steps of a run of `rollouts`: of the actor, which rests in critic-only steps, and of the critic."""
-    per_rollout = config.batch.steps_per_rollout
-    return max(1, rollouts - config.critic.num_critic_only_steps) * per_rollout, rollouts * per_rollout

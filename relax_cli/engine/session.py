@@ -40,12 +40,14 @@ class RoleGroup(ABC):
 
 @dataclass(frozen=True)
 class Roles:
-    """The deployed roles; an estimator without a critic has neither of the last two."""
+    """The deployed roles; an estimator without a critic has neither critic nor advantages."""
 
     rollout: RoleGroup
     actor: RoleGroup
     critic: RoleGroup | None = None
     advantages: RoleGroup | None = None
+    reference: RoleGroup | None = None
+    """Only where a KL term needs it."""
 
     @property
     def trained(self) -> list[RoleGroup]:

@@ -1,7 +1,8 @@
 """One training step, top to bottom: the order of the PPO page.
 
-Rollout → queue → Critic (values to the queue, local returns, value step) → Advantages (GAE) → Actor (policy step)
-→ weights to Rollout → partition cleared. Without a critic the two middle roles are absent and the rest is the same.
+Rollout → queue → Reference (for KL terms) → Critic (values to the queue, local returns, value step) → Advantages (GAE)
+→ Actor (policy step) → weights to Rollout → partition cleared. Roles that an estimator does not need are absent, and
+the rest is the same.
 """
 
 from __future__ import annotations
@@ -59,10 +60,13 @@ def run_step(
         dump_fields: queue fields to write beside each sample into the run folder.
     """
     roles, record = session.roles, StepRecord(rollout_id)
-    actor_learns = rollout_id >= critic_only_steps
+    actor_learns = roles.critic is None or rollout_id >= critic_only_steps
     overlap = overlap_updates and actor_learns and roles.critic is not None
     with record.phase("rollout"), roles.rollout.awake():
         record.add_rollout(roles.rollout.run("generate", rollout_id))
+    if roles.reference:
+        with record.phase("reference"), roles.reference.awake():
+            roles.reference.run("score", rollout_id)
     if roles.critic:
         with record.phase("critic"), roles.critic.awake():
             record.metrics |= roles.critic.run("predict", rollout_id)[0]

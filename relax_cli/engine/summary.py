@@ -38,9 +38,11 @@ def next_lines(run: FinishedRun) -> list[str]:
     """What to type next."""
     if run.resume is None:
         return ["Nothing was saved: add --save DIR and --critic-save DIR to be able to go on from here."]
+    total = run.config.batch.num_rollout
+    assert total is not None, "resolved before launch"
     if run.ended_by is None:
-        return ["Go on with more steps:", f"  {run.resume} --num-rollout {2 * (run.config.batch.num_rollout or 1)}"]
-    return ["Go on from the last checkpoint:", f"  {run.resume}"]
+        return ["Go on with more steps:", f"  {run.resume} --num-rollout {2 * total}"]
+    return ["Go on from the last checkpoint:", f"  {run.resume} --num-rollout {total}"]
 
 
 def before_and_after(run: FinishedRun) -> list[tuple[Evaluation, Evaluation]]:

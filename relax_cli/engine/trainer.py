@@ -16,12 +16,18 @@ from relax_cli.tracking.spread import Spread
 EXAMPLES = 3
 """Judged samples of each held-out set kept for a person to read."""
 
+HEAD_MOVES_WITHIN = 3
+"""Rollouts after which a value head that is what it was is worth a warning."""
+
 
 class Watcher(Protocol):
     """Gets every finished step's metrics: files, screen, plugins."""
 
     def step(self, rollout_id: int, metrics: dict[str, Any]) -> None:
         """One step is done."""
+
+    def warn(self, message: str) -> None:
+        """Something a person should know of while the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Trainer:
         self.checkpoint_meta = checkpoint_meta
         self.status = status
         self.report = RunReport(saved_iteration=first or None)
+        self.head_moved = False
 
     def run(self) -> RunReport:
         """Train; the report is complete up to the last finished step even if this raises."""
@@ -111,6 +118,18 @@ class Trainer:
         self.report.rewards.append(record.metrics["reward/mean"])
         for watcher in self.watchers:
             watcher.step(record.rollout_id, metrics)
+        self._watch_value_head(record)
+
+    def _watch_value_head(self, record: StepRecord) -> None:
+        """One warning when the first rollouts left the value head where it was: the critic does not learn."""
+        moved = record.metrics.get("critic/value_head_moved")
+        self.head_moved = self.head_moved or moved is None or moved > 0
+        if self.report.steps == HEAD_MOVES_WITHIN and not self.head_moved:
+            for watcher in self.watchers:
+                watcher.warn(
+                    f"the critic's value head has not moved in {HEAD_MOVES_WITHIN} rollouts: look at "
+                    "critic/lr, critic/grad_norm and critic/skipped_steps (--critic-lr, --critic-lr-warmup-iters)"
+                )
 
     def _evaluate(self, done: int) -> None:
         rollout = self.session.roles.rollout

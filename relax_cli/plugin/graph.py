@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from relax_cli.config.schema import AlgorithmSection
 from relax_cli.errors import ConfigError, Problem
 
 SAMPLE_FIELDS = (
@@ -133,12 +134,41 @@ def base_graph() -> ServiceGraph:
             "rollout_log_probs",
             "rewards",
             "group_ids",
+            "truncated",
         ),
         (),
         uses_device=True,
         summary="trains the policy",
     )
     return ServiceGraph((rollout, actor))
+
+
+REFERENCE = RoleSpec(
+    "reference",
+    reads=("tokens", "prompt_lens", "response_lens", "response_mask"),
+    writes=("ref_log_probs",),
+    uses_device=True,
+    summary="a frozen policy that KL terms compare with",
+)
+
+
+def completed(graph: ServiceGraph, algorithm: AlgorithmSection) -> ServiceGraph:
+    """What no estimator has to care about: the reference model of KL terms, and advantages where no role makes them.
+
+    Args:
+        graph: what the estimator's plugin returned.
+        algorithm: decides which roles compare with the reference.
+    """
+    if algorithm.needs_reference:
+        graph = graph.with_role(REFERENCE, before=graph.names[graph.names.index("rollout") + 1])
+        for role in ("critic", "advantages") if algorithm.kl_coef else ():
+            if role in graph:
+                extra = [f for f in ("rollout_log_probs", "ref_log_probs") if f not in graph[role].reads]
+                graph = graph.replace(role, reads=(*graph[role].reads, *extra))
+        graph = graph.replace("actor", reads=(*graph["actor"].reads, "ref_log_probs"))
+    if not any("advantages" in role.writes for role in graph.roles):
+        graph = graph.replace("actor", writes=(*graph["actor"].writes, "advantages"))
+    return graph
 
 
 def _problem(message: str, fix: str) -> Problem:

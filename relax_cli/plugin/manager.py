@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
 import pluggy
 
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem, RelaxError
+from relax_cli.errors import ConfigError, Problem, RelaxError, RunError
 from relax_cli.plugin import hookspecs
-from relax_cli.plugin.graph import ServiceGraph, base_graph
+from relax_cli.plugin.found import Plugin, PluginRow, Provided
+from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.hookspecs import LaunchPlan
-from relax_cli.plugin.records import Estimator, Normalized, Reward
+from relax_cli.plugin.records import Estimator, Normalized, Reward, unusable
 
 GROUP = "relax.plugins"
-
-
-@dataclass(frozen=True)
-class PluginRow:
-    """One line of `relax plugins list`."""
-
-    name: str
-    kind: str
-    """The first that fits of `estimator`, `reward`, `tracker`, `launcher`; empty when unknown."""
-    distribution: str
-    version: str
-    status: Literal["ok", "broken", "disabled"]
-    reason: str
-    """Why it is not `ok`."""
-    hooks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Provided:
-    """A record and who provides it."""
-
-    plugin: str
-    distribution: str
-    record: Any
 
 
 _KINDS = {
@@ -70,9 +46,10 @@ class Plugins:
         self._manager.add_hookspecs(hookspecs)
         self._entries: dict[str, EntryPoint] = {}
         self._rows: list[PluginRow] = []
-        self._misspelt: list[Problem] = []
+        self._misspelt: dict[str, list[Problem]] = {}
         for entry in entries:
             if entry.name in disable:
+                self._entries[f"{entry.name}@{_distribution(entry)}"] = entry
                 self._rows.append(_row(entry, "disabled", "switched off"))
             else:
                 self._load(entry)
@@ -92,7 +69,45 @@ class Plugins:
 
     def check_pending(self) -> list[Problem]:
         """One problem for every hook that a plugin misspelt; that plugin's row is `broken`."""
-        return list(self._misspelt)
+        return [problem for problems in self._misspelt.values() for problem in problems]
+
+    def plugin(self, row: PluginRow) -> Plugin:
+        """Everything that is known about the plugin of a row, whatever its status."""
+        key = f"{row.name}@{row.distribution}"
+        provided = [item for item in (*self._estimators, *self._rewards) if item.plugin == key]
+        return Plugin(
+            row=row,
+            entry=self._entries[key],
+            module=self._manager.get_plugin(key),
+            misspelt=tuple(self._misspelt.get(key, ())),
+            estimators=tuple(item.record for item in provided if isinstance(item.record, Estimator)),
+            rewards=tuple(item.record for item in provided if isinstance(item.record, Reward)),
+            rivals=tuple(item for item in (*self._estimators, *self._rewards) if item.plugin != key),
+        )
+
+    def named(self, name: str) -> list[Plugin]:
+        """The plugins of that name, or else those that provide an estimator of that name; more than one only where
+        distributions clash.
+
+        Raises:
+            ConfigError: there is none; gives the nearest name.
+        """
+        found = [self.plugin(row) for row in self.rows()]
+        matches = [plugin for plugin in found if plugin.row.name == name]
+        matches = matches or [plugin for plugin in found if name in {e.name for e in plugin.estimators}]
+        if matches:
+            return matches
+        names = [row.name for row in self.rows()]
+        near = difflib.get_close_matches(name, names, n=1)
+        raise ConfigError(
+            Problem(
+                id="unknown-plugin",
+                message=f"no plugin {name!r} is installed",
+                got=name,
+                expected=f"one of {', '.join(names)}",
+                fix=f"use {near[0]}" if near else f"install the package that provides it, or relax plugins new {name}",
+            )
+        )
 
     def estimators(self) -> dict[str, Estimator]:
         """All estimators by name.
@@ -121,6 +136,7 @@ class Plugins:
             return known[name]
         row = next((row for row in self._rows if row.name == name and row.status != "ok"), None)
         here = f" on node {node}" if node else ""
+        origins = [f"{item.record.name} ({item.distribution})" for item in self._estimators]
         if row is not None:
             message = f"the plugin {name!r} ({row.distribution} {row.version}) is {row.status}{here}: {row.reason}"
             fix = f"reinstall or update {row.distribution}; see `relax plugins list`"
@@ -134,7 +150,7 @@ class Plugins:
                 message=message,
                 option="--advantage-estimator",
                 got=name,
-                expected=f"one of {', '.join(sorted(known))}",
+                expected=f"one of {', '.join(sorted(origins))}",
                 fix=fix,
             )
         )
@@ -142,13 +158,13 @@ class Plugins:
     # -- hooks of the chosen estimator -------------------------------------------------------------
 
     def service_graph(self, config: Config) -> ServiceGraph:
-        """Roles and queue fields of a run.
+        """Roles and queue fields of a run: what the estimator's plugin says, completed by what every run needs.
 
         Raises:
             ConfigError: unknown estimator, its plugin failed, or a role would wait for a field nobody writes.
         """
         changed = self._call_chosen("relax_service_graph", config, graph=base_graph())
-        graph: ServiceGraph = base_graph() if changed is None else changed
+        graph = completed(base_graph() if changed is None else changed, config.algorithm)
         if problems := graph.problems():
             raise ConfigError(problems)
         return graph
@@ -178,8 +194,21 @@ class Plugins:
     # -- hooks of every plugin ---------------------------------------------------------------------
 
     def launch(self, plan: LaunchPlan) -> Any:
-        """The running session of the first plugin that takes the plan; None when none does."""
-        return self._manager.hook.relax_launch(plan=plan)
+        """The running session of the first plugin that takes the plan; None when none does.
+
+        Raises:
+            RelaxError: the launch failed; where the plugin itself is to blame, a `RunError` that names it.
+        """
+        for key in self._registered():
+            try:
+                session = self._caller(key, "relax_launch")(plan=plan)
+            except RelaxError:
+                raise
+            except Exception as error:
+                raise RunError(self._failure(key, "relax_launch", error)) from error
+            if session is not None:
+                return session
+        return None
 
     def step_end(self, step: int, metrics: Mapping[str, float]) -> list[Problem]:
         """Tell every plugin that a step ended; returns a warning for each one that failed."""
@@ -207,7 +236,7 @@ class Plugins:
             self._drop(key, f"{type(error).__name__}: {error}")
             return
         if unknown := self._unknown_hooks(key):
-            self._misspelt += unknown
+            self._misspelt[key] = unknown
             self._drop(key, "; ".join(problem.message for problem in unknown))
             return
         self._rows.append(_row(entry, "ok", "", self._hooks(key)))
@@ -247,10 +276,14 @@ class Plugins:
 
     def _call(self, key: str, hook: str, **arguments: Any) -> Any:
         """What one plugin returns from one hook; None when it does not implement it."""
+        results = self._caller(key, hook)(**arguments)
+        return results[0] if results else None
+
+    def _caller(self, key: str, hook: str) -> pluggy.HookCaller:
+        """A hook as if no other plugin implemented it."""
         plugin = self._manager.get_plugin(key)
         others = [other for other in self._manager.get_plugins() if other is not plugin]
-        results = self._manager.subset_hook_caller(hook, remove_plugins=others)(**arguments)
-        return results[0] if results else None
+        return self._manager.subset_hook_caller(hook, remove_plugins=others)
 
     def _call_chosen(self, hook: str, config: Config, **arguments: Any) -> Any:
         estimator = self.estimator(config.algorithm.advantage_estimator)
@@ -262,7 +295,7 @@ class Plugins:
         except Exception as error:
             raise ConfigError(self._failure(key, hook, error)) from error
 
-    def _collect(self, hook: str, kind: type[Any]) -> list[_Provided]:
+    def _collect(self, hook: str, kind: type[Any]) -> list[Provided]:
         """What all plugins return from a hook; one that fails becomes a broken row."""
         found = []
         for key in self._registered():
@@ -274,7 +307,10 @@ class Plugins:
             if not all(isinstance(record, kind) for record in records):
                 self._drop(key, f"{hook} must return a list of {kind.__name__}, got {records!r}")
                 continue
-            found += [_Provided(key, _distribution(self._entries[key]), record) for record in records]
+            if reason := next(filter(None, (unusable(r) for r in records if isinstance(r, Estimator))), ""):
+                self._drop(key, reason)
+                continue
+            found += [Provided(key, _distribution(self._entries[key]), record) for record in records]
         return found
 
     def _failure(
@@ -291,8 +327,8 @@ class Plugins:
         )
 
 
-def _by_name(provided: list[_Provided], what: str) -> dict[str, Any]:
-    owners: dict[str, _Provided] = {}
+def _by_name(provided: list[Provided], what: str) -> dict[str, Any]:
+    owners: dict[str, Provided] = {}
     for item in provided:
         name = item.record.name
         if name in owners:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from relax_cli.config.model import base_type, options_by_name
 from relax_cli.config.schema import Config, Section
 from relax_cli.errors import ConfigError, Problem
 
@@ -34,6 +35,9 @@ class Estimator:
     """Advantages are computed from a critic's values."""
     needs_groups: bool = False
     """Advantages are computed against the other samples of the same prompt."""
+    ratio_one_is_policy_gradient: bool = True
+    """At ratio 1 the gradient of the loss is that of `−A·logp`. Set False where the paper means it otherwise: this
+    documents it, and `relax plugins check` leaves that check out."""
 
     def load_advantages(self) -> Callable[[AdvantageInputs], AdvantageOutputs]:
         """Import and return the advantage function.
@@ -54,6 +58,25 @@ class Estimator:
         """
         function: Callable[[LossInputs], LossTerms] = load_reference(self.policy_loss, f"estimator {self.name}")
         return function
+
+
+def unusable(estimator: Estimator) -> str:
+    """Why the options of an estimator cannot become flags and recipe keys; empty when they can."""
+    options = estimator.options
+    if not (isinstance(options, type) and issubclass(options, Section)):
+        return f"options of {estimator.name} must be a subclass of relax_cli.Section, got {options!r}"
+    core = options_by_name(Config)
+    own = {name: field for name, field in options.model_fields.items() if name not in core}
+    if own and estimator.name in Config.model_fields:
+        return f"{estimator.name!r} is the name of a section of relax, so its options have no place of their own"
+    for name, field in own.items():
+        if field.is_required():
+            return f"option {name} of {estimator.name} has no default"
+        try:
+            base_type(field)
+        except ValueError:
+            return f"option {name} of {estimator.name} has a type that is no flag: {field.annotation}"
+    return ""
 
 
 @dataclass(frozen=True)

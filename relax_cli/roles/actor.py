@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from relax_cli.algorithms.kl import kl_estimate
+from relax_cli.algorithms.masking import select
 from relax_cli.algorithms.reduce import Mode, aggregate
 from relax_cli.algorithms.surrogate import tis_weight
-from relax_cli.algorithms.types import AdvantageInputs, LossInputs
+from relax_cli.algorithms.types import LossInputs
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
-from relax_cli.config.schema import AlgorithmSection, BatchSection, Section
+from relax_cli.config.schema import AlgorithmSection, BatchSection, OptimizerSection, Section
+from relax_cli.plugin.graph import RoleSpec
 from relax_cli.plugin.records import Estimator
+from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
 from relax_cli.roles.protocols import SampleQueue
-from relax_cli.roles.training import (
-    RolloutShare,
-    TrainingRole,
-    masked_token_mean,
-    mean_over_steps,
-    trainable,
-)
+from relax_cli.roles.training import RolloutShare, TrainingRole, masked_token_mean, trainable
 
 
 class ActorRole(TrainingRole):
@@ -37,29 +33,36 @@ class ActorRole(TrainingRole):
         queue: SampleQueue,
         batch: BatchSection,
         algorithm: AlgorithmSection,
+        optimizer: OptimizerSection,
         estimator: Estimator,
         estimator_options: Section,
+        spec: RoleSpec,
         *,
-        advantages_from_queue: bool,
         save_dir: Path | None,
     ) -> None:
-        super().__init__(model, queue, batch, save_dir)
+        super().__init__(model, queue, batch, save_dir=save_dir, on_nan_grad=optimizer.on_nan_grad)
         self.algorithm = algorithm
         self.policy_loss = estimator.load_policy_loss()
-        self.group_advantages = estimator.load_advantages()
+        self.own_advantages = estimator.load_advantages() if "advantages" in spec.writes else None
         self.estimator_options = estimator_options
-        self.advantages_from_queue = advantages_from_queue
 
     def train(self, rollout_id: int) -> dict[str, float]:
-        """The policy steps of this rollout."""
-        names = ("advantages",) if self.advantages_from_queue else ("rewards",)
-        share = self.fetch_share(rollout_id, ("rollout_log_probs", *names))
-        if not self.advantages_from_queue:
-            self._advantages_without_critic(rollout_id, share)
+        """The policy steps of this rollout.
+
+        Raises:
+            RunError: a gradient was not finite, and `--on-nan-grad` is `stop`.
+        """
+        names = ["rollout_log_probs"]
+        if self.own_advantages is None:
+            names.append("advantages")
+        if self.algorithm.needs_reference:
+            names.append("ref_log_probs")
+        share = self.fetch_share(rollout_id, names)
         self._set_old_log_probs(share)
+        metrics = self._advantages_without_critic(share) if self.own_advantages is not None else {}
         gaps = LogProbGap()
-        records = [self._update(share, step, gaps if step == 0 else None) for step in range(len(share.step_rows))]
-        return mean_over_steps(records) | gaps.metrics()
+        metrics |= self.learn(share, lambda step: self._update(share, step, gaps if step == 0 else None))
+        return metrics | gaps.metrics()
 
     def export_weights(self) -> dict[str, Tensor] | None:
         """All parameters under their Hugging Face names on the first rank, None on the others."""
@@ -69,29 +72,28 @@ class ActorRole(TrainingRole):
         """Adds `old_log_probs`: the rollout engine's, or the actor's own from before the update."""
         if self.algorithm.use_rollout_logprobs:
             share.columns["old_log_probs"] = share.columns["rollout_log_probs"]
-            return
-        old: dict[int, Tensor] = {}
-        for rows, output in self.forward(share):
-            old |= unpad(output.log_probs_BT, rows, share.columns["response_lens"])
-        share.columns["old_log_probs"] = old
+        else:
+            share.columns["old_log_probs"] = self.answers(share, lambda output: output.log_probs_BT)
 
-    def _advantages_without_critic(self, rollout_id: int, share: RolloutShare) -> None:
-        """Adds `advantages` from the rewards of all rows: a group's samples may lie on several ranks."""
-        every_row = range(self.batch.samples_per_rollout)
-        facts = self.queue.get(rollout_id, every_row, ["rewards", "group_ids", "response_mask"])
-        has_tokens = torch.stack([mask.any() for mask in facts["response_mask"]])
-        outputs = self.group_advantages(
-            AdvantageInputs(
-                rewards=torch.stack(facts["rewards"]),
-                mask=has_tokens[:, None],
-                group_ids=torch.stack(facts["group_ids"]),
-                options=self.estimator_options,
-            )
+    def _advantages_without_critic(self, share: RolloutShare) -> dict[str, float]:
+        """Adds `advantages`, to the queue too. Computed from all rows on every rank: groups lie across ranks, and
+        whitening needs every token of the rollout."""
+        assert self.own_advantages is not None
+        every_row = list(range(self.batch.samples_per_rollout))
+        fields = self.queue.get(share.rollout_id, every_row, FIELDS)
+        columns = {name: dict(zip(every_row, values, strict=True)) for name, values in fields.items()}
+        if self.algorithm.kl_coef:
+            own = kl_penalty(share.columns, share.rows, self.algorithm.kl_coef, old="old_log_probs")
+            columns["kl"] = parallel.gather_rows(own)
+        inputs = advantage_inputs(columns, every_row, self.estimator_options)
+        advantages, metrics = finished_advantages(
+            self.own_advantages(inputs).advantages, inputs, normalize=self.algorithm.normalize_advantages
         )
-        masks = share.columns["response_mask"]
-        share.columns["advantages"] = {
-            row: torch.where(masks[row] != 0, outputs.advantages[row, 0], 0.0) for row in share.rows
-        }
+        by_row = unpad(advantages, every_row, columns["response_lens"])
+        share.columns["advantages"] = {row: by_row[row] for row in share.rows}
+        if share.rows and parallel.is_output_rank():
+            self.queue.put(share.rollout_id, share.rows, {"advantages": [by_row[row] for row in share.rows]})
+        return metrics
 
     def _update(self, share: RolloutShare, step: int, gaps: LogProbGap | None) -> dict[str, float]:
         config = self.algorithm
@@ -101,45 +103,56 @@ class ActorRole(TrainingRole):
 
         def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             mask = trainable(batch)
-            rollout_logp = batch.fields["rollout_log_probs"]
             if gaps is not None:
-                gaps.add(output.log_probs_BT, rollout_logp, mask)
-            terms = self.policy_loss(
-                LossInputs(
-                    logp=output.log_probs_BT,
-                    old_logp=batch.fields["old_log_probs"],
-                    advantages=batch.fields["advantages"],
-                    mask=mask,
-                    rollout_logp=rollout_logp,
-                    options=self.estimator_options,
-                )
-            )
-            loss_BT = terms.loss_per_token
-            if config.use_tis:
-                weight_BT = tis_weight(
-                    batch.fields["old_log_probs"], rollout_logp, low=config.tis_clip_low, high=config.tis_clip
-                )
-                loss_BT = torch.where(mask, loss_BT * torch.where(mask, weight_BT, 1.0), 0.0)
-            pg_loss = aggregate(loss_BT, mask, mode=mode, denominator=denominator)
-            loss = pg_loss
+                gaps.add(output.log_probs_BT, batch.fields["rollout_log_probs"], mask)
+            loss_BT, watched = self._policy_loss_per_token(output, batch, mask)
+            loss = pg_loss = aggregate(loss_BT, mask, mode=mode, denominator=denominator)
+            losses = {"pg_loss": pg_loss.detach()}
             if config.entropy_coef:
                 entropy = aggregate(output.entropy_BT, mask, mode=mode, denominator=denominator)
                 loss = loss - config.entropy_coef * entropy
-            watched = {**terms.metrics, "entropy": output.entropy_BT}
-            metrics = {
+            if config.use_kl_loss:
+                ref_BT = select(batch.fields["ref_log_probs"], mask)
+                kl_BT = kl_estimate(select(output.log_probs_BT, mask), ref_BT, config.kl_loss_type)
+                kl_loss = aggregate(kl_BT, mask, mode=mode, denominator=denominator)
+                loss = loss + config.kl_loss_coef * kl_loss
+                losses["kl_loss"] = kl_loss.detach()
+            means = {
                 METRIC_NAMES.get(name, name): masked_token_mean(value, mask, share.step_tokens[step])
                 for name, value in watched.items()
             }
-            return loss, {"pg_loss": pg_loss.detach(), **metrics}
+            return loss, losses | means
 
-        names: Sequence[str] = ("rollout_log_probs", "old_log_probs", "advantages")
-        batches = self.micro_batches(share, step, names)
-        result = self.model.train_step(batches, loss_fn, need_entropy_grad=config.entropy_coef > 0)
-        return result.metrics | {
-            "actor/grad_norm": result.grad_norm,
-            "actor/lr": result.lr,
-            "actor/skipped_steps": float(result.skipped),
-        }
+        fields = ["rollout_log_probs", "old_log_probs", "advantages"]
+        if config.use_kl_loss:
+            fields.append("ref_log_probs")
+        return self.take_step(share, step, fields, loss_fn, entropy_grad=config.entropy_coef > 0)
+
+    def _policy_loss_per_token(
+        self, output: ModelOutput, batch: MicroBatch, mask_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The estimator's loss `[B, T]`, weighted for truncated importance sampling, and what is worth watching."""
+        fields, config = batch.fields, self.algorithm
+        terms = self.policy_loss(
+            LossInputs(
+                logp=output.log_probs_BT,
+                old_logp=fields["old_log_probs"],
+                advantages=fields["advantages"],
+                mask=mask_BT,
+                rollout_logp=fields["rollout_log_probs"],
+                options=self.estimator_options,
+            )
+        )
+        watched = {**terms.metrics, "entropy": output.entropy_BT}
+        if not config.use_tis:
+            return terms.loss_per_token, watched
+        weight_BT = tis_weight(
+            select(fields["old_log_probs"], mask_BT),
+            select(fields["rollout_log_probs"], mask_BT),
+            low=config.tis_clip_low,
+            high=config.tis_clip,
+        )
+        return terms.loss_per_token * weight_BT, {**watched, "tis_weight": weight_BT}
 
 
 METRIC_NAMES = {"clip_frac": "pg_clip_frac"}

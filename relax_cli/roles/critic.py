@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from relax_cli.algorithms.reduce import Mode, aggregate
-from relax_cli.algorithms.types import AdvantageInputs
 from relax_cli.algorithms.value_loss import clipped_value_loss
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
-from relax_cli.config.schema import BatchSection, CriticSection, Section
+from relax_cli.config.schema import AlgorithmSection, BatchSection, CriticSection, OptimizerSection, Section
+from relax_cli.plugin.graph import RoleSpec
 from relax_cli.plugin.records import Estimator
-from relax_cli.roles.batching import stack, unpad
+from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, kl_penalty
+from relax_cli.roles.batching import Columns, unpad
 from relax_cli.roles.protocols import SampleQueue
-from relax_cli.roles.training import (
-    RolloutShare,
-    TrainingRole,
-    masked_token_mean,
-    mean_over_steps,
-    trainable,
-)
+from relax_cli.roles.training import RolloutShare, TrainingRole, masked_token_mean, trainable
 
 
 class CriticRole(TrainingRole):
@@ -36,41 +32,56 @@ class CriticRole(TrainingRole):
         queue: SampleQueue,
         batch: BatchSection,
         critic: CriticSection,
+        algorithm: AlgorithmSection,
+        optimizer: OptimizerSection,
         estimator: Estimator,
         estimator_options: Section,
+        spec: RoleSpec,
         *,
-        per_token_loss: bool,
         save_dir: Path | None,
     ) -> None:
-        super().__init__(model, queue, batch, save_dir)
+        super().__init__(model, queue, batch, save_dir=save_dir, on_nan_grad=optimizer.on_nan_grad)
         self.critic = critic
+        self.algorithm = algorithm
         self.advantages = estimator.load_advantages()
         self.estimator_options = estimator_options
-        self.per_token_loss = per_token_loss
+        self.spec = spec
         self.share: RolloutShare | None = None
 
     def predict(self, rollout_id: int) -> dict[str, float]:
         """Values to the queue, and local returns."""
-        share = self.fetch_share(rollout_id, ("rewards", "group_ids", "truncated"))
+        share = self.fetch_share(rollout_id, (*FIELDS, *self.spec.reads))
         self._predict_values(share)
         if share.rows and parallel.is_output_rank():
-            self.queue.put(rollout_id, share.rows, {"values": [share.columns["values"][row] for row in share.rows]})
+            written = {name: [share.columns[name][row] for row in share.rows] for name in self.spec.writes}
+            self.queue.put(rollout_id, share.rows, written)
         self._compute_returns(share)
         self.share = share
         return explained_variance(share)
 
     def update(self) -> dict[str, float]:
-        """The value steps of the rollout that `predict` was called for."""
+        """The value steps of the rollout that `predict` was called for.
+
+        Raises:
+            RunError: a gradient was not finite, and `--on-nan-grad` is `stop`.
+        """
         assert self.share is not None, "predict comes first"
         share, self.share = self.share, None
-        return mean_over_steps([self._update(share, step) for step in range(len(share.step_rows))])
+        head = self.model.value_head()
+        metrics = self.learn(share, lambda step: self._update(share, step), passes=self.critic.critic_updates_per_step)
+        return metrics | {"critic/value_head_moved": float((self.model.value_head() - head).abs().max())}
 
     def _predict_values(self, share: RolloutShare) -> None:
-        """Adds the column `values`."""
-        values: dict[int, Tensor] = {}
-        for rows, output in self.forward(share):
-            values |= unpad(output.values_BT, rows, share.columns["response_lens"])
-        share.columns["values"] = values
+        """Adds the column `values`, and `bootstrap_values` where the graph has them."""
+        columns, bootstrap = share.columns, "bootstrap_values" in self.spec.writes
+        seen = replace(share, columns=with_end_state(columns)) if bootstrap else share
+        values = self.answers(seen, lambda output: output.values_BT)
+        if bootstrap:
+            columns["bootstrap_values"] = {
+                row: torch.where(columns["truncated"][row] != 0, values[row][-1], 0.0) for row in share.rows
+            }
+            values = {row: values[row][:-1].clone() for row in share.rows}
+        columns["values"] = values
 
     def _compute_returns(self, share: RolloutShare) -> None:
         """Adds the column `returns`, by the very function the Advantages service applies to all rows."""
@@ -78,23 +89,16 @@ class CriticRole(TrainingRole):
         columns["returns"] = {}
         if not rows:
             return
-        width = max(columns["values"][row].numel() for row in rows)
-        outputs = self.advantages(
-            AdvantageInputs(
-                rewards=stack(columns, "rewards", rows, width),
-                mask=stack(columns, "response_mask", rows, width) != 0,
-                group_ids=stack(columns, "group_ids", rows, width),
-                options=self.estimator_options,
-                values=stack(columns, "values", rows, width),
-                truncated=stack(columns, "truncated", rows, width) != 0,
-            )
-        )
+        if self.algorithm.kl_coef:
+            columns["kl"] = kl_penalty(columns, rows, self.algorithm.kl_coef, old="rollout_log_probs")
+        outputs = self.advantages(advantage_inputs(columns, rows, self.estimator_options))
         assert outputs.returns is not None, "an estimator with a critic gives returns"
         columns["returns"] = unpad(outputs.returns, rows, columns["response_lens"])
 
     def _update(self, share: RolloutShare, step: int) -> dict[str, float]:
-        denominator = self.loss_denominator(share, step, self.per_token_loss)
-        mode: Mode = "token" if self.per_token_loss else "sample"
+        per_token = self.algorithm.calculate_per_token_loss
+        denominator = self.loss_denominator(share, step, per_token)
+        mode: Mode = "token" if per_token else "sample"
 
         def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             mask = trainable(batch)
@@ -111,12 +115,19 @@ class CriticRole(TrainingRole):
             }
             return loss, {"value_loss": loss.detach(), **metrics}
 
-        result = self.model.train_step(self.micro_batches(share, step, ("values", "returns")), loss_fn)
-        return result.metrics | {
-            "critic/grad_norm": result.grad_norm,
-            "critic/lr": result.lr,
-            "critic/skipped_steps": float(result.skipped),
-        }
+        return self.take_step(share, step, ("values", "returns"), loss_fn)
+
+
+def with_end_state(columns: Columns) -> Columns:
+    """The columns with one more response token, so that the model also answers for the state after the last one.
+
+    The added id is never looked at: a value belongs to the state *before* its token.
+    """
+    return {
+        **columns,
+        "tokens": {row: torch.cat([ids, ids.new_zeros(1)]) for row, ids in columns["tokens"].items()},
+        "response_lens": {row: length + 1 for row, length in columns["response_lens"].items()},
+    }
 
 
 def explained_variance(share: RolloutShare) -> dict[str, float]:

@@ -10,8 +10,10 @@ Fields of one sample in the queue (all torch tensors):
 | rollout_log_probs | [T] float32 | rollout |
 | rewards | scalar float32 | rollout |
 | group_ids, truncated | scalar int64 | rollout |
+| ref_log_probs | [T] float32 | reference, where a KL term needs it |
 | values | [T] float32 | critic |
-| advantages, returns | [T] float32 | advantages |
+| bootstrap_values | scalar float32, 0 unless truncated | critic, with `--bootstrap-truncated` |
+| advantages, returns | [T] float32 | advantages; without that service the actor writes `advantages` |
 """
 
 from __future__ import annotations

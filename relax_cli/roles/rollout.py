@@ -16,8 +16,8 @@ from relax_cli.backends.rollout.protocol import Generation, Request, RolloutEngi
 from relax_cli.config.schema import BatchSection, DataSection, RolloutSection
 from relax_cli.data.prompts import Prompt, PromptOrder
 from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
-from relax_cli.data.tokenise import encode_prompt
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.data.tokenise import encode_prompt, prompt_too_long
+from relax_cli.errors import ConfigError
 from relax_cli.roles.protocols import SampleQueue
 from relax_cli.roles.records import EvalShare
 from relax_cli.tracking.spread import Spread
@@ -181,17 +181,7 @@ class RolloutRole:
         ids = encode_prompt(self.tokenizer, prompt, apply_chat_template=self.data.apply_chat_template)
         limit = self.rollout.rollout_max_prompt_len
         if limit is not None and len(ids) > limit:
-            raise ConfigError(
-                Problem(
-                    id="prompt-too-long",
-                    message="a prompt is longer than the limit",
-                    option="--rollout-max-prompt-len",
-                    where=prompt.source,
-                    got=f"{len(ids)} tokens",
-                    expected=f"at most {limit}",
-                    fix=f"--rollout-max-prompt-len {len(ids)}, or shorten that row",
-                )
-            )
+            raise ConfigError(prompt_too_long(prompt, len(ids), limit))
         return ids
 
     def _put(self, rollout_id: int) -> None:

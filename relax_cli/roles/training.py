@@ -1,27 +1,32 @@
-"""What Actor and Critic share: a Megatron model, the samples of this data-parallel rank, checkpoints."""
+"""What roles with a model share: the samples of this data-parallel rank, optimizer steps, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
+from relax_cli.backends.megatron.trainer import LossFunction, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.checkpoint import store
 from relax_cli.config.schema import BatchSection
-from relax_cli.roles.batching import Columns, chunks_by_length, make_micro_batch, plan_rows
+from relax_cli.errors import Problem, RunError
+from relax_cli.roles.batching import Columns, chunks_by_length, make_micro_batch, plan_rows, unpad
 from relax_cli.roles.protocols import SampleQueue
+
+SAMPLE = ("tokens", "prompt_lens", "response_lens", "response_mask")
+"""Queue fields that every role with a model reads."""
 
 
 @dataclass(frozen=True)
 class RolloutShare:
     """The part of one rollout that this data-parallel rank works on."""
 
+    rollout_id: int
     columns: Columns
     step_rows: list[list[int]]
     """Own rows of each optimizer step; a step may have none."""
@@ -34,21 +39,36 @@ class RolloutShare:
         return sorted(row for rows in self.step_rows for row in rows)
 
 
-class TrainingRole:
-    """A model that learns from the queue. One instance per rank; all ranks of a role call the same methods."""
+class Answers(Protocol):
+    """A model on the device that it shares with other roles: `TrainableModel` or `FrozenModel`."""
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
+        """Outputs of each micro-batch, without gradient."""
+
+    def sleep(self) -> None:
+        """Leave the device."""
+
+    def wake(self) -> None:
+        """Come back."""
+
+
+Model = TypeVar("Model", bound=Answers)
+
+
+class ModelRole(Generic[Model]):
+    """A model that works on samples of the queue. One instance per rank; all ranks call the same methods."""
 
     name: str
-    """Role name, `actor` or `critic`."""
+    """Role name."""
 
-    def __init__(self, model: TrainableModel, queue: SampleQueue, batch: BatchSection, save_dir: Path | None) -> None:
+    def __init__(self, model: Model, queue: SampleQueue, batch: BatchSection) -> None:
         self.model = model
         self.queue = queue
         self.batch = batch
-        self.save_dir = save_dir
         self.awake = True
 
     def wake(self) -> None:
-        """Bring parameters, gradients and optimizer state onto the device."""
+        """Bring everything the model needs onto the device."""
         if not self.awake:
             self.model.wake()
             self.awake = True
@@ -60,7 +80,7 @@ class TrainingRole:
             self.awake = False
 
     def fetch_share(self, rollout_id: int, names: Sequence[str]) -> RolloutShare:
-        """Read this rank's samples; lengths of all samples are read to plan, everything else only for own rows."""
+        """Read `SAMPLE` and the named fields of this rank's samples; lengths of all samples are read to plan."""
         assert self.awake, f"{self.name} works only while awake"
         every_row = range(self.batch.samples_per_rollout)
         lengths = self.queue.get(rollout_id, every_row, ["prompt_lens", "response_lens"])
@@ -68,17 +88,88 @@ class TrainingRole:
         ranks, rank = parallel.data_parallel_size(), parallel.data_parallel_rank()
         step_rows = plan_rows(totals, self.batch.steps_per_rollout, ranks, rank)
         rows = sorted(row for rows in step_rows for row in rows)
-        wanted = ["tokens", "prompt_lens", "response_lens", "response_mask", *names]
+        wanted = list(dict.fromkeys([*SAMPLE, *names]))
         fields = self.queue.get(rollout_id, rows, wanted) if rows else {name: [] for name in wanted}
         columns = {name: dict(zip(rows, values, strict=True)) for name, values in fields.items()}
         counts = [float(sum(int(columns["response_mask"][row].sum()) for row in rows)) for rows in step_rows]
-        return RolloutShare(columns, step_rows, parallel.sum_over_data_parallel(counts))
+        return RolloutShare(rollout_id, columns, step_rows, parallel.sum_over_data_parallel(counts))
 
-    def forward(self, share: RolloutShare) -> list[tuple[list[int], ModelOutput]]:
-        """Forward without gradient over all own rows: pairs of rows and their output."""
+    def answers(self, share: RolloutShare, pick: Callable[[ModelOutput], Tensor]) -> dict[int, Tensor]:
+        """One `[T]` grid of the model's output for each own row, without gradient, on the CPU."""
         chunks = chunks_by_length(share.columns, share.rows, self.batch.micro_batch_size)
         outputs = self.model.forward([make_micro_batch(share.columns, chunk, ()) for chunk in chunks])
-        return list(zip(chunks, outputs, strict=True))
+        found: dict[int, Tensor] = {}
+        for rows, output in zip(chunks, outputs, strict=True):
+            found |= unpad(pick(output).cpu(), rows, share.columns["response_lens"])
+        return found
+
+
+class TrainingRole(ModelRole[TrainableModel]):
+    """A model that learns from the queue."""
+
+    def __init__(
+        self,
+        model: TrainableModel,
+        queue: SampleQueue,
+        batch: BatchSection,
+        *,
+        save_dir: Path | None,
+        on_nan_grad: Literal["stop", "skip"],
+    ) -> None:
+        super().__init__(model, queue, batch)
+        self.save_dir = save_dir
+        self.on_nan_grad = on_nan_grad
+
+    def learn(
+        self, share: RolloutShare, update: Callable[[int], dict[str, float]], *, passes: int = 1
+    ) -> dict[str, float]:
+        """`update(step)` for every optimizer step of the rollout, `passes` times over; metrics of all of them.
+
+        Raises:
+            RunError: a gradient was not finite, and `--on-nan-grad` is `stop`.
+        """
+        before = self.model.optimizer_steps
+        records = [update(step) for _ in range(passes) for step in range(len(share.step_rows))]
+        taken, metrics = self.model.optimizer_steps - before, summarise(records)
+        assert taken + metrics[f"{self.name}/skipped_steps"] == passes * self.batch.steps_per_rollout
+        return metrics | {f"{self.name}/optimizer_steps": float(taken)}
+
+    def take_step(
+        self,
+        share: RolloutShare,
+        step: int,
+        fields: Sequence[str],
+        loss_fn: LossFunction,
+        *,
+        entropy_grad: bool = False,
+    ) -> dict[str, float]:
+        """One optimizer step on the samples of `step`, with the named fields beside the tokens.
+
+        Raises:
+            RunError: see `learn`; weights, moments and schedule are as they were before the step.
+        """
+        batches = self.micro_batches(share, step, fields)
+        result = self.model.train_step(batches, loss_fn, need_entropy_grad=entropy_grad)
+        if result.skipped and self.on_nan_grad == "stop":
+            raise self._not_finite(share.rollout_id, step, result.grad_norm)
+        return result.metrics | {
+            f"{self.name}/grad_norm": result.grad_norm,
+            f"{self.name}/lr": result.lr,
+            f"{self.name}/skipped_steps": float(result.skipped),
+        }
+
+    def _not_finite(self, rollout_id: int, step: int, grad_norm: float) -> RunError:
+        return RunError(
+            Problem(
+                id="nan-gradient",
+                message=f"the gradient of the {self.name} is not finite; its weights are those of before the step",
+                where=f"rollout {rollout_id}, optimizer step {step} of {self.batch.steps_per_rollout}",
+                got=f"gradient norm {grad_norm}",
+                expected="a finite norm",
+                fix="look at the rewards and log-probabilities of that rollout, or lower the learning rate; "
+                "--on-nan-grad skip leaves such steps out and counts them",
+            )
+        )
 
     def micro_batches(self, share: RolloutShare, step: int, names: Sequence[str]) -> list[MicroBatch]:
         """The micro-batches of one optimizer step, each carrying `response_mask` and the named fields."""
@@ -109,9 +200,10 @@ class TrainingRole:
         return store.load(self.model, folder)
 
 
-def mean_over_steps(records: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Plain mean of each metric over the optimizer steps of a rollout."""
-    return {name: sum(record[name] for record in records) / len(records) for name in records[0]}
+def summarise(records: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Plain mean of each metric over the optimizer steps of a rollout; skipped steps are counted."""
+    sums = {name: sum(record[name] for record in records) for name in records[0]}
+    return {name: x if name.endswith("/skipped_steps") else x / len(records) for name, x in sums.items()}
 
 
 def trainable(batch: MicroBatch) -> Tensor:

@@ -21,6 +21,7 @@ from relax_cli.tracking.plots import sparkline as sparkline
 
 PHASES = {
     "rollout": "gen",
+    "reference": "ref",
     "critic": "crit",
     "advantages": "adv",
     "actor": "act",

@@ -122,6 +122,39 @@ def test_ppo_switches_kl_off_with_one_warning_that_strict_makes_an_error(invoke:
     assert "warning: " not in strict.stderr
 
 
+def test_ppo_with_kl_terms_needs_no_reference_and_says_what_it_changed_and_why(
+    invoke: Invoke, plugins: Plugins
+) -> None:
+    flags = {"use_kl_loss": True, "kl_loss_coef": "0.1", "kl_coef": "0.1", "ref_load": "nowhere"}
+    resolved = examine(plugins, [PPO[1]], {}, [], flags)
+    # The recipe's model and data are not here; nothing else is in the way.
+    assert {p.option for p in resolved.errors} <= {"--hf-checkpoint", "--prompt-data", "--eval-prompt-data"}
+    assert [(p.id, p.option) for p in resolved.warnings] == [("ppo-kl-off", "--use-kl-loss")]
+    assert not resolved.config.algorithm.needs_reference
+    assert "reference" not in resolved.config.parallel.resource
+    assert "reference" not in plugins.service_graph(resolved.config)
+
+    shown = invoke("train", *PPO, "--use-kl-loss", "--kl-coef", "0.1", "--show-config", "--format", "json").stdout
+    changes = {change["option"]: change for change in json.loads(shown)["changes"]}
+    assert (changes["--use-kl-loss"]["before"], changes["--use-kl-loss"]["after"]) == (True, False)
+    assert (changes["--kl-coef"]["before"], changes["--kl-coef"]["after"]) == (0.1, 0.0)
+    assert all(change["why"] for change in changes.values())
+    assert json.loads(shown)["config"]["algorithm"]["kl_coef"] == 0.0
+
+
+def test_a_kl_term_of_another_estimator_deploys_a_reference_shaped_like_the_actor(plugins: Plugins) -> None:
+    kl = {"advantage_estimator": "grpo", "kl_coef": "0.1", "resource": '{"actor": [1, 4], "rollout": [1, 2]}'}
+    resolved = examine(plugins, [], {}, [], kl, skip_files=True)
+    assert resolved.config.parallel.resource["reference"] == (1, 4)
+    (change,) = resolved.changes
+    assert change.option == "--resource"
+    given = {**kl, "resource": '{"actor": [1, 4], "rollout": [1, 2], "reference": [1, 2]}'}
+    resolved = examine(plugins, [], {}, [], given, skip_files=True)
+    assert resolved.config.parallel.resource["reference"] == (1, 2)
+    assert resolved.changes == ()
+    assert plugins.service_graph(resolved.config).names == ("rollout", "reference", "actor")
+
+
 def test_an_unknown_flag_is_a_usage_error(invoke: Invoke) -> None:
     assert invoke("train", "--no-such-flag").exit_code == 2
 

@@ -14,7 +14,7 @@ import pytest
 
 from relax_cli import Config, RoleSpec, ServiceGraph
 from relax_cli.config.schema import AlgorithmSection, BatchSection, ParallelSection
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, Problem, RunError
 from relax_cli.plugin.graph import base_graph
 from relax_cli.plugin.manager import Plugins, installed_plugins, load_plugins
 from relax_cli.plugin.records import Estimator, load_reference
@@ -214,12 +214,10 @@ def test_only_the_chosen_estimators_plugin_judges_and_changes_a_run(install: Ins
     source = "".join(f"@hookimpl\ndef {hook}:\n    raise AssertionError\n" for hook in hooks)
     install("nosy", estimator_source("nosy", source))
     plugins = load_plugins()
-    grouped = config("grpo", use_kl_loss=True, colocate=False).model_copy(
-        update={"batch": BatchSection(n_samples_per_prompt=4)}
-    )
+    grouped = config("grpo", colocate=False).model_copy(update={"batch": BatchSection(n_samples_per_prompt=4)})
     assert plugins.check(grouped) == []
     assert plugins.normalize(grouped).config is grouped
-    assert plugins.service_graph(grouped) == base_graph()
+    assert plugins.service_graph(grouped) == base_graph().replace("actor", writes=("advantages",))
 
 
 def test_rewards_of_plugins_are_found_by_name(install: Install) -> None:
@@ -245,6 +243,12 @@ def test_a_run_that_no_plugin_launches_is_left_to_the_engine() -> None:
 def test_a_plugin_may_launch_a_run(install: Install) -> None:
     install("slurm", "from relax_cli import hookimpl\n@hookimpl\ndef relax_launch(plan):\n    return 'session'\n")
     assert load_plugins().launch(SimpleNamespace(config=config("grpo"))) == "session"
+
+
+def test_a_launcher_that_fails_is_named(install: Install) -> None:
+    install("slurm", "from relax_cli import hookimpl\n@hookimpl\ndef relax_launch(plan):\n    return 1 / 0\n")
+    with pytest.raises(RunError, match=r"'slurm' \(dist-slurm\) failed in relax_launch"):
+        load_plugins().launch(SimpleNamespace(config=config("grpo")))
 
 
 # -- service graph ---------------------------------------------------------------------------------

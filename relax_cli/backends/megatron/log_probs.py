@@ -33,14 +33,16 @@ def _vocab_parallel(logits_NV: Tensor, tokens_N: Tensor, entropy_grad: bool) -> 
     largest_N = logits_NV.detach().amax(-1)
     dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=parallel.tensor_parallel_group())
     shifted_NV = logits_NV - largest_N[:, None]
-    log_total_N = _sum_over_ranks(shifted_NV.exp().sum(-1)).log()
+    weights_NV = shifted_NV.exp()
+    total_N = _sum_over_ranks(weights_NV.sum(-1))
+    log_total_N = total_N.log()
     local_N = tokens_N - parallel.tensor_parallel_rank() * logits_NV.size(-1)
     mine_N = (local_N >= 0) & (local_N < logits_NV.size(-1))
     picked_N = shifted_NV.gather(-1, torch.where(mine_N, local_N, 0)[:, None]).squeeze(-1)
     log_probs_N = _sum_over_ranks(torch.where(mine_N, picked_N, 0.0)) - log_total_N
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        all_NV = shifted_NV - log_total_N[:, None]
-        return log_probs_N, -_sum_over_ranks(torch.linalg.vecdot(all_NV.exp(), all_NV))
+        # A function of sums over ranks: `-Σ p log p` of a slice would send the total only that slice's gradient.
+        return log_probs_N, log_total_N - _sum_over_ranks(torch.linalg.vecdot(weights_NV, shifted_NV)) / total_N
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:

@@ -130,6 +130,15 @@ def sum_records(record: dict[str, float]) -> dict[str, float]:
     return {name: sum(record.get(name, 0.0) for record in records) for name in names}
 
 
+def gather_rows(rows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The rows of all data-parallel ranks on each of them; every row is on one rank, its tensors on the CPU."""
+    if data_parallel_size() == 1:
+        return rows
+    shares: list[Any] = [None] * data_parallel_size()
+    dist.all_gather_object(shares, rows, group=data_parallel_group())
+    return {row: tensor for share in shares for row, tensor in share.items()}
+
+
 def _all_reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
     if data_parallel_size() == 1:
         return [float(value) for value in values]

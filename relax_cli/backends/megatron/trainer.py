@@ -21,9 +21,10 @@ from torch import Tensor
 
 from relax_cli.backends.device import Device, Parking
 from relax_cli.backends.megatron import checkpointing, parallel
+from relax_cli.backends.megatron.frozen import forward_only, run_batch
 from relax_cli.backends.megatron.model import build_model
 from relax_cli.backends.megatron.optimizer import Optimizer
-from relax_cli.backends.megatron.records import MicroBatch, ModelOutput, ResponseIndex, TrainStep
+from relax_cli.backends.megatron.records import MicroBatch, ModelOutput, TrainStep
 from relax_cli.checkpoint.convert import megatron_to_hf, merge_shards
 from relax_cli.checkpoint.hf import HfWeights, read_spec
 from relax_cli.config.schema import OptimizerSection
@@ -87,8 +88,7 @@ class TrainableModel:
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
         """Outputs of each micro-batch, without gradient."""
-        with torch.no_grad():
-            return [self._run(batch.to(self.device.torch_device)) for batch in micro_batches]
+        return forward_only(self.ddp, micro_batches, self.device)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, need_entropy_grad: bool = False
@@ -106,6 +106,11 @@ class TrainableModel:
         grad_norm, lr, skipped = self.optimizer.step()
         return TrainStep(metrics, grad_norm, lr, skipped)
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps taken so far, resumed ones included and skipped ones not."""
+        return int(self.optimizer.scheduler.num_steps)
+
     def hf_state(self) -> dict[str, Tensor] | None:
         """Policy: all parameters under their Hugging Face names, complete, on the first rank; None elsewhere.
 
@@ -116,6 +121,11 @@ class TrainableModel:
         if parallel.tensor_parallel_rank() or parallel.data_parallel_rank():
             return None
         return {name: tensor.cpu() for name, tensor in megatron_to_hf(full, self.spec)}
+
+    def value_head(self) -> Tensor:
+        """Value model: a copy of the weights of its scalar head, on the CPU."""
+        assert self.kind == "value", "a policy has no value head"
+        return self.model.output_layer.weight.detach().cpu().clone()
 
     def save(self, folder: Path, common: dict[str, Any]) -> None:
         """Write model, optimizer, schedule, random state and `common` (plain values, the same on all ranks).
@@ -150,12 +160,6 @@ class TrainableModel:
         model = self.model.sharded_state_dict(metadata=checkpointing.sharding_metadata())
         return {"model": model, **self.optimizer.sharded_state(model, is_loading=is_loading)}
 
-    def _run(self, batch: MicroBatch) -> ModelOutput:
-        # The last token of the longest sample predicts nothing that was generated.
-        length = int((batch.prompt_lens_B + batch.response_lens_B).max()) - 1
-        output: ModelOutput = self.ddp(batch.tokens_BS[:, :length], ResponseIndex.of(batch))
-        return output
-
     def _forward_backward(self, batches: list[MicroBatch], loss_fn: LossFunction) -> dict[str, float]:
         queue: Sequence[MicroBatch | None] = batches or [None]
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device.torch_device)
@@ -169,7 +173,7 @@ class TrainableModel:
                 loss, metrics = loss_fn(output, batch)
                 return loss, no_tokens, metrics
 
-            return self._run(batch or _idle_batch(self.device.torch_device)), loss_and_metrics
+            return run_batch(self.ddp, batch or _idle_batch(self.device.torch_device)), loss_and_metrics
 
         records = get_forward_backward_func()(
             forward_step_func=forward_step,

@@ -158,13 +158,13 @@ def _serve(pipe: Connection, deadline: float) -> None:
             return
         # The alarm's default action ends this process, inside C code too, and when the parent is long gone.
         signal.setitimer(signal.ITIMER_REAL, deadline)
-        gold = parse(_as_math(label), parsing_timeout=None)
+        gold = parse(as_math(label), parsing_timeout=None)
         answer = parse(response, parsing_timeout=None)
         verdict = "right" if gold and verify(gold, answer, timeout_seconds=None) else "wrong" if gold else "bad-label"
         signal.setitimer(signal.ITIMER_REAL, 0)
         pipe.send(verdict)
 
 
-def _as_math(label: str) -> str:
+def as_math(label: str) -> str:
     """Labels are usually bare (`\\frac{1}{2}`); math-verify reads LaTeX inside an environment only."""
     return label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"

@@ -1,0 +1,223 @@
+"""The checks of `relax doctor`: each part of relax is tried in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from relax_cli.cli.console import table
+from relax_cli.config.machine import gpu_count, total_memory
+from relax_cli.config.memory import in_bytes
+from relax_cli.config.redact import scrubbed
+
+if TYPE_CHECKING:
+    from relax_cli.plugin.manager import Plugins
+
+OLDEST_PYTHON = (3, 11)
+SMALL_SHARED_MEMORY = 1 << 30
+"""Ray's object store falls back to files where /dev/shm is smaller than what it holds."""
+FEW_FILES = 4096
+"""Ray's processes open thousands of files and sockets."""
+TOO_SLOW = "does not import within"
+LITTLE_DISK = 2 << 30
+
+CPU_SUPPORT = "from relax_cli.backends.megatron.cpu_support import install; install()"
+CUDA = """
+import json, torch
+rows = []
+for i in range(torch.cuda.device_count()):
+    free, total = torch.cuda.mem_get_info(i)
+    rows.append([torch.cuda.get_device_name(i), free, total])
+print(json.dumps({"build": torch.version.cuda, "devices": rows}))
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A package that relax uses."""
+
+    distribution: str
+    code: str
+    """Proves that it works."""
+    needed: bool
+    fix: str
+
+
+PARTS = (
+    Part("torch", "import torch; assert torch.ones(2).sum() == 2", True, "pip install 'torch>=2.6'"),
+    Part("megatron-core", "import megatron.core", True, "pip install 'megatron-core>=0.16,<0.17'"),
+    Part("ray", "import ray", True, "pip install 'ray>=2.50'"),
+    Part("TransferQueue", "import transfer_queue", True, "pip install 'TransferQueue>=0.1.11'"),
+    Part("tensordict", "import tensordict", True, "pip install 'tensordict>=0.10'"),
+    Part("transformers", "from transformers import AutoTokenizer", True, "pip install 'transformers>=5'"),
+    # megatron-core needs it for checkpoints and does not say so.
+    Part("psutil", "import psutil", True, "pip install psutil (megatron-core's checkpoint writer hangs without it)"),
+    Part(
+        "math-verify",
+        r"from math_verify import parse; assert parse(r'$\frac{1}{2}$')",
+        True,
+        "pip install 'math-verify[antlr4_9_3]'",
+    ),
+    Part("sglang", "import sglang", False, "pip install 'relax-cli[sglang]' (for rollouts on GPUs)"),
+    Part("reasoning-gym", "import reasoning_gym", False, "pip install 'relax-cli[reasoning-gym]' (for its tasks)"),
+    Part("pyarrow", "import pyarrow.parquet", False, "pip install 'relax-cli[parquet]' (for Parquet data)"),
+    Part("tensorboard", "import tensorboard", False, "pip install 'relax-cli[tensorboard]' (for --tensorboard)"),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row."""
+
+    name: str
+    status: Literal["ok", "note", "problem"]
+    found: str
+    fix: str = ""
+    """What to type; empty when it is ok."""
+
+
+def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
+    """Every check, in the order of the table."""
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        packages = list(pool.map(lambda part: check_part(part, timeout), PARTS))
+    works = {check.name for check in packages if check.status == "ok"}
+    checks = [_python(), *packages, *_devices(works, timeout)]
+    return [*checks, *_memory(), *_limits(), *_disk(), *_plugins(plugins)]
+
+
+def check_part(part: Part, timeout: float) -> Check:
+    """The version of a package and whether it works."""
+    try:
+        found = version(part.distribution)
+    except PackageNotFoundError:
+        return Check(part.distribution, "problem" if part.needed else "note", "not installed", part.fix)
+    _, trouble = _try(part.code, timeout)
+    if trouble is None:
+        return Check(part.distribution, "ok", found)
+    fix = "relax doctor --timeout 600, when the machine is idle" if trouble.startswith(TOO_SLOW) else part.fix
+    return Check(part.distribution, "problem" if part.needed else "note", f"{found}, {trouble}", fix)
+
+
+def as_text(checks: list[Check]) -> str:
+    """The table, then what to do."""
+    width = 80 - len("problem") - 4 - max(len(check.name) for check in checks)
+    rows = [(c.name, c.status, _shortened(scrubbed(c.found), width)) for c in checks]
+    lines = [table(("part", "status", "found"), rows)]
+    for status, title in (("problem", "problems"), ("note", "notes")):
+        chosen = [check for check in checks if check.status == status]
+        lines += ["", title] if chosen else []
+        for check in chosen:
+            lines += textwrap.wrap(scrubbed(f"  {check.name}: {check.found}"), 80, subsequent_indent="    ")
+            lines.append(f"    fix: {scrubbed(check.fix)}")
+    return "\n".join(lines)
+
+
+def _try(code: str, timeout: float) -> tuple[str, str | None]:
+    """What the code prints in a process of its own, and what went wrong."""
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "RAY_USAGE_STATS_ENABLED": "0"}
+    # Elsewhere, so that a file of the current folder does not stand in for a package.
+    command = [sys.executable, "-P", "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    except subprocess.TimeoutExpired:
+        return "", f"{TOO_SLOW} {timeout:g} s"
+    if done.returncode == 0:
+        return done.stdout, None
+    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return "", f"does not import: {reason}"
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} ({sys.prefix})"
+    if sys.version_info >= OLDEST_PYTHON:
+        return Check("Python", "ok", found)
+    return Check("Python", "problem", found, f"install Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer")
+
+
+def _devices(works: set[str], timeout: float) -> Iterator[Check]:
+    if "torch" not in works:
+        return
+    answer, trouble = _try(CUDA, timeout)
+    cuda = json.loads(answer) if trouble is None else {"build": None, "devices": []}
+    present = gpu_count()
+    if trouble is not None:
+        yield Check("CUDA", "problem", trouble, "nvidia-smi shows whether the driver works")
+    for number, (name, free, total) in enumerate(cuda["devices"]):
+        yield Check(f"GPU {number}", "ok", f"{name}, {in_bytes(free)} of {in_bytes(total)} free")
+    if not cuda["devices"] and trouble is None:
+        build = f"torch is built for CUDA {cuda['build']}" if cuda["build"] else "torch is a CPU build"
+        if present:
+            fix = "install a CUDA build of torch, and see that `nvidia-smi` works"
+            yield Check("CUDA", "note", f"{present} GPUs in /dev, but torch sees none; {build}", fix)
+        else:
+            yield Check("CUDA", "ok", f"no GPU: runs are on the CPU; {build}")
+    if not cuda["devices"] and "megatron-core" in works:
+        _, trouble = _try(CPU_SUPPORT, timeout)
+        found = "works" if trouble is None else trouble.removeprefix("does not import: ")
+        fix = "" if trouble is None else "pip install megatron-core==0.16.1"
+        yield Check("Megatron on a CPU", "ok" if trouble is None else "problem", found, fix)
+
+
+def _memory() -> Iterator[Check]:
+    total = total_memory()
+    yield Check("memory", "ok", "unknown" if total is None else in_bytes(total))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Check("cores", "ok", str(cores))
+    if Path("/dev/shm").is_dir():
+        usage = shutil.disk_usage("/dev/shm")
+        found = f"{in_bytes(usage.free)} of {in_bytes(usage.total)} free"
+        small = usage.free < SMALL_SHARED_MEMORY
+        fix = "give the container more: docker run --shm-size=8g (Ray uses slower files instead)" if small else ""
+        yield Check("shared memory", "note" if small else "ok", found, fix)
+
+
+def _limits() -> Iterator[Check]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
+    fix = f"ulimit -n {min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536}" if few else ""
+    yield Check("open files", "note" if few else "ok", _limit(soft), fix)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
+    yield Check("processes", "note" if few else "ok", _limit(soft), "ulimit -u 65536" if few else "")
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _disk() -> Iterator[Check]:
+    for name, place in (("disk, here", "."), ("disk, temporary", tempfile.gettempdir())):
+        free = shutil.disk_usage(place).free
+        little = free < LITTLE_DISK
+        fix = "make room, or set RAY_TMPDIR and TMPDIR to a larger disk" if little else ""
+        yield Check(name, "note" if little else "ok", f"{in_bytes(free)} free in {Path(place).resolve()}", fix)
+
+
+def _plugins(plugins: Plugins) -> Iterator[Check]:
+    for row in plugins.rows():
+        found = f"{row.distribution} {row.version}".strip()
+        if row.status == "ok":
+            yield Check(f"plugin {row.name}", "ok", found)
+            continue
+        # A plugin of someone else that is broken hurts no run that does not ask for it.
+        own = row.distribution == "relax-cli" and row.status == "broken"
+        fix = f"reinstall or update {row.distribution}"
+        yield Check(f"plugin {row.name}", "problem" if own else "note", f"{found} is {row.status}: {row.reason}", fix)
+
+
+def _shortened(text: str, width: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"

@@ -1,0 +1,65 @@
+"""What this machine has, read without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+UNLIMITED = 1 << 60
+"""A control group's limit above this is none."""
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def free_disk(path: str) -> int | None:
+    """Bytes free where `path` is or would be created; None where that cannot be found out."""
+    place = Path(os.path.abspath(path))
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return None
+
+
+def total_memory() -> int | None:
+    """Bytes of memory this process may use: the machine's, or less in a container."""
+    sizes = [size for size in (_meminfo("MemTotal"), *map(_limit, CGROUP_LIMITS)) if size is not None]
+    return min(sizes, default=None)
+
+
+def gpu_count() -> int:
+    """NVIDIA devices that this machine shows, whether or not torch can use them."""
+    devices = Path("/dev")
+    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.iterdir()) if devices.is_dir() else 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the rules are told of this machine."""
+
+    memory: int | None = field(default_factory=total_memory)
+    gpus: int = field(default_factory=gpu_count)
+    free_disk: Callable[[str], int | None] = free_disk
+    ray_address: str = field(default_factory=lambda: os.environ.get("RAY_ADDRESS", ""))
+    """A cluster that the run would join: its GPUs and memory are not those of this machine."""
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
+    return min(sizes, default=None)
+
+
+def _limit(path: str) -> int | None:
+    try:
+        text = Path(path).read_text("ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < UNLIMITED else None

@@ -1,0 +1,135 @@
+"""A model folder's tokenizer without `transformers`, which may import torch: enough to count tokens before a launch.
+
+The run itself uses `data.tokenise.load_tokenizer`; a test holds that both give the same ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from relax_cli.config.model_spec import read_json
+from relax_cli.errors import ConfigError, Problem
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Token ids of a text."""
+
+    input_ids: list[int]
+
+
+class LightTokenizer:
+    """What `data.tokenise.encode_prompt` needs of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None, special: dict[str, str]) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self.chat_template = chat_template
+        eos = special.get("eos_token")
+        self.eos_token_id: int | None = None if eos is None else tokenizer.token_to_id(eos)
+
+    def __call__(self, text: str) -> Encoding:
+        """Ids of a plain prompt, with the special tokens that the tokenizer adds."""
+        return Encoding(self._tokenizer.encode(text).ids)
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, return_dict: bool
+    ) -> list[int]:
+        """Ids of rendered chat messages.
+
+        Raises:
+            jinja2.TemplateError: the template is invalid or refuses the messages.
+        """
+        assert self.chat_template is not None
+        assert not return_dict
+        text = render(self.chat_template, messages, self._special, add_generation_prompt=add_generation_prompt)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def load_light(folder: Path) -> LightTokenizer | None:
+    """The tokenizer of a model folder; None where there is no tokenizer.json.
+
+    Raises:
+        ConfigError: its files are damaged.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file() or not (folder / "tokenizer_config.json").is_file():
+        return None
+    config = read_json(folder / "tokenizer_config.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    # The library raises a bare Exception for a malformed file.
+    except Exception as error:
+        raise ConfigError(
+            Problem(
+                id="model-folder",
+                message=f"the tokenizer does not load: {error}",
+                option="--hf-checkpoint",
+                got=str(path),
+                expected="a tokenizer.json of the tokenizers library",
+                fix="copy the tokenizer files of the model anew",
+            )
+        ) from error
+    special = {name: token for name in SPECIAL_TOKENS if (token := _token(config.get(name))) is not None}
+    return LightTokenizer(tokenizer, _template(folder, config), special)
+
+
+def render(
+    template: str, messages: list[dict[str, str]], special: dict[str, str], *, add_generation_prompt: bool
+) -> str:
+    """Chat messages as text, with what templates on Hugging Face may use.
+
+    Raises:
+        jinja2.TemplateError: the template is invalid or refuses the messages.
+    """
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    # Only training on whole chats asks which text the assistant generated; the tag itself prints nothing.
+    return environment.from_string(_without_generation_tags(template)).render(
+        messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special
+    )
+
+
+def _without_generation_tags(template: str) -> str:
+    """`{% generation %}` as a block of plain Jinja that changes nothing, white-space control included."""
+    opened = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", template)
+    return re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", opened)
+
+
+def _token(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,34 @@
+"""What the conformance kit reports. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One way in which a plugin breaks a rule."""
+
+    part: Literal["advantages", "policy_loss", "package"]
+    message: str
+    """What was seen, with numbers where there are any."""
+    fix: str
+    """What to change in the plugin."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check of one plugin or estimator."""
+
+    check: str
+    """Stable id, kebab-case."""
+    subject: str
+    """The estimator, or the distribution for checks of the package."""
+    status: Literal["ok", "failed", "skipped"]
+    rule: str
+    """What the check holds, one sentence."""
+    findings: tuple[Finding, ...] = ()
+    """Empty unless failed."""
+    reason: str = ""
+    """Why it was skipped."""

@@ -1,0 +1,20 @@
+"""Reference: a frozen policy that KL terms compare the trained one with."""
+
+from __future__ import annotations
+
+from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.frozen import FrozenModel
+from relax_cli.roles.training import ModelRole
+
+
+class ReferenceRole(ModelRole[FrozenModel]):
+    """One rank of the frozen policy."""
+
+    name = "reference"
+
+    def score(self, rollout_id: int) -> None:
+        """Write `ref_log_probs` of this rollout's samples to the queue."""
+        share = self.fetch_share(rollout_id, ())
+        log_probs = self.answers(share, lambda output: output.log_probs_BT)
+        if share.rows and parallel.is_output_rank():
+            self.queue.put(rollout_id, share.rows, {"ref_log_probs": [log_probs[row] for row in share.rows]})

@@ -1,0 +1,78 @@
+"""Runs and roles of the quickstart task inside the test's process."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from relax_cli.config.resolve import resolve
+from relax_cli.config.schema import Config
+from relax_cli.engine.local import LocalSession
+from relax_cli.engine.plan import LaunchPlan
+from relax_cli.engine.run import prepare_run, reference_folder, run_folder
+from relax_cli.engine.run import train as run_training
+from relax_cli.plugin.manager import load_plugins
+from relax_cli.tracking.live import StepDisplay
+
+SMALL = ("eval.eval_prompt_data=[]", "eval.eval_interval=null", "batch.num_rollout=2", "parallel.launcher=local")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run left behind."""
+
+    metrics: list[dict[str, Any]]
+    samples: list[list[dict[str, Any]]]
+    """One list of sample records per step."""
+    screen: str
+
+
+def train(task: Path, out: Path, recipe: str, *overrides: str) -> Finished:
+    """A whole run of a bundled recipe on the task's files, shortened to two steps unless overridden."""
+    plugins, screen = load_plugins(), io.StringIO()
+    words = [*SMALL, *overrides, f"run.run_dir={out}"]
+    resolved = resolve(plugins, [recipe], {"TINY_DIR": str(task)}, words, {})
+    run_training(plugins, resolved, Console(file=screen, width=1000))
+    return Finished(
+        metrics=[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()],
+        samples=[
+            [json.loads(line) for line in path.read_text().splitlines()]
+            for path in sorted((out / "rollouts").iterdir())
+        ],
+        screen=screen.getvalue(),
+    )
+
+
+@contextmanager
+def deployed(task: Path, out: Path, recipe: str, *overrides: str) -> Iterator[tuple[Config, dict[str, Any]]]:
+    """The roles of a run, awake and before their first step, for a test to call one by one."""
+    plugins = load_plugins()
+    words = [*SMALL, *overrides, f"run.run_dir={out}"]
+    config, run_dir = prepare_run(resolve(plugins, [recipe], {"TINY_DIR": str(task)}, words, {}).config)
+    graph = plugins.service_graph(config)
+    plan = LaunchPlan(
+        config=config,
+        estimator=plugins.estimator(config.algorithm.advantage_estimator),
+        graph=graph,
+        model_folder=Path(config.model.hf_checkpoint),
+        run_dir=run_dir,
+        actor_load=None,
+        critic_load=None,
+        status=lambda _: None,
+        reference_folder=reference_folder(config, graph, StepDisplay(Console(file=io.StringIO()), 0)),
+    )
+    with run_folder(run_dir, resumed=False):
+        session = LocalSession(plan)
+        roles = {name: getattr(session.roles, name).role for name in graph.names}
+        for name in roles:
+            if name != "advantages":
+                roles[name].wake()
+        yield config, roles
+        session.close()

@@ -1,0 +1,106 @@
+"""The memory that a plan names, against the memory that the run takes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+
+from relax_cli.quickstart.task import MODEL, prepare
+
+RELAX = [sys.executable, "-m", "relax_cli"]
+
+
+def model_of(folder: Path, **sizes: int) -> Path:
+    """A random model with the quickstart's tokenizer."""
+    config = transformers.Qwen3Config(
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        eos_token_id=12,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **sizes,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+def planned(words: list[str], folder: Path) -> dict[str, Any]:
+    """The plan's memory."""
+    command = [*RELAX, "validate-config", *words, "--format", "json"]
+    checked = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    memory: dict[str, Any] = json.loads(checked.stdout)["plan"]["memory"]
+    return memory
+
+
+def words_for(model: Path, *more: str) -> list[str]:
+    """A short run with long responses."""
+    return [
+        "--recipe", "tiny-ppo-cpu", "--hf-checkpoint", str(model), "--num-critic-only-steps", "0",
+        "--rollout-batch-size", "16", "--micro-batch-size", "8", "--rollout-max-response-len", "40",
+        "--set", "eval.eval_prompt_data=[]", "--set", "eval.eval_interval=null", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, id="the quickstart's model"),
+        pytest.param(
+            {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 16384},
+            id="40 M parameters",
+        ),
+    ],
+)
+def test_a_run_in_one_process_takes_the_memory_of_its_plan_within_a_fifth(
+    tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    prepare(tmp_path / "quickstart", seed=1, steps=2)
+    model = model_of(tmp_path / "model", **sizes) if sizes else tmp_path / "quickstart" / "model"
+    words = words_for(model, "--launcher", "local", "--num-rollout", "1")
+    plan = planned(words, tmp_path)
+    with subprocess.Popen([*RELAX, "train", *words], cwd=tmp_path, stdout=subprocess.DEVNULL) as child:
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    assert usage.ru_maxrss * 1024 == pytest.approx(plan["peak_bytes"], rel=0.2), plan
+
+
+def test_a_run_on_ray_takes_the_memory_of_its_plan_within_a_fifth(tmp_path: Path) -> None:
+    prepare(tmp_path / "quickstart", seed=1, steps=2)
+    words = words_for(tmp_path / "quickstart" / "model", "--num-rollout", "3")
+    plan = planned(words, tmp_path)
+    most = 0
+    with subprocess.Popen([*RELAX, "train", *words], cwd=tmp_path, stdout=subprocess.DEVNULL) as child:
+        while child.poll() is None:
+            most = max(most, proportional_bytes(child.pid))
+            time.sleep(0.3)
+    assert child.returncode == 0
+    assert most == pytest.approx(plan["peak_bytes"], rel=0.2), plan
+
+
+def proportional_bytes(pid: int) -> int:
+    """Memory of a process and all below it, what they share counted once."""
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+    return total

@@ -1,0 +1,127 @@
+"""`relax plugins show` and `relax plugins new`, and names that do not exist."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from relax_cli.errors import ConfigError
+from relax_cli.plugin.manager import load_plugins
+from relax_cli.plugin.scaffold import package_files
+
+Install = Callable[..., str]
+Relax = Callable[..., Result]
+
+
+def test_show_gives_summary_paper_options_and_the_place_of_the_math(relax: Relax) -> None:
+    (plugin,) = json.loads(relax("plugins", "show", "sapo", "--format", "json").stdout)["plugins"]
+    assert (plugin["distribution"], plugin["status"]) == ("relax-cli", "ok")
+    (estimator,) = plugin["estimators"]
+    assert estimator["paper"] == "arXiv:2511.20347"
+    options = {option["flag"]: option for option in estimator["options"]}
+    assert options["--sapo-tau-neg"]["default"] == 1.05
+    assert options["--sapo-tau-neg"]["key"] == "sapo.sapo_tau_neg"
+    assert options["--disable-grpo-std-normalization"]["key"] == "algorithm.disable_grpo_std_normalization"
+    for part, reference in (("policy_loss", "relax_sapo.loss:policy_loss"), ("advantages", None)):
+        place = estimator[part]
+        source = Path(place["file"]).read_text().splitlines()[place["line"] - 1]
+        assert source.startswith(f"def {part}(")
+        assert reference in (None, place["reference"])
+
+
+def test_show_reads_like_a_page(relax: Relax) -> None:
+    text = relax("plugins", "show", "ppo").stdout
+    for part in ("ppo  relax-cli", "estimator ppo: PPO-Clip", "arXiv:1707.06347", "relax_ppo.loss:policy_loss  /"):
+        assert part in text
+    (line,) = (line for line in text.splitlines() if "--eps-clip-c" in line)
+    assert line.split()[:2] == ["--eps-clip-c", "unset"]
+
+
+def test_show_and_new_import_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from relax_cli.cli.app import main; assert main(sys.argv[1:]) == 0;"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    for argv in (["show", "ppo"], ["new", "light", "--dir", str(tmp_path / "light")]):
+        subprocess.run([sys.executable, "-c", code, "plugins", *argv], check=True, capture_output=True)
+
+
+def test_show_of_a_broken_plugin_says_why(relax: Relax, install: Install) -> None:
+    done = relax("plugins", "show", install("poorly", "from pydantic", "import no_such_module\nfrom pydantic"))
+    assert done.exit_code == 0
+    assert "no_such_module" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_an_unknown_plugin_is_refused_with_the_nearest_name(relax: Relax, command: str) -> None:
+    done = relax("plugins", command, "grppo")
+    assert done.exit_code == 2
+    assert "fix       use grpo" in done.stderr
+
+
+def test_an_unknown_estimator_is_refused_with_the_nearest_name_and_where_each_comes_from(install: Install) -> None:
+    install("rloo")
+    with pytest.raises(ConfigError) as caught:
+        load_plugins().estimator("rlo")
+    (problem,) = caught.value.problems
+    assert problem.fix == "--advantage-estimator rloo"
+    assert "grpo (relax-cli)" in problem.expected
+    assert "rloo (relax-rloo)" in problem.expected
+
+
+def test_new_writes_a_package_and_says_what_to_do_next(relax: Relax, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "mine"
+    data = json.loads(relax("plugins", "new", "mine", "--dir", str(folder), "--format", "json").stdout)
+    assert {str(Path(path).relative_to(folder)) for path in data["files"]} == {
+        "pyproject.toml",
+        "relax_mine/__init__.py",
+        "relax_mine/loss.py",
+        "tests/test_mine.py",
+    }
+    assert all(Path(path).is_file() for path in data["files"])
+    assert data["next"][1] == "relax plugins check mine"
+
+
+def test_a_new_packages_own_code_is_about_forty_lines() -> None:
+    files = package_files("rloo")
+    own = [line for path in ("relax_rloo/__init__.py", "relax_rloo/loss.py") for line in files[path].splitlines()]
+    assert len([line for line in own if line.strip()]) <= 55
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("grpo", "grpo, of relax-cli"),
+        ("batch", "batch, a section of relax"),
+        ("cli", "relax_cli is there already"),
+        ("My-Thing", "beginning with a letter"),
+        ("class", "beginning with a letter"),
+        ("../up", "beginning with a letter"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_refused(relax: Relax, tmp_path: Path, name: str, reason: str) -> None:
+    done = relax("plugins", "new", name, "--dir", str(tmp_path / "x"))
+    assert done.exit_code == 2
+    assert reason in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_with_files_in_it_is_left_alone(relax: Relax, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    done = relax("plugins", "new", "mine", "--dir", str(tmp_path))
+    assert done.exit_code == 2
+    assert "[folder-in-use]" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_a_fix(relax: Relax, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = relax("plugins", "new", "mine", "--dir", str(tmp_path / "file" / "below"))
+    assert done.exit_code == 2
+    assert "[folder-not-writable]" in done.stderr

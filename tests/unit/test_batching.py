@@ -1,0 +1,186 @@
+"""Who trains which samples: every row exactly once, fairly, and the same plan wherever it is made."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_cli.roles.batching import (
+    Columns,
+    chunks_by_length,
+    make_micro_batch,
+    pad,
+    plan_rows,
+    split_balanced,
+    stack,
+    unpad,
+)
+
+LENGTHS = st.lists(st.integers(0, 5000), max_size=60)
+thorough = settings(max_examples=200, deadline=None)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    """Lengths of a rollout's samples, optimizer steps and ranks; there may be more ranks than samples."""
+    steps = draw(st.integers(1, 6))
+    size = draw(st.integers(1, 12))
+    lengths = draw(st.lists(st.integers(1, 5000), min_size=steps * size, max_size=steps * size))
+    return lengths, steps, draw(st.integers(1, 9))
+
+
+def columns(seed: int, prompt_lens: list[int], response_lens: list[int]) -> Columns:
+    """Samples keyed by rows that do not start at 0 and are not contiguous."""
+    g = torch.Generator().manual_seed(seed)
+    rows = [3 * i + 5 for i in range(len(prompt_lens))]
+    lens = list(zip(rows, prompt_lens, response_lens, strict=True))
+    return {
+        "tokens": {row: torch.randint(1, 99, (p + r,), generator=g) for row, p, r in lens},
+        "prompt_lens": {row: torch.tensor(p) for row, p, _ in lens},
+        "response_lens": {row: torch.tensor(r) for row, _, r in lens},
+        "values": {row: torch.randn(r, generator=g) for row, _, r in lens},
+        "rewards": {row: torch.randn((), generator=g) for row, _, _ in lens},
+    }
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Columns:
+    count = draw(st.integers(1, 12))
+    lens = [draw(st.lists(st.integers(low, 40), min_size=count, max_size=count)) for low in (1, 0)]
+    return columns(draw(st.integers(0, 999)), *lens)
+
+
+# -- ranks and steps -------------------------------------------------------------------------------
+
+
+@thorough
+@given(lengths=LENGTHS, parts=st.integers(1, 9))
+def test_a_deal_has_every_position_once_and_counts_equal_to_one(lengths: list[int], parts: int) -> None:
+    dealt = split_balanced(lengths, parts)
+    assert len(dealt) == parts
+    assert sorted(position for part in dealt for position in part) == list(range(len(lengths)))
+    counts = [len(part) for part in dealt]
+    assert max(counts) - min(counts) <= 1
+
+
+@thorough
+@given(lengths=LENGTHS, parts=st.integers(1, 9))
+def test_loads_of_ranks_with_equal_counts_differ_by_at_most_the_longest_sample(lengths: list[int], parts: int) -> None:
+    lengths = lengths[: len(lengths) // parts * parts]
+    loads = [sum(lengths[i] for i in part) for part in split_balanced(lengths, parts)]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+def test_long_samples_are_spread_and_short_ones_fill_up() -> None:
+    assert split_balanced([8, 7, 6, 5, 4, 3, 2, 1], 2) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert split_balanced([1, 1, 100, 1, 100, 1], 2) == [[2, 0, 3], [4, 1, 5]]
+    # A rank whose room is used up gets no more, however little it has to do.
+    assert split_balanced([10, 1, 1, 1], 2) == [[0, 3], [1, 2]]
+
+
+def test_more_ranks_than_samples_leave_some_idle() -> None:
+    assert split_balanced([4, 9], 4) == [[1], [0], [], []]
+    assert split_balanced([], 3) == [[], [], []]
+
+
+@thorough
+@given(plan=plans())
+def test_over_ranks_and_steps_every_row_is_trained_exactly_once(plan: tuple[list[int], int, int]) -> None:
+    lengths, steps, ranks = plan
+    of_ranks = [plan_rows(lengths, steps, ranks, rank) for rank in range(ranks)]
+    assert all(len(of_steps) == steps for of_steps in of_ranks)
+    dealt = [row for of_steps in of_ranks for rows in of_steps for row in rows]
+    assert sorted(dealt) == list(range(len(lengths)))
+
+
+@thorough
+@given(plan=plans())
+def test_a_step_trains_its_slice_of_the_rollout_with_counts_equal_to_one(plan: tuple[list[int], int, int]) -> None:
+    lengths, steps, ranks = plan
+    size = len(lengths) // steps
+    of_ranks = [plan_rows(lengths, steps, ranks, rank) for rank in range(ranks)]
+    for step in range(steps):
+        rows = [of_steps[step] for of_steps in of_ranks]
+        assert sorted(row for own in rows for row in own) == list(range(step * size, (step + 1) * size))
+        counts = [len(own) for own in rows]
+        assert max(counts) - min(counts) <= 1
+        slice_ = lengths[step * size : (step + 1) * size]
+        assert rows == [[step * size + i for i in part] for part in split_balanced(slice_, ranks)]
+
+
+def test_the_plan_is_pinned_since_ranks_never_exchange_it_and_a_resumed_run_repeats_it() -> None:
+    lengths = [7, 7, 2, 9, 1, 9, 3, 3, 5, 8, 5, 4]
+    assert plan_rows(lengths, 2, 3, 0) == [[3, 2], [9, 7]]
+    assert plan_rows(lengths, 2, 3, 1) == [[5, 4], [8, 11]]
+    assert plan_rows(lengths, 2, 3, 2) == [[0, 1], [10, 6]]
+
+
+def test_equal_lengths_are_dealt_in_row_order() -> None:
+    assert plan_rows([5] * 8, 2, 2, 0) == [[0, 2], [4, 6]]
+    assert plan_rows([5] * 8, 2, 2, 1) == [[1, 3], [5, 7]]
+
+
+# -- micro-batches ---------------------------------------------------------------------------------
+
+
+@thorough
+@given(batch=samples(), size=st.integers(1, 14), data=st.data())
+def test_chunks_have_every_row_once_are_full_but_the_last_and_ascend_in_length(
+    batch: Columns, size: int, data: st.DataObject
+) -> None:
+    rows = data.draw(st.permutations(list(batch["tokens"])))
+    chunks = chunks_by_length(batch, rows, size)
+    flat = [row for chunk in chunks for row in chunk]
+    assert sorted(flat) == sorted(rows)
+    assert all(len(chunk) == size for chunk in chunks[:-1])
+    assert 1 <= len(chunks[-1]) <= size
+    lengths = [batch["tokens"][row].numel() for row in flat]
+    assert lengths == sorted(lengths)
+    # The order the rows came in does not matter.
+    assert chunks == chunks_by_length(batch, sorted(rows), size)
+
+
+def test_no_rows_make_no_chunks() -> None:
+    assert chunks_by_length({}, [], 4) == []
+
+
+@thorough
+@given(batch=samples(), data=st.data())
+def test_a_micro_batch_holds_each_sample_left_aligned_and_zero_padded(batch: Columns, data: st.DataObject) -> None:
+    rows = data.draw(st.permutations(list(batch["tokens"])))
+    rows = rows[: data.draw(st.integers(1, len(rows)))]
+    micro = make_micro_batch(batch, rows, ["values", "rewards"])
+    assert micro.tokens_BS.shape == (len(rows), max(batch["tokens"][row].numel() for row in rows))
+    assert micro.fields["values"].shape == (len(rows), max(batch["values"][row].numel() for row in rows))
+    assert micro.fields.keys() == {"values", "rewards"}
+    for i, row in enumerate(rows):
+        tokens, values = batch["tokens"][row], batch["values"][row]
+        assert torch.equal(micro.tokens_BS[i, : tokens.numel()], tokens)
+        assert not micro.tokens_BS[i, tokens.numel() :].any()
+        assert torch.equal(micro.fields["values"][i, : values.numel()], values)
+        assert not micro.fields["values"][i, values.numel() :].any()
+        assert micro.fields["rewards"][i] == batch["rewards"][row]
+        assert (micro.prompt_lens_B[i], micro.response_lens_B[i]) == (
+            batch["prompt_lens"][row],
+            batch["response_lens"][row],
+        )
+
+
+@thorough
+@given(batch=samples(), data=st.data(), extra=st.integers(0, 9))
+def test_unpadding_undoes_padding_and_owns_its_memory(batch: Columns, data: st.DataObject, extra: int) -> None:
+    rows = data.draw(st.permutations(list(batch["tokens"])))
+    width = max(batch["values"][row].numel() for row in rows) + extra
+    padded_BT = stack(batch, "values", rows, width)
+    back = unpad(padded_BT, rows, batch["response_lens"])
+    padded_BT.fill_(-1.0)
+    assert back.keys() == set(rows)
+    assert all(torch.equal(back[row], batch["values"][row]) for row in rows)
+
+
+def test_padding_keeps_the_type() -> None:
+    for dtype in (torch.int64, torch.float32, torch.bool):
+        padded = pad([torch.ones(2, dtype=dtype), torch.ones(0, dtype=dtype)], 3)
+        assert padded.dtype == dtype
+        assert padded.tolist() == [[1, 1, 0], [0, 0, 0]]

@@ -1,0 +1,231 @@
+"""Parameter counts, memory and disk, batch arithmetic and placement of a plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_cli.backends.rollout import embedded
+from relax_cli.config import memory
+from relax_cli.config.facts import Facts
+from relax_cli.config.machine import Machine
+from relax_cli.config.machine_checks import machine_problems
+from relax_cli.config.model_spec import ModelSpec, read_spec
+from relax_cli.config.plan import build_plan, plan_dict
+from relax_cli.config.schema import Config
+from relax_cli.errors import ConfigError
+from relax_cli.plugin.graph import RoleSpec, ServiceGraph, base_graph
+
+QWEN3_4B = {
+    "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+QWEN25_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA3_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+ROLES = {"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}
+CRITIC = RoleSpec("critic", (), ("values",), uses_device=True)
+ADVANTAGES = RoleSpec("advantages", ("values",), ("advantages",), uses_device=False)
+GRAPH = base_graph().with_role(CRITIC).with_role(ADVANTAGES)
+SPACIOUS = Machine(memory=1 << 40, gpus=8, free_disk=lambda _: 1 << 50, ray_address="")
+
+
+def spec(folder: Path, config: dict[str, Any]) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_spec(folder)
+
+
+def config(**changes: Any) -> Config:
+    values: dict[str, dict[str, Any]] = {"batch": {"num_rollout": 4}, "parallel": {"resource": ROLES, "device": "cpu"}}
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        values.setdefault(section, {})[key] = value
+    return Config.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("facts", "policy"),
+    [
+        # 151936*2560 + 36*(2*2560*4096 + 2*2560*1024 + 3*2560*9728 + 2*2560 + 2*128) + 2560
+        (QWEN3_4B, 4_022_468_096),
+        # 2*151936*4096 + 36*(2*4096*4096 + 2*4096*1024 + 3*4096*12288 + 2*4096 + 2*128) + 4096
+        (QWEN3_8B, 8_190_735_360),
+        # 2*152064*3584 + 28*(2*3584*3584 + 2*3584*512 + 3584+2*512 + 3*3584*18944 + 2*3584) + 3584
+        (QWEN25_7B, 7_615_616_512),
+        # 2*128256*4096 + 32*(2*4096*4096 + 2*4096*1024 + 3*4096*14336 + 2*4096) + 4096
+        (LLAMA3_8B, 8_030_261_248),
+    ],
+)
+def test_parameters_of_known_models_are_exact(tmp_path: Path, facts: dict[str, Any], policy: int) -> None:
+    found = spec(tmp_path, facts)
+    assert found.parameters == policy
+    head = 0 if found.tied else found.vocab_size * found.hidden_size
+    assert found.value_parameters == policy - head + found.hidden_size + 1
+
+
+def test_tensor_parallel_ranks_share_matrices_and_repeat_norms(tmp_path: Path) -> None:
+    found = spec(tmp_path, LLAMA3_8B)
+    norms = (2 * found.num_layers + 1) * found.hidden_size
+    assert 4 * found.parameters_of_rank(4) == found.parameters + 3 * norms
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": "4096"}, {"num_hidden_layers": True}, {"vocab_size": 0}, {"rope_scaling": {"type": "linear"}}],
+)
+def test_a_config_that_makes_no_sense_is_refused_in_four_parts(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec(tmp_path, LLAMA3_8B | change)
+    assert caught.value.problems[0].id == "model-unsupported"
+
+
+def test_the_limits_of_the_engine_are_those_that_memory_counts_with() -> None:
+    assert memory.KV_CACHE_BYTES == embedded.CACHE_BYTES
+    assert embedded.EmbeddedEngine.__init__.__kwdefaults__["max_batch_size"] == memory.MOST_ROWS
+
+
+def test_training_state_takes_16_bytes_a_parameter_on_a_cpu_and_18_on_a_gpu(tmp_path: Path) -> None:
+    found = spec(tmp_path, QWEN3_4B)
+    for device, per_parameter in (("cpu", 16), ("cuda", 18)):
+        (actor,) = memory.roles_memory(config(parallel__device=device), ("actor",), found, memory.Lengths(8, 8))
+        assert actor.model_bytes == per_parameter * found.parameters
+
+
+def test_activations_grow_with_the_micro_batch_and_not_with_the_batch(tmp_path: Path) -> None:
+    found = spec(tmp_path, QWEN3_4B)
+
+    def working(**changes: Any) -> int:
+        (actor,) = memory.roles_memory(config(**changes), ("actor",), found, memory.Lengths(100, 100))
+        return sum(actor.working.values())
+
+    assert working(batch__micro_batch_size=8) == 2 * working(batch__micro_batch_size=4)
+    assert working(batch__micro_batch_size=4, batch__rollout_batch_size=64) == working(batch__micro_batch_size=4)
+    # No more samples than an optimizer step gives each data-parallel rank.
+    ranks = {**ROLES, "actor": [1, 4]}
+    few = {"batch__rollout_batch_size": 32, "batch__num_steps_per_rollout": 4, "parallel__resource": ranks}
+    assert working(batch__micro_batch_size=32, **few) == working(batch__micro_batch_size=2)
+
+
+def test_the_cache_of_the_engine_is_bounded_unless_one_row_needs_more(tmp_path: Path) -> None:
+    found = spec(tmp_path, QWEN3_4B)
+    one = memory.kv_cache_bytes(found, 1, 1000)
+    assert one == 2 * 4 * 36 * 8 * 128 * 1000
+    assert memory.engine_rows(found, 1000, 1000) == (1 << 30) // one
+    assert memory.engine_rows(found, 2, 1000) == 2
+    assert memory.engine_rows(found, 1000, 1_000_000) == 1
+
+
+def test_a_checkpoint_holds_weights_and_both_moments_of_what_is_saved(tmp_path: Path) -> None:
+    found = spec(tmp_path, QWEN3_4B)
+    assert memory.checkpoint_bytes(config(checkpoint__save="a"), found) == 12 * found.parameters
+    pair = config(checkpoint__save="a", critic__critic_save="c")
+    assert memory.checkpoint_bytes(pair, found) == 12 * (found.parameters + found.value_parameters)
+
+
+def plan_of(settings: Config, facts: Facts, graph: ServiceGraph = GRAPH) -> dict[str, Any]:
+    shown = plan_dict(build_plan(settings, graph.roles, facts, SPACIOUS, cores=2))
+    assert json.loads(json.dumps(shown)) == shown
+    return shown
+
+
+def test_prompts_become_samples_become_optimizer_steps() -> None:
+    settings = config(
+        batch__rollout_batch_size=16, batch__n_samples_per_prompt=4, batch__global_batch_size=32,
+        batch__num_rollout=None, batch__num_epoch=3, critic__num_critic_only_steps=5,
+        critic__critic_updates_per_step=2, rollout__rollout_max_response_len=10,
+    )  # fmt: skip
+    steps = plan_of(settings, Facts(prompts=100, prompt_lens=(3, 7, 5)))["steps"]
+    assert (steps["samples_per_rollout"], steps["steps_per_rollout"], steps["samples_per_step"]) == (64, 2, 32)
+    # 3 passes over 100 prompts are 18 whole rollouts of 16.
+    assert steps["rollouts"] == 18
+    assert steps["optimizer_steps"] == {"critic": 18 * 2 * 2, "actor": (18 - 5) * 2}
+    assert (steps["longest_prompt"], steps["most_tokens_per_rollout"]) == (7, 64 * 17)
+
+
+def test_rollouts_are_unknown_where_the_data_were_not_read() -> None:
+    steps = plan_of(config(batch__num_rollout=None, batch__num_epoch=1), Facts())["steps"]
+    assert (steps["rollouts"], steps["optimizer_steps"]) == (None, {})
+
+
+def test_roles_share_bundles_and_the_smaller_ones_leave_some_idle() -> None:
+    shown = plan_of(config(parallel__resource={**ROLES, "actor": [1, 4], "rollout": [1, 2]}), Facts())
+    placement = shown["placement"]
+    assert (placement["bundles"], placement["logical_cpus"]) == (4, 4 + 1 + 2)
+    assert placement["role_bundles"] == {"rollout": [0, 1], "critic": [0], "advantages": [], "actor": [0, 1, 2, 3]}
+    assert placement["idle_bundles"] == {"rollout": 2, "critic": 3}
+    assert [role["name"] for role in shown["roles"]] == ["rollout", "critic", "advantages", "actor"]
+    assert shown["gpus"]["needed"] == 0
+
+
+def test_gpus_are_those_of_the_largest_role_and_memory_is_that_of_one(tmp_path: Path) -> None:
+    roles = {"actor": [1, 8], "critic": [1, 8], "rollout": [1, 4], "advantages": [1, 0]}
+    settings = config(parallel__resource=roles, parallel__device="cuda", parallel__tensor_model_parallel_size=2)
+    facts = Facts(model=spec(tmp_path, QWEN3_4B))
+    shown = plan_of(settings, facts)
+    assert shown["gpus"]["needed"] == 8
+    of_one = shown["memory"]["phases"]["bytes"]
+    assert shown["memory"]["phases"]["of"] == "one GPU"
+    half = facts.model.parameters_of_rank(2)  # type: ignore[union-attr]
+    assert of_one["actor"] > 18 * half
+    assert shown["memory"]["parked_on_host_bytes"] > 8 * 18 * half
+
+
+def test_a_run_in_one_process_needs_less_than_one_on_ray(tmp_path: Path) -> None:
+    facts = Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
+    local, ray = (plan_of(config(parallel__launcher=launcher), facts)["memory"] for launcher in ("local", "ray"))
+    assert local["peak_bytes"] < ray["peak_bytes"]
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "ids"),
+    [
+        ({}, {}, []),
+        # Actor and critic: 32 bytes for each of 4.02e9 parameters, rollout 4: about 145 GB.
+        ({"memory": 100 * GB}, {}, ["memory-too-small"]),
+        ({"memory": 150 * GB}, {}, ["memory-tight"]),
+        ({"memory": 100 * GB, "ray_address": "auto"}, {}, []),
+        ({"memory": 100 * GB}, {"parallel__device": "cuda"}, []),
+        ({"gpus": 0}, {"parallel__device": "cuda"}, ["no-cuda-device"]),
+        ({"gpus": 0, "ray_address": "auto"}, {"parallel__device": "cuda"}, []),
+        ({"free_disk": lambda _: 40 * GB}, {"checkpoint__save": "a"}, ["disk-too-small"]),
+        ({"free_disk": lambda _: 40 * GB}, {}, []),
+        ({"free_disk": lambda _: 100 * GB}, {"checkpoint__save": "a"}, []),
+        (
+            {"free_disk": lambda _: 100 * GB},
+            {"checkpoint__save": "a", "checkpoint__save_interval": 1},
+            ["disk-fills-up"],
+        ),
+        (
+            {"free_disk": lambda _: 100 * GB},
+            {"checkpoint__save": "a", "checkpoint__save_interval": 1, "checkpoint__keep_checkpoints": 1},
+            [],
+        ),
+    ],
+)
+def test_what_a_machine_lacks(tmp_path: Path, machine: dict[str, Any], changes: dict[str, Any], ids: list[str]) -> None:
+    facts = Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
+    found = machine_problems(config(**changes), facts, replace(SPACIOUS, **machine))
+    assert [problem.id for problem in found] == ids
+    assert all(problem.fix for problem in found)
+
+
+def test_too_few_gpus_is_told_from_none(tmp_path: Path) -> None:
+    roles = {"actor": [1, 9], "rollout": [1, 8]}
+    settings = config(parallel__resource=roles, parallel__device="cuda")
+    assert [p.id for p in machine_problems(settings, Facts(), SPACIOUS)] == ["too-few-gpus"]
+    assert machine_problems(settings, Facts(), replace(SPACIOUS, gpus=9)) == []

@@ -1,0 +1,199 @@
+"""Reading all data before a launch: memory, Parquet, and a tokenizer that counts as the run's own does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from relax_cli.config.schema import DataSection
+from relax_cli.data.light_tokenizer import load_light
+from relax_cli.data.prompts import Prompt, load_prompts, scan_prompts
+from relax_cli.data.tokenise import encode_prompt, load_tokenizer, stop_token_ids
+from relax_cli.errors import ConfigError, Problem
+from relax_cli.quickstart.task import MODEL
+
+SECTION = DataSection(label_key="label")
+WORDS = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "<|user|>",
+    "<|assistant|>",
+    "hello",
+    "world",
+    "user",
+    ":",
+    '"',
+    "{",
+    "}",
+    "content",
+    "\n",
+]
+TEMPLATES = {
+    "plain": "{{ bos_token }}{% for m in messages %}<|user|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "blocks": "{%- for m in messages %}\n  {%- generation -%}\n {{ m.content }} {% endgeneration %}\n{%- endfor %}",
+    "json": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
+}
+
+
+def tokenizer_folder(folder: Path, template: str | None) -> Path:
+    """A model folder's tokenizer that adds a BOS token to plain text."""
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": len(WORDS), "eos_token_id": 2}))
+    return folder
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("inside_config", [False, True])
+def test_chats_become_the_ids_that_transformers_gives(tmp_path: Path, name: str, inside_config: bool) -> None:
+    folder = tokenizer_folder(tmp_path, TEMPLATES[name])
+    if inside_config:
+        # Older checkpoints keep it in tokenizer_config.json.
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATES[name]}))
+    chat = [{"role": "user", "content": "hello world"}, {"role": "user", "content": "world é"}]
+    own, light = load_tokenizer(folder), load_light(folder)
+    for prompt in (Prompt(chat, None, {}, ""), Prompt("hello  world", None, {}, "")):
+        expected = encode_prompt(own, prompt, apply_chat_template=True)
+        assert encode_prompt(light, prompt, apply_chat_template=True) == expected
+    assert stop_token_ids(folder, light) == stop_token_ids(folder, own) == (2,)
+
+
+def test_plain_text_becomes_the_ids_that_transformers_gives(tmp_path: Path) -> None:
+    for folder, text in ((tokenizer_folder(tmp_path, None), "hello <|user|> world"), (MODEL, "37+58=")):
+        prompt = Prompt(text, None, {}, "")
+        expected = encode_prompt(load_tokenizer(folder), prompt, apply_chat_template=False)
+        assert encode_prompt(load_light(folder), prompt, apply_chat_template=False) == expected
+    assert load_light(tmp_path / "nowhere") is None
+
+
+def test_a_template_that_refuses_or_is_absent_is_a_problem_with_the_row(tmp_path: Path) -> None:
+    prompt = Prompt("hello", None, {}, "data.jsonl:3")
+    for template, message in (
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        (None, "no chat template"),
+    ):
+        light = load_light(tokenizer_folder(tmp_path / message, template))
+        with pytest.raises(ConfigError) as caught:
+            encode_prompt(light, prompt, apply_chat_template=True)
+        assert message in caught.value.problems[0].message
+        assert caught.value.problems[0].where == "data.jsonl:3"
+
+
+def test_a_damaged_tokenizer_is_a_problem(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path, None)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        load_light(folder)
+    assert caught.value.problems[0].id == "model-folder"
+
+
+def test_a_scan_keeps_the_first_rows_counts_the_rest_and_checks_all(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"input": f"p{i}", "label": i}) + "\n" for i in range(5000)))
+    seen: list[float] = []
+    scan = scan_prompts(SECTION, str(path), keep=2, progress=lambda name, part: seen.append(part))
+    assert (scan.count, [prompt.content for prompt in scan.first]) == (5000, ["p0", "p1"])
+    assert [round(part, 1) for part in seen] == [0.4, 0.8]
+
+    def even(prompt: Prompt) -> Problem | None:
+        return None if int(prompt.label or 0) % 2 else Problem("even", "even", "fix", where=prompt.source)
+
+    with pytest.raises(ConfigError) as caught:
+        scan_prompts(SECTION, str(path), check=even)
+    assert len(caught.value.problems) == 21
+    assert caught.value.problems[-1].message == "2480 more bad rows"
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    row = (json.dumps({"input": "x" * 1000, "label": "y"}) + "\n") * 1000
+    with path.open("w") as file:
+        for _ in range(64):
+            file.write(row)
+    code = (
+        "import resource, sys; from relax_cli.config.schema import DataSection\n"
+        "from relax_cli.data.prompts import scan_prompts\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "scan = scan_prompts(DataSection(label_key='label'), sys.argv[1], keep=128)\n"
+        "print(scan.count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    count, grown_kb = map(int, done.stdout.split())
+    assert count == 64_000
+    assert grown_kb < 16_000
+
+
+def test_one_endless_line_is_refused_without_reading_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_cli.data.prompts.MOST_LINE_BYTES", 1000)
+    path = tmp_path / "array.jsonl"
+    path.write_text(json.dumps([{"input": "x", "label": "y"}] * 100))
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(SECTION, str(path))
+    assert [(p.message, p.where) for p in caught.value.problems] == [("line is too long", f"{path}:1")]
+
+
+class TestParquet:
+    """Needs pyarrow, which the `test` extra brings."""
+
+    @staticmethod
+    def write(folder: Path, rows: list[dict[str, Any]]) -> str:
+        pyarrow = pytest.importorskip("pyarrow", reason="needs the `parquet` extra")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data.parquet")
+        return str(folder / "data.parquet")
+
+    def test_rows_become_the_prompts_that_json_lines_give(self, tmp_path: Path) -> None:
+        chat = [{"role": "user", "content": "hi"}]
+        rows: list[dict[str, Any]] = [
+            {"input": chat, "label": "né", "metadata": {"level": 1}},
+            {"input": chat, "label": "2", "metadata": None},
+        ]
+        found = load_prompts(SECTION, self.write(tmp_path, rows))
+        assert [(p.content, p.label, p.metadata) for p in found] == [(chat, "né", {"level": 1}), (chat, "2", {})]
+        assert found[1].source.endswith("data.parquet: row 2")
+
+    def test_bad_rows_and_missing_columns_are_named(self, tmp_path: Path) -> None:
+        spec = self.write(tmp_path, [{"input": "x", "label": "y"}, {"input": None, "label": "y"}])
+        with pytest.raises(ConfigError) as caught:
+            load_prompts(SECTION, spec)
+        assert [p.where for p in caught.value.problems] == [f"{spec}: row 2"]
+        with pytest.raises(ConfigError) as caught:
+            load_prompts(DataSection(input_key="prompt"), spec)
+        assert caught.value.problems[0].fix == "--input-key input"
+
+    def test_a_damaged_file_is_one_problem(self, tmp_path: Path) -> None:
+        spec = self.write(tmp_path, [{"input": "x", "label": "y"}])
+        Path(spec).write_bytes(b"PAR1 and nothing else")
+        with pytest.raises(ConfigError) as caught:
+            load_prompts(SECTION, spec)
+        assert [p.id for p in caught.value.problems] == ["prompt-data-unreadable"]
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(SECTION, str(tmp_path / "data.parquet"))
+    (problem,) = caught.value.problems
+    assert (problem.id, problem.fix) == ("parquet-missing", "pip install 'relax-cli[parquet]'")
