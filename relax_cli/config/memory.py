@@ -18,6 +18,7 @@ from relax_cli.config.schema import Config
 MIB = 1 << 20
 LIBRARIES = "Python and libraries"
 OBJECT_STORE = "object store"
+GRADIENTS = "gradients"
 
 BASE_BYTES = 450 * MIB
 """Memory of a worker before it holds a model: Python, torch, Ray and what the role imports (measured)."""
@@ -74,6 +75,11 @@ class RoleMemory:
     def model_bytes(self) -> int:
         """What it holds all the time."""
         return sum(self.resident.values()) - self.base_bytes
+
+    @property
+    def parked_bytes(self) -> int:
+        """What goes to host memory while the role sleeps on a GPU; gradients are dropped."""
+        return self.model_bytes - self.resident.get(GRADIENTS, 0)
 
     @property
     def extra_bytes(self) -> int:
@@ -187,14 +193,16 @@ class _Sizes:
             working = {"activations": self._activations(self._micro_batch(ranks))}
         if role == "actor":
             working |= {"logits": self._logits(self._micro_batch(ranks))}
-            publishing = self._published(times=1)
+            publishing = self._published()
         elif role == "reference":
             resident, working = base | {"weights": weights}, self._forward_only(ranks)
         elif role == "rollout":
             # Tied weights are held twice on a CPU: rows of the embedding, and packed for the output layer.
             head = 4 * self.spec.vocab_size * self.spec.hidden_size if self.spec.tied and self.on_cpu else 0
-            resident, working = base | {"weights": weights + head}, self._generation(ranks)
-            publishing = self._published(times=2) | ({"unpacked weights": weights} if self.on_cpu else {})
+            resident = base | {"weights": weights + head}
+            if self.on_cpu:
+                working = self._generation(ranks)
+                publishing = self._published() | {"unpacked weights": weights}
         return RoleMemory(role, ranks, resident, working, publishing, keeps_freed=self.on_cpu)
 
     def _trained(self, role: str) -> dict[str, int]:
@@ -203,20 +211,16 @@ class _Sizes:
         parameters = count(self.tensor_parallel)
         held = {
             "weights": precision.weights * parameters,
-            "gradients": precision.gradients * parameters,
+            GRADIENTS: precision.gradients * parameters,
             "Adam moments": precision.moments * parameters,
         }
         return held | ({"fp32 master weights": precision.master * parameters} if precision.master else {})
 
-    def _published(self, *, times: int) -> dict[str, int]:
-        """Weights on their way through Ray's object store; pickle makes a copy to write, and two to read."""
-        if self.config.parallel.launcher == "local":
+    def _published(self) -> dict[str, int]:
+        """Weights in Ray's object store, where actor and rollout workers share them."""
+        if self.config.parallel.launcher == "local" or not self.on_cpu:
             return {}
-        spec = self.spec
-        # gate_proj and up_proj are views of one fused matrix, and pickle writes all of it for each of the two.
-        twice = 2 * spec.num_layers * spec.ffn_hidden_size * spec.hidden_size
-        size = self.precision.weights * (spec.parameters + twice)
-        return {OBJECT_STORE: size, "pickled weights": times * size}
+        return {OBJECT_STORE: self.precision.weights * self.spec.parameters}
 
     def _generation(self, ranks: int) -> dict[str, int]:
         spec, lengths, batch = self.spec, self.lengths, self.config.batch
@@ -227,8 +231,8 @@ class _Sizes:
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         width = 3 * spec.hidden_size + 2 * queries + 3 * keys + 3 * spec.ffn_hidden_size
         return {
-            "KV cache": kv_cache_bytes(spec, rows, columns) * self.precision.activations // 4,
-            "activations": self.precision.activations * tokens * width,
+            "KV cache": kv_cache_bytes(spec, rows, columns),
+            "activations": 4 * tokens * width,
             # Logits, log-softmax and its exponential in fp32, the cumulative sum in fp64.
             "sampling": 20 * rows * spec.vocab_size,
         }

@@ -147,7 +147,7 @@ def build_plan(
         parameters=parameters,
         phases=phase_bytes(config, memory) if memory else {},
         peak=host_peak(config, memory) if memory and not on_gpu else 0,
-        parked=sum(m.ranks * m.model_bytes for m in memory if m.role in ("actor", "critic")) if on_gpu else 0,
+        parked=sum(m.ranks * m.parked_bytes for m in memory if m.role in ("actor", "critic")) if on_gpu else 0,
         checkpoint=checkpoint_bytes(config, facts.model) if saves and facts.model is not None else 0,
         checkpoints_kept=kept_checkpoints(config, facts) if saves else 0,
         disk_free=machine.free_disk(config.checkpoint.save or "."),
@@ -248,7 +248,8 @@ def _assumptions(config: Config, facts: Facts) -> list[str]:
         prompts = f"prompts of {ASSUMED_PROMPT} tokens, as none could be counted"
     found = [f"{prompts}; every response as long as allowed", f"numbers: {precision_of(config).name}"]
     if config.parallel.device == "cuda":
-        found.append("no recomputation; sleeping roles are parked in host memory")
+        found.append("no recomputation; sleeping roles are parked in host memory, their gradients dropped")
+        found.append("of the rollout engine the weights only: its cache is as large as it is allowed to be")
         return found
     found.append("sleeping roles keep weights, gradients and moments")
     found.append("memory that a phase frees mostly stays with its process")

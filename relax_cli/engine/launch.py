@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -23,6 +24,9 @@ from relax_cli.engine.local import free_port
 from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.session import RoleGroup, Roles, Session
 from relax_cli.errors import EnvironmentFault, Problem, RelaxError, RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARE = 0.25
 """Part of a bundle's CPU, and of its GPU, that each of the roles taking turns in it asks Ray for."""
@@ -75,11 +79,31 @@ class RoleWorker:
     def export_weights(self) -> list[ray.ObjectRef]:
         """The actor's weights in the object store; empty on ranks that hold no full copy."""
         named = self.role.export_weights()
-        return [] if named is None else [ray.put(named)]
+        return [] if named is None else [ray.put(as_arrays(named))]
 
     def load_weights(self, refs: list[ray.ObjectRef], version: int) -> None:
         """Read exported weights from the object store into the rollout engine."""
-        self.role.load_weights(ray.get(refs[0]).items(), version)
+        self.role.load_weights(as_tensors(ray.get(refs[0])), version)
+
+
+def as_arrays(named: Mapping[str, Tensor]) -> dict[str, tuple[str, Any]]:
+    """Name to type name and bytes of each tensor: Ray copies arrays once and shares them, where it pickles tensors."""
+    import torch
+
+    return {
+        name: (str(tensor.dtype).removeprefix("torch."), tensor.contiguous().view(torch.uint8).numpy())
+        for name, tensor in named.items()
+    }
+
+
+def as_tensors(arrays: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors again, over the same memory, which is read-only: they are to be copied from."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, (dtype, array) in arrays.items():
+            yield name, torch.from_numpy(array).view(getattr(torch, dtype))
 
 
 class RayRole(RoleGroup):

@@ -82,6 +82,7 @@ def test_a_run_in_one_process_takes_the_memory_of_its_plan_within_a_fifth(
     assert usage.ru_maxrss * 1024 == pytest.approx(plan["peak_bytes"], rel=0.2), plan
 
 
+@pytest.mark.slow  # Sums what other processes hold at instants, which a busy machine makes miss the peak.
 def test_a_run_on_ray_takes_the_memory_of_its_plan_within_a_fifth(tmp_path: Path) -> None:
     prepare(tmp_path / "quickstart", seed=1, steps=2)
     words = words_for(tmp_path / "quickstart" / "model", "--num-rollout", "3")

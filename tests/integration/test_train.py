@@ -37,9 +37,7 @@ def start(task: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     no_eval = ["--set", "eval.eval_prompt_data=[]", "--set", "eval.eval_interval=null"]
     command = [*RELAX, "train", "--recipe", str(task / "recipe.yaml"), *small, *folders, *no_eval, *options]
     # A process group of its own, as a shell gives it: Ctrl-C in a terminal reaches all of it.
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def train(task: Path, out: Path, *options: str) -> list[dict[str, Any]]:
