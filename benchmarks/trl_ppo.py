@@ -11,6 +11,7 @@ import os
 import statistics
 import tempfile
 import time
+from typing import Any
 
 os.environ.update(
     HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1", CUDA_VISIBLE_DEVICES=""
@@ -26,6 +27,34 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def make_config(args: argparse.Namespace) -> Any:
+    """TRL's settings for the same work: one epoch, `batch / minibatch` optimizer steps."""
+    from trl.experimental.ppo import PPOConfig
+
+    return PPOConfig(
+        output_dir=tempfile.mkdtemp(prefix="trl-ppo-"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        seed=0,
+        learning_rate=1e-4,
+        # With gradient accumulation TRL takes one optimizer step per epoch instead of one per minibatch.
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=args.batch,
+        num_mini_batches=args.batch // args.minibatch,
+        num_ppo_epochs=1,
+        total_episodes=args.batch * args.steps,
+        response_length=args.new_tokens,
+        temperature=1.0,
+        local_rollout_forward_batch_size=args.batch,
+        num_sample_generations=0,
+    )
+
+
 def main() -> None:
     args = parse()
     import datasets
@@ -36,7 +65,7 @@ def main() -> None:
         PreTrainedTokenizerFast,
         TrainerCallback,
     )
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
+    from trl.experimental.ppo import PPOTrainer
 
     torch.set_num_threads(args.threads)
 
@@ -61,30 +90,8 @@ def main() -> None:
     with open(args.prompts) as lines:
         rows = [tokenizer(json.loads(line)["input"]).input_ids for line in lines]
     clock = Clock()
-    config = PPOConfig(
-        output_dir=tempfile.mkdtemp(prefix="trl-ppo-"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        seed=0,
-        learning_rate=1e-4,
-        # With gradient accumulation TRL takes one optimizer step per epoch instead of one per minibatch.
-        gradient_accumulation_steps=1,
-        per_device_train_batch_size=args.batch,
-        num_mini_batches=args.batch // args.minibatch,
-        num_ppo_epochs=1,
-        total_episodes=args.batch * args.steps,
-        response_length=args.new_tokens,
-        temperature=1.0,
-        local_rollout_forward_batch_size=args.batch,
-        num_sample_generations=0,
-    )
     trainer = PPOTrainer(
-        args=config,
+        args=make_config(args),
         processing_class=tokenizer,
         model=policy,
         ref_model=reference,

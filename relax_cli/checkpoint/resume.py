@@ -22,7 +22,7 @@ from relax_cli.errors import Problem, ResumeError
 class ResumeDecision:
     """What the roles load."""
 
-    verdict: Literal["cold-start", "resume"]
+    verdict: Literal["cold-start", "resume", "refuse"]
     iteration: int | None = None
     """Finished rollouts; also the id of the next one."""
     actor: Path | None = None
@@ -35,9 +35,18 @@ class Side:
 
     role: str
     option: str
-    folder: Path
+    folder: Path | None
     iteration: int | None
     problem: Problem | None
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """The decision and what it rests on."""
+
+    decision: ResumeDecision
+    sides: tuple[Side, ...]
+    problems: tuple[Problem, ...]
 
 
 def decide_resume(load: str | None, critic_load: str | None, *, has_critic: bool) -> ResumeDecision:
@@ -46,27 +55,52 @@ def decide_resume(load: str | None, critic_load: str | None, *, has_critic: bool
     Raises:
         ResumeError: the checkpoints do not fit together, or cannot be read; holds every problem.
     """
-    if load is None and critic_load is None:
-        return ResumeDecision("cold-start")
-    sides = [inspect("actor", "--load", load)]
+    report = examine_resume(load, critic_load, has_critic=has_critic)
+    if report.problems:
+        raise ResumeError(report.problems)
+    return report.decision
+
+
+def examine_resume(load: str | None, critic_load: str | None, *, has_critic: bool, deep: bool = False) -> ResumeReport:
+    """The same without raising.
+
+    Args:
+        deep: compare the hash of every file, too.
+    """
+    sides = [inspect("actor", "--load", load, deep=deep)]
     if has_critic:
-        sides.append(inspect("critic", "--critic-load" if critic_load else "--load", critic_load or load))
+        option = "--critic-load" if critic_load else "--load"
+        sides.append(inspect("critic", option, critic_load or load, deep=deep))
     problems = [side.problem for side in sides if side.problem is not None]
     if not problems and len({side.iteration for side in sides}) > 1:
         problems.append(_mismatch(*sides))
-    if problems:
-        raise ResumeError(problems)
     iteration = sides[0].iteration
-    if iteration is None:
-        return ResumeDecision("cold-start")
-    folders = {side.role: layout.iteration_folder(side.folder, iteration) for side in sides}
-    return ResumeDecision("resume", iteration, folders["actor"], folders.get("critic"))
+    if problems:
+        decision = ResumeDecision("refuse")
+    elif iteration is None:
+        decision = ResumeDecision("cold-start")
+    else:
+        folders = {s.role: layout.iteration_folder(s.folder, iteration) for s in sides if s.folder is not None}
+        decision = ResumeDecision("resume", iteration, folders["actor"], folders.get("critic"))
+    return ResumeReport(decision, tuple(sides), tuple(problems))
 
 
-def inspect(role: str, option: str, folder: str | None) -> Side:
+def was_saved_beside_a_critic(load: str) -> bool:
+    """Whether the newest checkpoint in the folder says that its run had a critic; False where nothing can be read."""
+    tracker = layout.read_tracker(Path(load))
+    if not isinstance(tracker.iteration, int):
+        return False
+    try:
+        meta = layout.read_meta(layout.iteration_folder(Path(load), tracker.iteration))
+    except ResumeError:
+        return False
+    return bool(meta.extra.get("has_critic", False))
+
+
+def inspect(role: str, option: str, folder: str | None, *, deep: bool = False) -> Side:
     """Read tracker and `relax.json` of one role."""
     if folder is None:
-        return Side(role, option, Path(), None, None)
+        return Side(role, option, None, None, None)
     path = Path(folder)
     tracker = layout.read_tracker(path)
     if tracker.problem is not None:
@@ -76,16 +110,16 @@ def inspect(role: str, option: str, folder: str | None) -> Side:
         return Side(role, option, path, None, _unusable(option, path, reason))
     if tracker.iteration is None:
         return Side(role, option, path, None, None)
-    return Side(role, option, path, tracker.iteration, _damage(role, option, path, tracker.iteration))
+    return Side(role, option, path, tracker.iteration, _damage(role, option, path, tracker.iteration, deep))
 
 
-def _damage(role: str, option: str, folder: Path, iteration: int) -> Problem | None:
+def _damage(role: str, option: str, folder: Path, iteration: int, deep: bool) -> Problem | None:
     """Why the checkpoint that the tracker names cannot be loaded as `role`'s; None when it can."""
     checkpoint = layout.iteration_folder(folder, iteration)
     if not checkpoint.is_dir():
         return _unusable(option, folder, f"the tracker names iteration {iteration}, but {checkpoint.name} is missing")
     try:
-        meta, found = layout.read_meta(checkpoint), layout.damages(checkpoint)
+        meta, found = layout.read_meta(checkpoint), layout.damages(checkpoint, deep=deep)
     except ResumeError as error:
         return error.problems[0]
     if meta.role != role:
@@ -124,7 +158,7 @@ def _mismatch(actor: Side, critic: Side) -> Problem:
         id="resume-pair-mismatch",
         message="actor and critic would resume from different iterations",
         option=critic.option,
-        where=f"{actor.folder} and {critic.folder}",
+        where=" and ".join(str(side.folder or "(not given)") for side in (actor, critic)),
         got=f"actor {_shown(actor)}, critic {_shown(critic)}",
         expected="the same iteration of both",
         fix=fix,
@@ -132,8 +166,10 @@ def _mismatch(actor: Side, critic: Side) -> Problem:
 
 
 def _complete(side: Side) -> set[int]:
-    iterations = layout.list_iterations(side.folder)
-    return {i for i in iterations if layout.is_complete(layout.iteration_folder(side.folder, i))}
+    if side.folder is None:
+        return set()
+    folder = side.folder
+    return {i for i in layout.list_iterations(folder) if layout.is_complete(layout.iteration_folder(folder, i))}
 
 
 def _shown(side: Side) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from relax_cli.cli import recipes
+from relax_cli.cli import checkpoint, recipes
 from relax_cli.cli.console import Output, is_debug
 from relax_cli.cli.doctor import doctor_command
 from relax_cli.cli.options import ConfigCommand
@@ -61,6 +61,7 @@ def build_app(plugins: Plugins) -> typer.Typer:
     app.command("doctor")(doctor_command(plugins))
     app.add_typer(plugins_app(plugins), name="plugins")
     app.add_typer(recipes.app, name="recipes")
+    app.add_typer(checkpoint.app, name="checkpoint")
     return app
 
 

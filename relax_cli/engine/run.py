@@ -87,7 +87,7 @@ def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun
             [Recorder(writers, display, plugins)],
             first=first,
             dump_fields=[name for name in DUMPED_FIELDS if name in written],
-            checkpoint_meta=checkpoint_meta(config, resolved),
+            checkpoint_meta=checkpoint_meta(config, resolved, graph),
             status=display.status,
         )
         ended_by: BaseException | None = None
@@ -226,9 +226,13 @@ def terminate_as_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def checkpoint_meta(config: Config, resolved: Resolved) -> dict[str, Any]:
+def checkpoint_meta(config: Config, resolved: Resolved, graph: ServiceGraph) -> dict[str, Any]:
     """What every checkpoint of the run says about where it came from."""
-    return {"estimator": config.algorithm.advantage_estimator, "config_hash": resolved.config_hash}
+    return {
+        "estimator": config.algorithm.advantage_estimator,
+        "has_critic": "critic" in graph,
+        "config_hash": resolved.config_hash,
+    }
 
 
 def resume_command(config: Config, resolved: Resolved, report: RunReport) -> str | None:
