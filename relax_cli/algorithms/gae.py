@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from relax_cli.algorithms.masking import as_bool, select
 
 # Chunks start at multiples of _CHUNK of the token index whatever T is, so padding cannot change a rounding.
-_CHUNK = 128
+_CHUNK = 64
 # Rows worked on together: few enough that a block of long rows stays in the processor's cache.
-_ROWS = 128
+_ROWS = 64
 
 
 @torch.no_grad()
