@@ -58,15 +58,16 @@ def gae(
     mask_BT, rewards_BT, values_BT = as_bool(mask), rewards.float(), values.float()
     for start in range(0, mask.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
+        keep_BT = _all_bits(mask_BT[rows])
         raw_BT = _advantages(
             rewards_BT[rows],
             values_BT[rows],
             mask_BT[rows],
+            keep_BT,
             gamma,
             lam[rows] if isinstance(lam, Tensor) else lam,
             None if bootstrap is None else bootstrap[rows].float(),
         )
-        keep_BT = _all_bits(mask_BT[rows])
         _copy_kept(raw_BT, keep_BT, into=advantages_BT[rows])
         _copy_kept(raw_BT.add_(values_BT[rows]), keep_BT, into=returns_BT[rows])
     return advantages_BT, returns_BT
@@ -76,11 +77,12 @@ def _advantages(
     rewards_BT: Tensor,
     values_BT: Tensor,
     mask_BT: Tensor,
+    keep_BT: Tensor,
     gamma: float,
     lam: float | Tensor,
     end_B: Tensor | None,
 ) -> Tensor:
-    """Advantages, garbage in masked slots, from the λ-return form of GAE.
+    """Advantages, garbage in masked slots, from the λ-return form of GAE; `keep_BT` is the mask as `_all_bits`.
 
     `R_t = r_t + γ S_{t+1}` and `A_t = R_t − V_t`, with `S_t = (1−λ)V_t + λr_t + γλ S_{t+1}` at trainable
     tokens and `S_t = S_{t+1}` at masked ones. It needs one carry where the usual form needs two (A and V), so
@@ -95,7 +97,7 @@ def _advantages(
     else:
         blend_BT = torch.mul(values_BT, 1 - lam).add_(rewards_BT * lam)
         decay = gamma * lam
-    _copy_kept(blend_BT, _all_bits(mask_BT), into=blend_BT)
+    _copy_kept(blend_BT, keep_BT, into=blend_BT)
     if end_B is None and _is_prefix(mask_BT):
         # Nothing is carried through the masked tail, so it may decay like the rest.
         state_BT = _scan(blend_BT, None, blend_BT.new_zeros(blend_BT.shape[0]), decay)
