@@ -2,7 +2,7 @@
 
 Megatron fuses `q_proj, k_proj, v_proj` into one matrix ordered by key-value group (the group's queries, its key, its
 value) and `gate_proj, up_proj` into one (gate first). Under tensor parallelism a rank holds whole groups, and its
-own slice of gate followed by its own slice of up.
+own slice of gate followed by its own slice of up. A vocabulary that does not divide gets rows of zeros at its end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from relax_cli.checkpoint.hf import ModelSpec
@@ -19,9 +20,31 @@ EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 OUTPUT = "output_layer.weight"
 
+_OUTSIDE_LAYERS = {
+    EMBEDDING: "model.embed_tokens.weight",
+    FINAL_NORM: "model.norm.weight",
+    OUTPUT: "lm_head.weight",
+}
+_IN_LAYER = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+"""Parameters of a layer that are the same tensor on both sides."""
+
 
 def hf_to_megatron(weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int, tp_rank: int) -> dict[str, Tensor]:
-    """The state of one tensor-parallel rank, by Megatron's parameter names.
+    """The state of one tensor-parallel rank, by Megatron's parameter names; `rank_tensors` gives it piece by piece."""
+    return dict(rank_tensors(weights, spec, tp_size, tp_rank))
+
+
+def rank_tensors(
+    weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int, tp_rank: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of one tensor-parallel rank, read as they are asked for: a whole model may not fit the memory.
 
     Args:
         weights: all tensors of the model under their Hugging Face names.
@@ -31,26 +54,47 @@ def hf_to_megatron(weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int,
     """
     check_divisible(spec, tp_size)
     reader = _Reader(weights, spec)
-    state = {
-        EMBEDDING: reader.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size),
-        FINAL_NORM: reader.take("model.norm.weight", spec.hidden_size),
-    }
-    if not spec.tied:
-        state[OUTPUT] = reader.take("lm_head.weight", spec.vocab_size, spec.hidden_size)
+    for name in (EMBEDDING,) if spec.tied else (EMBEDDING, OUTPUT):
+        matrix = reader.take(_OUTSIDE_LAYERS[name], spec.vocab_size, spec.hidden_size)
+        filler = padded_vocab(spec, tp_size) - spec.vocab_size
+        yield name, shard_for_rank(name, F.pad(matrix, (0, 0, 0, filler)) if filler else matrix, tp_size, tp_rank)
+    yield FINAL_NORM, reader.take(_OUTSIDE_LAYERS[FINAL_NORM], spec.hidden_size)
     for layer in range(spec.num_layers):
-        state |= _read_layer(reader, layer)
+        for name, tensor in _read_layer(reader, layer).items():
+            yield name, shard_for_rank(name, tensor, tp_size, tp_rank)
     reader.refuse_unused()
-    return {name: shard_for_rank(name, tensor, tp_size, tp_rank) for name, tensor in state.items()}
 
 
 def megatron_to_hf(full_state: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face names and tensors of an unsharded Megatron state (see `merge_shards`)."""
-    yield "model.embed_tokens.weight", full_state[EMBEDDING]
-    for layer in range(spec.num_layers):
-        yield from _write_layer(full_state, spec, layer)
-    yield "model.norm.weight", full_state[FINAL_NORM]
-    if not spec.tied:
-        yield "lm_head.weight", full_state[OUTPUT]
+    for name in megatron_names(spec):
+        yield from hf_tensors(name, full_state[name], spec)
+
+
+def megatron_names(spec: ModelSpec) -> list[str]:
+    """Every parameter of a policy, in the order in which Hugging Face writes what is made of it."""
+    names = [EMBEDDING, *(f"decoder.layers.{i}.{part}" for i in range(spec.num_layers) for part in _layer_parts(spec))]
+    return [*names, FINAL_NORM] if spec.tied else [*names, FINAL_NORM, OUTPUT]
+
+
+def hf_tensors(name: str, full: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors, one or more, that the unsharded Megatron parameter `name` holds.
+
+    They may be views of it. Works on tensors of the `meta` device, too.
+    """
+    if name in _OUTSIDE_LAYERS:
+        yield _OUTSIDE_LAYERS[name], full if name == FINAL_NORM else full[: spec.vocab_size]
+        return
+    layer, part = name.removeprefix("decoder.layers.").split(".", 1)
+    hf = f"model.layers.{layer}"
+    if part.startswith("self_attention.linear_qkv."):
+        yield from _write_qkv(full, spec, hf, part.rpartition(".")[2])
+    elif part == "mlp.linear_fc1.weight":
+        gate, up = full.chunk(2)
+        yield f"{hf}.mlp.gate_proj.weight", gate.contiguous()
+        yield f"{hf}.mlp.up_proj.weight", up.contiguous()
+    else:
+        yield f"{hf}.{_IN_LAYER[part]}", full
 
 
 def shard_for_rank(name: str, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
@@ -84,13 +128,22 @@ def merge_shards(name: str, shards: Sequence[Tensor]) -> Tensor:
             return torch.cat(list(shards))
 
 
+def padded_vocab(spec: ModelSpec, tp_size: int) -> int:
+    """Rows of the embedding over all ranks: the vocabulary, and what makes every rank's slice equally long."""
+    return spec.vocab_size + -spec.vocab_size % tp_size
+
+
+def is_sharded(name: str) -> bool:
+    """Whether tensor-parallel ranks hold different parts of a parameter; else each holds all of it."""
+    return _partition_of(name) != "none"
+
+
 def check_divisible(spec: ModelSpec, tp_size: int) -> None:
     """Raises ConfigError where a dimension does not divide by the tensor-parallel size."""
     parts = {
         "attention heads": spec.num_heads,
         "key-value heads": spec.num_kv_heads,
         "FFN size": spec.ffn_hidden_size,
-        "vocabulary": spec.vocab_size,
     }
     problems = [
         Problem(
@@ -189,23 +242,17 @@ def _read_qkv(reader: _Reader, hf: str, kind: str, *tail: int) -> Tensor:
     return torch.cat([part.reshape(groups, -1, *tail) for part in parts], dim=1).reshape(-1, *tail)
 
 
-def _write_layer(state: Mapping[str, Tensor], spec: ModelSpec, layer: int) -> Iterator[tuple[str, Tensor]]:
-    hf, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    yield f"{hf}.input_layernorm.weight", state[f"{ours}.input_layernorm.weight"]
-    for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-        yield from _write_qkv(state[f"{ours}.self_attention.linear_qkv.{kind}"], spec, hf, kind)
-    if spec.qk_norm:
-        for part in ("q", "k"):
-            yield (
-                f"{hf}.self_attn.{part}_norm.weight",
-                state[f"{ours}.self_attention.{part}_layernorm.weight"],
-            )
-    yield f"{hf}.self_attn.o_proj.weight", state[f"{ours}.self_attention.linear_proj.weight"]
-    yield f"{hf}.post_attention_layernorm.weight", state[f"{ours}.pre_mlp_layernorm.weight"]
-    gate, up = state[f"{ours}.mlp.linear_fc1.weight"].chunk(2)
-    yield f"{hf}.mlp.gate_proj.weight", gate.contiguous()
-    yield f"{hf}.mlp.up_proj.weight", up.contiguous()
-    yield f"{hf}.mlp.down_proj.weight", state[f"{ours}.mlp.linear_fc2.weight"]
+def _layer_parts(spec: ModelSpec) -> list[str]:
+    norms = [f"self_attention.{part}_layernorm.weight" for part in ("q", "k")] if spec.qk_norm else []
+    return [
+        "input_layernorm.weight",
+        *(f"self_attention.linear_qkv.{kind}" for kind in (("weight", "bias") if spec.qkv_bias else ("weight",))),
+        *norms,
+        "self_attention.linear_proj.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    ]
 
 
 def _write_qkv(fused: Tensor, spec: ModelSpec, hf: str, kind: str) -> Iterator[tuple[str, Tensor]]:

@@ -6,23 +6,33 @@
 
 An iteration is a number of finished rollouts. While it is written a checkpoint has a temporary name, so a folder with a
 final name is complete unless something damaged it later.
+
+What is read here may have been written by anybody: nothing is unpickled, no path leads out of the checkpoint, and
+neither a pipe nor a file of any size can hold the reader up.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import shutil
+import stat
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
 
 from relax_cli.errors import Problem, ResumeError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 META_FILE = "relax.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Format 1 kept the random state as a pickled object among the shards; no release wrote it."""
+
+MOST_META_BYTES = 64 << 20
+MOST_TRACKER_BYTES = 4096
 
 Iteration: TypeAlias = int | Literal["release"] | None
 """A number of finished rollouts, `release` for weights that no run counted, or None where there is no checkpoint."""
@@ -46,6 +56,11 @@ def list_iterations(save_dir: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def list_leftovers(save_dir: Path) -> list[Path]:
+    """What interrupted writes and removals left, under temporary names."""
+    return sorted(save_dir.glob(".iter_*.tmp*"))
+
+
 @dataclass(frozen=True)
 class Tracker:
     """What the tracker file says, or why it says nothing."""
@@ -59,7 +74,7 @@ def read_tracker(save_dir: Path) -> Tracker:
     """The tracker of `save_dir`; a missing folder or file is a Tracker without iteration and without problem."""
     path = save_dir / TRACKER_FILE
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = read_small_file(path, MOST_TRACKER_BYTES).decode("utf-8").strip()
     except FileNotFoundError:
         return Tracker(None)
     except (OSError, UnicodeDecodeError) as error:
@@ -100,7 +115,24 @@ class CheckpointMeta:
     extra: dict[str, Any] = field(default_factory=dict)
     """Whatever else the run wants back, for example its data position."""
     files: tuple[FileEntry, ...] = ()
+    random_state: tuple[dict[str, Any], ...] = ()
+    """State of the random generators of every rank, in rank order, as the model gave it."""
     format_version: int = FORMAT_VERSION
+
+
+_FIELD_TYPES: dict[str, type] = {
+    "role": str,
+    "iteration": int,
+    "weight_version": int,
+    "seeds": dict,
+    "config_hash": str,
+    "parallel": dict,
+    "extra": dict,
+    "files": list,
+    "random_state": list,
+    "format_version": int,
+}
+"""Fields of `relax.json` and the JSON type of each."""
 
 
 def write_meta(folder: Path, meta: CheckpointMeta) -> None:
@@ -112,20 +144,44 @@ def read_meta(folder: Path) -> CheckpointMeta:
     """`relax.json` of a checkpoint.
 
     Raises:
-        ResumeError: it is missing, damaged, or of a newer format.
+        ResumeError: it is missing, damaged, of another format, or names a file outside the checkpoint.
     """
     path = folder / META_FILE
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_small_file(path, MOST_META_BYTES))
         version = raw["format_version"]
-        if version > FORMAT_VERSION:
-            raise _bad_meta(path, f"it has format {version}, this relax knows up to {FORMAT_VERSION}")
-        files = tuple(FileEntry(**entry) for entry in raw.pop("files"))
-        return CheckpointMeta(files=files, **raw)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        meta = _parse_meta(raw) if version == FORMAT_VERSION else None
+    except (OSError, ValueError, RecursionError) as error:
         raise _bad_meta(path, str(error)) from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise _bad_meta(path, f"unexpected content ({error})") from error
+    if meta is None:
+        raise _bad_meta(path, f"it has format {str(version)[:20]}, this relax reads format {FORMAT_VERSION}")
+    return meta
+
+
+def _parse_meta(raw: dict[str, Any]) -> CheckpointMeta:
+    for name, value in raw.items():
+        expected = _FIELD_TYPES[name]
+        # JSON has true and false, which Python takes for whole numbers.
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise TypeError(f"{name} is not of type {expected.__name__}")
+    files = tuple(FileEntry(**entry) for entry in raw.pop("files"))
+    for entry in files:
+        if not (type(entry.size) is int and isinstance(entry.sha256, str) and is_inside(entry.path)):
+            raise TypeError(f"the entry of the file {str(entry.path)[:200]!r} cannot be used")
+    states = raw.pop("random_state")
+    if not all(isinstance(state, dict) for state in states):
+        raise TypeError("random_state does not hold objects")
+    return CheckpointMeta(files=files, random_state=tuple(states), **raw)
+
+
+def is_inside(path: object) -> bool:
+    """Whether a path of a checkpoint's records, relative to its folder, cannot lead out of it by name."""
+    if not isinstance(path, str) or not 0 < len(path) < 256 or "\0" in path or "\\" in path:
+        return False
+    parts = PurePosixPath(path)
+    return not parts.is_absolute() and ".." not in parts.parts
 
 
 def _bad_meta(path: Path, reason: str) -> ResumeError:
@@ -147,10 +203,12 @@ def list_files(folder: Path) -> list[Path]:
 
 def describe_files(folder: Path) -> tuple[FileEntry, ...]:
     """Sizes and hashes of every file but `relax.json`."""
-    return tuple(
-        FileEntry(path.as_posix(), (folder / path).stat().st_size, sha256_of(folder / path))
-        for path in list_files(folder)
-    )
+    return tuple(describe_file(folder, path) for path in list_files(folder))
+
+
+def describe_file(folder: Path, path: Path) -> FileEntry:
+    """Size and hash of one file of a checkpoint."""
+    return FileEntry(path.as_posix(), (folder / path).stat().st_size, sha256_of(folder / path))
 
 
 def sha256_of(path: Path) -> str:
@@ -165,15 +223,42 @@ def damages(folder: Path, *, deep: bool = False) -> list[str]:
     Raises:
         ResumeError: `relax.json` itself cannot be used.
     """
+    entries = read_meta(folder).files
+    found = strays(folder)
+    safe_to_read = not found
+    for entry in entries:
+        try:
+            damage = _damage(folder / entry.path, entry, deep=deep and safe_to_read)
+        except OSError as error:
+            damage = f"{entry.path} cannot be read: {error.strerror}"
+        if damage is not None:
+            found.append(damage)
+    return found
+
+
+def _damage(path: Path, entry: FileEntry, *, deep: bool) -> str | None:
+    if not path.is_file():
+        return f"{entry.path} is missing"
+    if path.stat().st_size != entry.size:
+        return f"{entry.path} has {path.stat().st_size} bytes instead of {entry.size}"
+    if deep and sha256_of(path) != entry.sha256:
+        return f"{entry.path} has changed since it was written"
+    return None
+
+
+def strays(folder: Path) -> list[str]:
+    """Names in a checkpoint that are no files of it: links that lead out of the folder, pipes, devices.
+
+    The folder itself may be a link.
+    """
+    home = folder.resolve()
     found = []
-    for entry in read_meta(folder).files:
-        path = folder / entry.path
-        if not path.is_file():
-            found.append(f"{entry.path} is missing")
-        elif path.stat().st_size != entry.size:
-            found.append(f"{entry.path} has {path.stat().st_size} bytes instead of {entry.size}")
-        elif deep and sha256_of(path) != entry.sha256:
-            found.append(f"{entry.path} has changed since it was written")
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_symlink() and not path.resolve().is_relative_to(home):
+            found.append(f"{name} is a link that leads out of the checkpoint")
+        elif not (path.is_file() or path.is_dir() or path.is_symlink()):
+            found.append(f"{name} is neither a file nor a folder")
     return found
 
 
@@ -183,6 +268,43 @@ def is_complete(folder: Path) -> bool:
         return not damages(folder)
     except ResumeError:
         return False
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Take the final name away first: a folder that has it must be complete. A link goes, not what it leads to."""
+    doomed = folder.with_name(f".{folder.name.removeprefix('.')}.tmp-old")
+    if doomed.exists() or doomed.is_symlink():
+        remove_tree(doomed)
+    folder.rename(doomed)
+    remove_tree(doomed)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, a link or a folder with all it holds."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def read_small_file(path: Path, most_bytes: int) -> bytes:
+    """Content of a regular file of at most `most_bytes`.
+
+    Raises:
+        OSError: also where it is no regular file, or larger.
+    """
+    # Opening a pipe for reading would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
+    return content
 
 
 def replace_file(path: Path, text: str) -> None:

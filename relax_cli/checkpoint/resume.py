@@ -4,29 +4,72 @@
 |---|---|---|
 | none | none | cold start of both |
 | N | N | resume at N |
-| N | M ≠ N, or none | refuse: one side would restart |
+| N | M ≠ N, or none | refuse: one side would restart; but see `_as_a_pair` |
+| none | N | refuse: one side would restart |
+| weights only: `release`, or Megatron's files without `relax.json` | the same, or its own | start at 0 from them |
+| N | the actor's folder | refuse: the critic's training would be lost; `--critic-init-from-actor` allows it |
+| N of another model, tokenizer, data set or estimator, or the run's last iteration | | refuse |
 | unreadable tracker, missing or incomplete folder, another role's checkpoint | | refuse, say what is there |
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from relax_cli.checkpoint import layout
+from relax_cli.checkpoint import align, layout
+from relax_cli.checkpoint import resume_problems as problems_of
+from relax_cli.checkpoint.layout import CheckpointMeta
 from relax_cli.errors import Problem, ResumeError
+
+GO_BACK = frozenset({"resume-unreadable", "checkpoint-meta-unreadable", "resume-pair-mismatch"})
+"""Problems that an older iteration does not have."""
+RELEASE = "release"
+"""Tracker text, and folder, of weights that no run counted."""
+
+
+@dataclass(frozen=True)
+class LoadFrom:
+    """What one role loads."""
+
+    folder: Path
+    """Of one checkpoint: `iter_*` or `release`."""
+    weights_only: bool = False
+    """The model's tensors alone: optimizer, schedule and random state are new, and so is a value head."""
 
 
 @dataclass(frozen=True)
 class ResumeDecision:
     """What the roles load."""
 
-    verdict: Literal["cold-start", "resume", "refuse"]
+    verdict: Literal["cold-start", "resume", "weights-only", "refuse"]
     iteration: int | None = None
-    """Finished rollouts; also the id of the next one."""
-    actor: Path | None = None
-    critic: Path | None = None
+    """Finished rollouts, and the id of the next one; None where the run starts at 0."""
+    actor: LoadFrom | None = None
+    critic: LoadFrom | None = None
+
+    @property
+    def text(self) -> str:
+        """One sentence for a person."""
+        if self.verdict == "refuse":
+            return "refuse: see the errors"
+        if self.verdict == "cold-start":
+            return "cold start: there is no checkpoint, so the run starts at rollout 0"
+        assert self.actor is not None
+        if self.verdict == "weights-only":
+            words = f"weights only: the run starts at rollout 0 from {self.actor.folder}, with new optimizers"
+            if self.critic is None:
+                return words
+            source = "the same weights" if self.critic == self.actor else f"those of {self.critic.folder}"
+            return f"{words}; the critic takes {source} and a new value head"
+        if self.critic is None or self.critic.weights_only:
+            words = f"resume: the actor continues with rollout {self.iteration}"
+            anew = "; the critic begins anew: the actor's backbone, a new value head, a new optimizer"
+            return words if self.critic is None else words + anew
+        return f"resume: both continue with rollout {self.iteration}"
 
 
 @dataclass(frozen=True)
@@ -35,9 +78,25 @@ class Side:
 
     role: str
     option: str
+    """That named the folder: `--critic-load` follows `--load`."""
     folder: Path | None
     iteration: int | None
+    """None where there is no checkpoint, or only weights."""
     problem: Problem | None
+    checkpoint: Path | None = None
+    """Folder of the one checkpoint that the tracker names, where it is there."""
+    meta: CheckpointMeta | None = None
+    """Its `relax.json`; None for weights, or where it cannot be used."""
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether there are weights without the state of a run."""
+        return self.problem is None and self.checkpoint is not None and self.meta is None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to load, and nothing wrong."""
+        return self.problem is None and self.checkpoint is None
 
 
 @dataclass(frozen=True)
@@ -47,54 +106,69 @@ class ResumeReport:
     decision: ResumeDecision
     sides: tuple[Side, ...]
     problems: tuple[Problem, ...]
+    """Why it is refused."""
+    warnings: tuple[Problem, ...] = ()
+
+    def notes(self, *given: str | None) -> list[str]:
+        """What a person should know as the run begins; nothing where no folder was `given`."""
+        if not any(given):
+            return []
+        return [self.decision.text, *(f"warning: {p.message} ({p.got}; {p.expected})" for p in self.warnings)]
+
+    def refused(self, problems: Sequence[Problem]) -> ResumeReport:
+        """The same with further problems; errors turn the decision."""
+        errors = tuple(p for p in problems if p.severity == "error")
+        return replace(
+            self,
+            decision=ResumeDecision("refuse") if errors else self.decision,
+            problems=(*self.problems, *errors),
+            warnings=(*self.warnings, *(p for p in problems if p.severity == "warning")),
+        )
 
 
-def decide_resume(load: str | None, critic_load: str | None, *, has_critic: bool) -> ResumeDecision:
-    """The decision for a run with these options; a folder without a tracker counts as no checkpoint.
+def decide_resume(
+    load: str | None, critic_load: str | None, *, has_critic: bool, critic_init_from_actor: bool = False
+) -> ResumeDecision:
+    """The decision from the folders alone; a folder without a tracker counts as no checkpoint.
 
     Raises:
         ResumeError: the checkpoints do not fit together, or cannot be read; holds every problem.
     """
-    report = examine_resume(load, critic_load, has_critic=has_critic)
+    report = examine_resume(load, critic_load, has_critic=has_critic, critic_init_from_actor=critic_init_from_actor)
     if report.problems:
         raise ResumeError(report.problems)
     return report.decision
 
 
-def examine_resume(load: str | None, critic_load: str | None, *, has_critic: bool, deep: bool = False) -> ResumeReport:
+def examine_resume(
+    load: str | None,
+    critic_load: str | None,
+    *,
+    has_critic: bool,
+    critic_init_from_actor: bool = False,
+    deep: bool = False,
+) -> ResumeReport:
     """The same without raising.
 
     Args:
+        critic_init_from_actor: where the critic has no state of its own, the actor's backbone may stand in.
         deep: compare the hash of every file, too.
     """
-    sides = [inspect("actor", "--load", load, deep=deep)]
+    actor = inspect("actor", "--load", load, deep=deep)
+    sides = [actor]
     if has_critic:
         option = "--critic-load" if critic_load else "--load"
-        sides.append(inspect("critic", option, critic_load or load, deep=deep))
-    problems = [side.problem for side in sides if side.problem is not None]
-    if not problems and len({side.iteration for side in sides}) > 1:
-        problems.append(_mismatch(*sides))
-    iteration = sides[0].iteration
-    if problems:
-        decision = ResumeDecision("refuse")
-    elif iteration is None:
-        decision = ResumeDecision("cold-start")
-    else:
-        folders = {s.role: layout.iteration_folder(s.folder, iteration) for s in sides if s.folder is not None}
-        decision = ResumeDecision("resume", iteration, folders["actor"], folders.get("critic"))
+        critic = inspect("critic", option, critic_load or load, deep=deep)
+        sides.append(replace(critic, problem=_loss(actor, critic) or critic.problem))
+        sides = list(_as_a_pair(*sides, deep=deep))
+    decision, problems = _decide(sides[0], sides[1] if has_critic else None, critic_init_from_actor)
     return ResumeReport(decision, tuple(sides), tuple(problems))
 
 
 def was_saved_beside_a_critic(load: str) -> bool:
     """Whether the newest checkpoint in the folder says that its run had a critic; False where nothing can be read."""
-    tracker = layout.read_tracker(Path(load))
-    if not isinstance(tracker.iteration, int):
-        return False
-    try:
-        meta = layout.read_meta(layout.iteration_folder(Path(load), tracker.iteration))
-    except ResumeError:
-        return False
-    return bool(meta.extra.get("has_critic", False))
+    meta = inspect("actor", "--load", load).meta
+    return meta is not None and bool(meta.extra.get("has_critic", False))
 
 
 def inspect(role: str, option: str, folder: str | None, *, deep: bool = False) -> Side:
@@ -102,75 +176,159 @@ def inspect(role: str, option: str, folder: str | None, *, deep: bool = False) -
     if folder is None:
         return Side(role, option, None, None, None)
     path = Path(folder)
+    try:
+        return _inspect(Side(role, option, path, None, None), path, deep)
+    except OSError as error:
+        return Side(role, option, path, None, problems_of.unusable(option, path, f"{error.strerror}: {error.filename}"))
+
+
+def _inspect(side: Side, path: Path, deep: bool) -> Side:
     tracker = layout.read_tracker(path)
     if tracker.problem is not None:
-        return Side(role, option, path, None, _unusable(option, path, tracker.problem))
-    if tracker.iteration == "release":
-        reason = "it holds bare weights (`release`), which training cannot start from yet"
-        return Side(role, option, path, None, _unusable(option, path, reason))
+        return replace(side, problem=problems_of.unusable(side.option, path, tracker.problem))
     if tracker.iteration is None:
-        return Side(role, option, path, None, None)
-    return Side(role, option, path, tracker.iteration, _damage(role, option, path, tracker.iteration, deep))
-
-
-def _damage(role: str, option: str, folder: Path, iteration: int, deep: bool) -> Problem | None:
-    """Why the checkpoint that the tracker names cannot be loaded as `role`'s; None when it can."""
-    checkpoint = layout.iteration_folder(folder, iteration)
+        is_one = any((path / name).exists() for name in (layout.META_FILE, ".metadata"))
+        return replace(side, problem=problems_of.not_a_save_folder(side.option, path) if is_one else None)
+    iteration = tracker.iteration if isinstance(tracker.iteration, int) else None
+    checkpoint = path / RELEASE if iteration is None else layout.iteration_folder(path, iteration)
+    side = replace(side, iteration=iteration)
     if not checkpoint.is_dir():
-        return _unusable(option, folder, f"the tracker names iteration {iteration}, but {checkpoint.name} is missing")
+        named = f"iteration {iteration}" if iteration is not None else f"`{RELEASE}`"
+        missing = f"the tracker names {named}, but {checkpoint.name} is missing"
+        return replace(side, problem=problems_of.unusable(side.option, path, missing))
+    side = replace(side, checkpoint=checkpoint)
+    if not (checkpoint / layout.META_FILE).exists() and not _is_ours(path):
+        reason = layout_of_weights(checkpoint)
+        problem = None if reason is None else problems_of.unusable(side.option, checkpoint, reason)
+        return replace(side, iteration=None, problem=problem)
+    return _with_state(side, checkpoint, deep)
+
+
+def _with_state(side: Side, checkpoint: Path, deep: bool) -> Side:
+    """The side with `relax.json` of its checkpoint, or with the reason why it cannot be loaded as this role's."""
     try:
         meta, found = layout.read_meta(checkpoint), layout.damages(checkpoint, deep=deep)
     except ResumeError as error:
-        return error.problems[0]
-    if meta.role != role:
-        return Problem(
-            id="resume-wrong-role",
-            message=f"{option} leads to a checkpoint of the {meta.role}, where the {role}'s is needed",
-            option=option,
-            where=str(checkpoint),
-            got=f"role {meta.role}",
-            expected=f"role {role}",
-            fix="--load takes the actor's save folder, --critic-load the critic's",
-        )
-    return _unusable(option, checkpoint, found[0]) if found else None
+        return replace(side, problem=error.problems[0])
+    if meta.iteration != side.iteration:
+        found = [f"{layout.META_FILE} says iteration {meta.iteration}", *found]
+    if meta.role != side.role:
+        wrong = problems_of.wrong_role(side.role, side.option, checkpoint, meta.role)
+        return replace(side, meta=meta, problem=wrong)
+    problem = problems_of.unusable(side.option, checkpoint, found[0]) if found else None
+    return replace(side, meta=meta, problem=problem)
 
 
-def _unusable(option: str, where: Path, reason: str) -> Problem:
-    return Problem(
-        id="resume-unreadable",
-        message=f"cannot resume: {reason}",
-        option=option,
-        where=str(where),
-        got=reason,
-        expected="a folder with a readable tracker and the complete checkpoint it names",
-        fix=f"write an older complete iteration into {layout.TRACKER_FILE}, in both folders of the pair",
+def _is_ours(save_dir: Path) -> bool:
+    """Whether relax has written to the folder: then a missing `relax.json` is damage."""
+    return any(
+        (layout.iteration_folder(save_dir, i) / layout.META_FILE).exists() for i in layout.list_iterations(save_dir)
     )
+
+
+def layout_of_weights(checkpoint: Path) -> str | None:
+    """Why a folder without `relax.json` is no sharded checkpoint of Megatron's; None when it is one."""
+    for name in (".metadata", "metadata.json"):
+        if not (checkpoint / name).is_file():
+            return f"{checkpoint.name} has neither {layout.META_FILE} nor {name} of a sharded Megatron checkpoint"
+    if not any(checkpoint.glob("*.distcp")):
+        return f"{checkpoint.name} holds no shards (*.distcp)"
+    return next(iter(layout.strays(checkpoint)), None)
+
+
+def _loss(actor: Side, critic: Side) -> Problem | None:
+    """The problem of a critic that would be given the actor's own training checkpoint."""
+    if actor.meta is None or actor.problem is not None or critic.folder is None or actor.folder is None:
+        return None
+    if os.path.realpath(actor.folder) != os.path.realpath(critic.folder):
+        return None
+    return problems_of.critic_lost(critic.option, actor.folder, actor.meta)
+
+
+def _decide(actor: Side, critic: Side | None, from_actor: bool) -> tuple[ResumeDecision, list[Problem]]:
+    source = None
+    if actor.checkpoint is not None and actor.problem is None:
+        source = LoadFrom(actor.checkpoint, weights_only=actor.weights_only)
+    if critic is not None and source is not None and from_actor and _may_stand_in(critic):
+        return _start(actor, source, replace(source, weights_only=True)), []
+    sides = [actor] if critic is None else [actor, critic]
+    problems = [side.problem for side in sides if side.problem is not None]
+    if not problems and critic is not None and not _fit(actor, critic):
+        problems.append(_mismatch(actor, critic))
+    if problems:
+        return ResumeDecision("refuse"), _with_way_back(problems, actor, critic)
+    if source is None:
+        return ResumeDecision("cold-start"), []
+    if critic is None or critic.checkpoint is None:
+        return _start(actor, source, None), []
+    return _start(actor, source, LoadFrom(critic.checkpoint, weights_only=critic.weights_only)), []
+
+
+def _start(actor: Side, source: LoadFrom, critic: LoadFrom | None) -> ResumeDecision:
+    verdict: Literal["weights-only", "resume"] = "weights-only" if source.weights_only else "resume"
+    return ResumeDecision(verdict, actor.iteration, source, critic)
+
+
+def _as_a_pair(actor: Side, critic: Side, *, deep: bool) -> tuple[Side, Side]:
+    """Both at the newer iteration, where a run died after one tracker of a pair had moved and before the other had.
+
+    Both halves were complete by then; that they carry one `save_id` proves that they are halves of one pair.
+    """
+    at = [-1 if side.iteration is None else side.iteration for side in (actor, critic)]
+    ahead, behind = (actor, critic) if at[0] > at[1] else (critic, actor)
+    if at[0] == at[1] or ahead.meta is None or ahead.iteration is None or behind.folder is None or behind.problem:
+        return actor, critic
+    checkpoint = layout.iteration_folder(behind.folder, ahead.iteration)
+    moved = _with_state(replace(behind, iteration=ahead.iteration, checkpoint=checkpoint), checkpoint, deep)
+    save_id = ahead.meta.extra.get("save_id")
+    if moved.problem or moved.meta is None or save_id is None or moved.meta.extra.get("save_id") != save_id:
+        return actor, critic
+    return (ahead, moved) if ahead is actor else (moved, ahead)
+
+
+def _may_stand_in(critic: Side) -> bool:
+    """Whether the actor may stand in for the critic: it has no state here, or none that can be read."""
+    if critic.problem is not None:
+        return critic.problem.id != "resume-wrong-role"
+    return critic.meta is None
+
+
+def _fit(actor: Side, critic: Side) -> bool:
+    """Whether both were saved at one point of one run, or both are weights, or nothing."""
+    if actor.meta is None or critic.meta is None:
+        return actor.meta is critic.meta and actor.is_empty == critic.is_empty
+    names = [(meta.config_hash, meta.extra.get("save_id")) for meta in (actor.meta, critic.meta)]
+    return actor.iteration == critic.iteration and names[0] == names[1]
 
 
 def _mismatch(actor: Side, critic: Side) -> Problem:
-    common = sorted(_complete(actor) & _complete(critic))
-    fix = (
-        f"write {common[-1]} into {layout.TRACKER_FILE} of both folders: the newest iteration complete in both"
-        if common
-        else "start anew without --load, or give the folders of one pair: --load ACTOR_DIR --critic-load CRITIC_DIR"
-    )
-    return Problem(
-        id="resume-pair-mismatch",
-        message="actor and critic would resume from different iterations",
-        option=critic.option,
-        where=" and ".join(str(side.folder or "(not given)") for side in (actor, critic)),
-        got=f"actor {_shown(actor)}, critic {_shown(critic)}",
-        expected="the same iteration of both",
-        fix=fix,
-    )
+    return problems_of.pair_mismatch(critic.option, (actor.folder, critic.folder), (_shown(actor), _shown(critic)))
 
 
-def _complete(side: Side) -> set[int]:
-    if side.folder is None:
-        return set()
-    folder = side.folder
-    return {i for i in layout.list_iterations(folder) if layout.is_complete(layout.iteration_folder(folder, i))}
+def _with_way_back(problems: list[Problem], actor: Side, critic: Side | None) -> list[Problem]:
+    """The problems with the newest iteration that can be resumed from as their fix, where there is one."""
+    folders = [side.folder for side in (actor, critic) if side is not None]
+    if actor.folder is None or any(problem.id not in GO_BACK for problem in problems):
+        return problems
+    if critic is None:
+        whole = [
+            i for i in layout.list_iterations(actor.folder) if align.examine(actor.folder, i, actor.role)[1] is None
+        ]
+        fix = f"echo {max(whole, default='')} > {actor.folder / layout.TRACKER_FILE}"
+    elif critic.folder is None or os.path.realpath(critic.folder) == os.path.realpath(actor.folder):
+        return problems
+    else:
+        whole = [
+            i for i in layout.list_iterations(actor.folder) if align.why_no_pair(actor.folder, critic.folder, i) is None
+        ]
+        fix = f"relax checkpoint align --load {actor.folder} --critic-load {critic.folder} --yes"
+    if not whole:
+        return problems
+    newest = f"; the newest complete {'in both' if len(folders) > 1 else 'one'} is iteration {max(whole)}"
+    return [replace(problem, expected=problem.expected + newest, fix=fix) for problem in problems]
 
 
 def _shown(side: Side) -> str:
+    if side.weights_only:
+        return "weights only"
     return "no checkpoint" if side.iteration is None else f"iteration {side.iteration}"

@@ -1,36 +1,46 @@
 """Writing and reading checkpoints of one role, in steps that a pair of roles can interleave.
 
-    write     every rank puts its part under a temporary name; files are hashed and flushed to disk
+    write     every rank puts its part under a temporary name, hashed while it is written and flushed to disk
     commit    the folder gets its final name
-    publish   the tracker moves to it, last; then old checkpoints are dropped
+    publish   the tracker moves to it
+    rotate    old checkpoints are dropped
+    withdraw  instead of the rest, when a step failed in any role
 
 The driver lets all roles finish one step before the next begins, so that a crash at any instant leaves the previous
-pair, or the new one, complete. All ranks of a role write; rank 0 alone commits and publishes.
+pair, or the new one, complete. All ranks of a role write; rank 0 alone does the rest.
 """
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.layout import CheckpointMeta
+from relax_cli.checkpoint.layout import CheckpointMeta, FileEntry
 from relax_cli.errors import Problem, RunError
 
 
 class Saveable(Protocol):
     """A model that writes and reads its own shards; see `TrainableModel`."""
 
-    def save(self, folder: Path, common: dict[str, Any]) -> None:
-        """Write this rank's shards into an empty folder."""
+    def save(self, folder: Path, common: dict[str, Any]) -> list[FileEntry]:
+        """Write this rank's shards into an empty folder; returns the files it wrote, as far as it hashed them."""
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore from shards."""
+
+    def random_state(self) -> dict[str, Any]:
+        """State of this rank's random generators, anything JSON can hold."""
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Undo `random_state`; raises ResumeError where it is no such state."""
 
     def parallel_layout(self) -> dict[str, int]:
         """Sizes of the parallel groups."""
@@ -47,19 +57,26 @@ def write(model: Saveable, save_dir: Path, iteration: int, role: str, meta: dict
         RunError: on every rank, when the disk refused on one; nothing that existed was touched.
     """
     folder = layout.temporary_folder(save_dir, iteration)
-    _on_first_rank(lambda: _make_empty(folder))
-    model.save(folder, {"iteration": iteration, "role": role})
-    extra = dict(meta)
-    record = CheckpointMeta(
-        role=role,
-        iteration=iteration,
-        weight_version=extra.pop("weight_version", iteration),
-        seeds=extra.pop("seeds", {}),
-        config_hash=extra.pop("config_hash", ""),
-        parallel=model.parallel_layout(),
-        extra=extra,
-    )
-    _on_first_rank(lambda: _finish(folder, record))
+    on_first_rank(lambda: _make_empty(folder))
+    try:
+        hashed, states = _gather((model.save(folder, {"iteration": iteration, "role": role}), model.random_state()))
+        extra = dict(meta)
+        record = CheckpointMeta(
+            role=role,
+            iteration=iteration,
+            weight_version=extra.pop("weight_version", iteration),
+            seeds=extra.pop("seeds", {}),
+            config_hash=extra.pop("config_hash", ""),
+            parallel=model.parallel_layout(),
+            extra=extra,
+            random_state=states,
+        )
+        on_first_rank(lambda: _finish(folder, record, [entry for entries in hashed for entry in entries]))
+    except RunError:
+        # What is left takes the room that the next attempt needs.
+        if is_first_rank():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def commit(save_dir: Path, iteration: int) -> None:
@@ -71,60 +88,114 @@ def commit(save_dir: Path, iteration: int) -> None:
     final = layout.iteration_folder(save_dir, iteration)
     with _disk_errors():
         if final.exists():
-            _remove(final)
+            layout.remove_checkpoint(final)
         layout.temporary_folder(save_dir, iteration).rename(final)
         layout.fsync_folder(save_dir)
 
 
-def publish(save_dir: Path, iteration: int, keep: int | None = None) -> None:
-    """Point the tracker at `iteration`, then drop all but the newest `keep` checkpoints (None: keep all).
+def publish(save_dir: Path, iteration: int) -> None:
+    """Point the tracker at `iteration`.
 
     Raises:
         RunError: the disk refused.
     """
     with _disk_errors():
         layout.write_tracker(save_dir, iteration)
-        rotate(save_dir, iteration, keep)
+
+
+def withdraw(save_dir: Path, iteration: int) -> None:
+    """Undo a save of `iteration` that failed somewhere: the tracker goes back, and the disk gets its room back.
+
+    Raises:
+        RunError: the disk refused; a folder that the tracker still names stays.
+    """
+    with _disk_errors():
+        _remove_leftovers(save_dir)
+        if layout.read_tracker(save_dir).iteration == iteration:
+            older = [i for i in layout.list_iterations(save_dir) if i < iteration]
+            complete = [i for i in older if layout.is_complete(layout.iteration_folder(save_dir, i))]
+            if complete:
+                layout.write_tracker(save_dir, complete[-1])
+            else:
+                (save_dir / layout.TRACKER_FILE).unlink()
+        final = layout.iteration_folder(save_dir, iteration)
+        if final.exists():
+            layout.remove_checkpoint(final)
 
 
 def load(model: Saveable, folder: Path) -> dict[str, Any]:
     """Restore a model from a checkpoint folder; returns `role`, `iteration` and the `meta` that `write` was given.
 
-    Every rank calls this.
+    Every rank calls this. Random generators belong to ranks, so they are restored only at the parallel layout of the
+    checkpoint; nothing a run computes depends on them.
 
     Raises:
         ResumeError: `relax.json` is unusable, or the shards do not fit this model or cannot be read.
     """
     meta = layout.read_meta(folder)
     model.load(folder)
+    if meta.parallel == model.parallel_layout() and len(meta.random_state) == world_size():
+        model.restore_random_state(meta.random_state[dist.get_rank() if dist.is_initialized() else 0])
     known = {"weight_version": meta.weight_version, "seeds": meta.seeds, "config_hash": meta.config_hash}
     return {"role": meta.role, "iteration": meta.iteration, **known, **meta.extra}
 
 
 def rotate(save_dir: Path, current: int, keep: int | None) -> None:
-    """Drop all but the newest `keep` checkpoints up to `current`, and leftovers of interrupted writes."""
-    for leftover in save_dir.glob(".iter_*.tmp*"):
-        shutil.rmtree(leftover)
-    if keep is None:
-        return
-    assert keep >= 1, "the schema refuses less"
-    for iteration in [i for i in layout.list_iterations(save_dir) if i <= current][:-keep]:
-        _remove(layout.iteration_folder(save_dir, iteration))
+    """Drop what is older than the newest `keep` complete checkpoints up to `current` (None: keep all).
+
+    What interrupted writes left goes in any case.
+
+    Raises:
+        RunError: the disk refused.
+    """
+    with _disk_errors():
+        _remove_leftovers(save_dir)
+        if keep is None:
+            return
+        assert keep >= 1, "the schema refuses less"
+        folders = [layout.iteration_folder(save_dir, i) for i in layout.list_iterations(save_dir) if i <= current]
+        complete = [folder for folder in folders if layout.is_complete(folder)]
+        if len(complete) > keep:
+            for folder in folders[: folders.index(complete[-keep])]:
+                layout.remove_checkpoint(folder)
 
 
-def _on_first_rank(action: Callable[[], None]) -> None:
-    """Run `action` on rank 0 while the others wait; a disk error there is raised on all."""
+def is_first_rank() -> bool:
+    """Whether this process is the one that writes what a role has once."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def world_size() -> int:
+    """Ranks of this role."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def on_first_rank(action: Callable[[], None]) -> None:
+    """Run `action` on rank 0 while the others wait.
+
+    Raises:
+        RunError: on every rank, where the disk refused.
+    """
     failure: list[RunError | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         try:
             with _disk_errors():
                 action()
         except RunError as error:
             failure[0] = error
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise failure[0]
+
+
+def _gather(mine: tuple[list[FileEntry], dict[str, Any]]) -> tuple[list[list[FileEntry]], tuple[dict[str, Any], ...]]:
+    """Hashed files and random states of all ranks, in rank order."""
+    everyone: list[Any] = [mine]
+    if world_size() > 1:
+        everyone = [None] * world_size()
+        dist.all_gather_object(everyone, mine)
+    return [entries for entries, _ in everyone], tuple(state for _, state in everyone)
 
 
 @contextmanager
@@ -148,21 +219,28 @@ def storage_failed(error: BaseException, where: Path) -> RunError:
     )
 
 
+def _remove_leftovers(save_dir: Path) -> None:
+    for leftover in layout.list_leftovers(save_dir):
+        layout.remove_tree(leftover)
+
+
 def _make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
-def _finish(folder: Path, meta: CheckpointMeta) -> None:
+def _finish(folder: Path, meta: CheckpointMeta, hashed: list[FileEntry]) -> None:
+    known = {entry.path: entry for entry in hashed}
+    entries: list[FileEntry] = []
     for path in layout.list_files(folder):
         layout.fsync_file(folder / path)
-    files = layout.describe_files(folder)
-    layout.write_meta(folder, CheckpointMeta(**{**vars(meta), "files": files}))
-
-
-def _remove(folder: Path) -> None:
-    """Take the final name away first: a folder that has it must be complete."""
-    doomed = folder.with_name(f".{folder.name}.tmp-old")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+        entry = known.get(path.as_posix()) or layout.describe_file(folder, path)
+        size = (folder / path).stat().st_size
+        if size != entry.size:
+            raise OSError(errno.EIO, f"{size} bytes arrived of {entry.size}", str(folder / path))
+        entries.append(entry)
+    missing = known.keys() - {entry.path for entry in entries}
+    if missing:
+        raise OSError(errno.EIO, "a file that a rank wrote is not here", str(folder / min(missing)))
+    layout.write_meta(folder, replace(meta, files=tuple(entries)))

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.fingerprint import (
+    folder_of_model,
+    model_differences,
+    model_shape,
+    parallel_problems,
+    tokenizer_fingerprint,
+)
 from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume, was_saved_beside_a_critic
+from relax_cli.cli import checkpoint_commands
 from relax_cli.cli.console import Format, Output, table
-from relax_cli.errors import ExitCode, ResumeError
+from relax_cli.cli.validate import decision_dict
+from relax_cli.config.hybrid_spec import read_any_spec
+from relax_cli.errors import ConfigError, ExitCode, Problem, ResumeError
 
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: what a run would resume from, and whether they are whole.")
+checkpoint_commands.register(app)
 
 FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="a save folder")]
@@ -22,23 +33,52 @@ Load = Annotated[str, typer.Option("--load", metavar="DIR", help="the actor's sa
 CriticLoad = Annotated[
     str | None, typer.Option("--critic-load", metavar="DIR", help="the critic's save folder, where the run has one")
 ]
+FromActor = Annotated[
+    bool,
+    typer.Option(
+        "--critic-init-from-actor", help="where the critic has no state, it may start from the actor's backbone"
+    ),
+]
+HfCheckpoint = Annotated[
+    str | None, typer.Option("--hf-checkpoint", metavar="DIR", help="compare model and tokenizer with this folder's")
+]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-model-parallel-size", min=1, help="check that the model can be shared out; as it was saved when unset"
+    ),
+]
+KEEPS_COMPLETE = frozenset({"resume-wrong-role", "resume-critic-lost"})
+"""Problems of a checkpoint that is whole."""
 Deep = Annotated[bool, typer.Option("--deep", help="compare the hash of every file")]
 
 
 @app.command("check-resume")
 def check_resume(
-    ctx: typer.Context, load: Load, critic_load: CriticLoad = None, deep: Deep = False, fmt: FormatOption = Format.TEXT
+    ctx: typer.Context,
+    load: Load,
+    critic_load: CriticLoad = None,
+    critic_init_from_actor: FromActor = False,
+    hf_checkpoint: HfCheckpoint = None,
+    tensor_parallel: TensorParallel = None,
+    deep: Deep = False,
+    fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Show what a run with these folders would start from; exit code 3 if it would be refused.
 
-    As in a run, --critic-load follows --load; a critic is looked for if --critic-load is given, or the
-    actor's checkpoint was saved beside one.
+    As in a run, --critic-load follows --load; a critic is looked for if one of its options is given, or the
+    actor's checkpoint was saved beside one. What belongs to the run itself - data, estimator, number of rollouts -
+    is checked by `relax validate-config` with the options of the run.
     """
     output = Output(fmt)
     ctx.find_root().obj = output
-    has_critic = critic_load is not None or was_saved_beside_a_critic(load)
-    report = examine_resume(load, critic_load, has_critic=has_critic, deep=deep)
-    output.result(as_json(report, deep=deep), as_text(report, deep=deep))
+    has_critic = critic_load is not None or critic_init_from_actor or was_saved_beside_a_critic(load)
+    report = examine_resume(
+        load, critic_load, has_critic=has_critic, critic_init_from_actor=critic_init_from_actor, deep=deep
+    )
+    fit = model_fit(report, hf_checkpoint, tensor_parallel)
+    report = report.refused(fit.problems)
+    output.result(as_json(report, fit), as_text(report, fit))
     if report.problems:
         if not output.is_json:
             output.fail(ResumeError(report.problems))
@@ -107,53 +147,114 @@ def damages(folder: Path, iteration: int, *, deep: bool) -> list[str]:
         return [error.problems[0].message]
 
 
-def as_json(report: ResumeReport, *, deep: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ModelFit:
+    """Whether the checkpoint belongs to the given model, and fits a number of tensor-parallel ranks."""
+
+    compared: str | None
+    """The model folder; None where none was given."""
+    saved: dict[str, int] | None
+    """Parallel sizes it was written with."""
+    tensor_parallel: int | None
+    """Size that the run would have; None where nothing says it."""
+    problems: tuple[Problem, ...] = ()
+
+
+def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: int | None) -> ModelFit:
+    """Compare model and tokenizer with those of the checkpoint, and the model's sizes with the ranks.
+
+    Raises:
+        ConfigError: there is no such model, or its config.json is unusable.
+    """
+    meta = report.sides[0].meta
+    saved = None if meta is None else meta.parallel
+    size = tensor_parallel or (saved or {}).get("tensor_parallel")
+    folder = None if hf_checkpoint is None else existing_model(hf_checkpoint)
+    shape = None if folder is None else model_shape(folder)
+    problems: dict[str, Problem] = {}
+    if folder is not None:
+        for side in report.sides:
+            if side.meta is not None and side.checkpoint is not None:
+                tokenizer = tokenizer_fingerprint(folder)
+                for found in model_differences(shape, tokenizer, side.meta, side.checkpoint, str(hf_checkpoint)):
+                    problems.setdefault(found.id, found)
+    known = shape or (meta.extra.get("model_shape") if meta is not None else None)
+    fit = parallel_problems(known, size) if isinstance(known, dict) and size is not None else []
+    return ModelFit(hf_checkpoint, saved, size, (*problems.values(), *fit))
+
+
+def existing_model(name: str) -> Path:
+    """The model's folder.
+
+    Raises:
+        ConfigError: it is not there, or its config.json is unusable.
+    """
+    folder = folder_of_model(name)
+    if folder is None:
+        raise ConfigError(
+            Problem(
+                id="model-folder-missing",
+                message="the model folder does not exist",
+                fix="give an existing folder",
+                option="--hf-checkpoint",
+                got=name,
+                expected="a folder with config.json and tokenizer",
+            )
+        )
+    read_any_spec(folder)
+    return folder
+
+
+def as_json(report: ResumeReport, fit: ModelFit) -> dict[str, Any]:
     """The object of `check-resume --format json`."""
     decision = report.decision
-    sides = {side.role: side_json(side, deep=deep) for side in report.sides}
+    sides = {side.role: side_json(side) for side in report.sides}
     return {
         "ok": not report.problems,
-        "verdict": decision.verdict,
-        "iteration": decision.iteration,
-        "next_rollout_id": None if decision.verdict == "refuse" else decision.iteration or 0,
+        **decision_dict(decision),
         "actor": sides["actor"],
         "critic": sides.get("critic"),
+        "loads": {
+            role: {"path": str(source.folder), "weights_only": source.weights_only}
+            for role, source in (("actor", decision.actor), ("critic", decision.critic))
+            if source is not None
+        },
+        "model": {
+            "hf_checkpoint": fit.compared,
+            "saved_parallel": fit.saved,
+            "tensor_model_parallel_size": fit.tensor_parallel,
+        },
         "problems": [asdict(problem) for problem in report.problems],
         "fix": report.problems[0].fix if report.problems else None,
     }
 
 
-def side_json(side: Side, *, deep: bool) -> dict[str, Any]:
+def side_json(side: Side) -> dict[str, Any]:
     """One role of the object."""
-    folder = side.folder
-    tracker = layout.Tracker(None) if folder is None else layout.read_tracker(folder)
-    complete, role = False, None
-    if folder is not None and isinstance(tracker.iteration, int):
-        complete = not damages(folder, tracker.iteration, deep=deep)
-        checkpoint = layout.iteration_folder(folder, tracker.iteration)
-        role = layout.read_meta(checkpoint).role if complete else None
+    tracker = layout.Tracker(None) if side.folder is None else layout.read_tracker(side.folder)
+    is_complete = side.checkpoint is not None and (side.problem is None or side.problem.id in KEEPS_COMPLETE)
     return {
-        "path": None if folder is None else str(folder),
+        "path": None if side.folder is None else str(side.folder),
         "tracker": tracker.iteration if tracker.problem is None else tracker.problem,
         "iteration": side.iteration,
-        "complete": complete,
-        "role": role,
+        "complete": is_complete,
+        "role": side.meta.role if side.meta is not None and is_complete else None,
     }
 
 
-def as_text(report: ResumeReport, *, deep: bool) -> str:
+def as_text(report: ResumeReport, fit: ModelFit) -> str:
     """The table and the verdict of `check-resume`."""
     rows = []
     for side in report.sides:
-        data = side_json(side, deep=deep)
-        found = "none" if side.iteration is None else str(side.iteration)
+        data = side_json(side)
+        found = "weights only" if side.weights_only else "none" if side.iteration is None else str(side.iteration)
         rows.append((side.role, str(data["path"]), found, "yes" if data["complete"] else "no", data["role"] or "-"))
-    decision = report.decision
-    verdicts = {
-        "cold-start": "cold start: there is no checkpoint, so the run starts at rollout 0",
-        "resume": f"resume: both continue with rollout {decision.iteration}"
-        if len(report.sides) > 1
-        else f"resume: the actor continues with rollout {decision.iteration}",
-        "refuse": "refuse: see below",
-    }
-    return table(("role", "folder", "iteration", "complete", "saved by"), rows) + f"\n\n{verdicts[decision.verdict]}"
+    lines = [table(("role", "folder", "iteration", "complete", "saved by"), rows), ""]
+    if fit.saved:
+        lines.append("saved with " + ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in fit.saved.items()))
+    if fit.compared is not None and not fit.problems and fit.saved is not None:
+        lines.append(f"model and tokenizer are those of {fit.compared}")
+    lines.append(report.decision.text)
+    if report.decision.verdict == "weights-only" and report.decision.critic is None:
+        lines.append("a critic, where the run has one, takes the same weights and a new value head")
+    return "\n".join(lines)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import on_ranks, save_tiny_model
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from training_runs import Run, build, loss_fn, micro_batches, train
 
 from relax_cli.backends.device import Parking, peak_memory_bytes, select_device
-from relax_cli.checkpoint import layout, store
+from relax_cli.checkpoint import layout, safe_load, store
+from relax_cli.checkpoint.hashing import HashingFileSystem
 from relax_cli.checkpoint.layout import Tracker
 from relax_cli.errors import ResumeError, RunError
 
@@ -136,7 +141,8 @@ def test_old_checkpoints_go_after_the_new_one_counts(qwen3: Path, tmp_path: Path
     for iteration in (1, 2, 3):
         store.write(model, tmp_path, iteration, "actor", META)
         store.commit(tmp_path, iteration)
-        store.publish(tmp_path, iteration, keep=2)
+        store.publish(tmp_path, iteration)
+        store.rotate(tmp_path, iteration, keep=2)
     assert layout.list_iterations(tmp_path) == [2, 3]
     assert layout.read_tracker(tmp_path) == Tracker(3)
 
@@ -166,8 +172,10 @@ def test_damage_is_found(qwen3: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(qwen3: Path, tmp_path: Path) -> None:
     store.write(trained("policy", qwen3, steps=0), tmp_path, 1, "actor", META)
     save_tiny_model(tmp_path / "deeper", "qwen3", tied=True, layers=3)
-    with pytest.raises(ResumeError, match="does not load into this model"):
+    with pytest.raises(ResumeError, match="does not load into this model") as caught:
         store.load(build(Run("policy", tmp_path / "deeper")), layout.temporary_folder(tmp_path, 1))
+    assert caught.value.problems[0].id == "checkpoint-unloadable"
+    assert caught.value.problems[0].where == str(layout.temporary_folder(tmp_path, 1))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format_version": 1}', '{"format_version": 99, "files": []}'])
@@ -230,6 +238,94 @@ def test_relax_json_is_plain_json(qwen3: Path, tmp_path: Path) -> None:
     assert {entry["path"] for entry in raw["files"]} >= {"common.pt", "metadata.json", ".metadata"}
 
 
+def test_relax_json_holds_the_random_state_of_every_rank_and_the_shards_hold_no_pickle(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    on_ranks(2, write_on_rank, Run("policy", qwen3), tmp_path)
+    folder = layout.iteration_folder(tmp_path, 3)
+    states = layout.read_meta(folder).random_state
+    assert [set(state) for state in states] == [{"python", "numpy", "torch"}] * 2
+    entries = safe_load.read_metadata(folder).state_dict_metadata
+    assert [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)] == []
+    assert layout.damages(folder, deep=True) == []
+
+
+def test_every_generator_goes_on_where_it_was(qwen3: Path, tmp_path: Path) -> None:
+    model = trained("policy", qwen3, steps=0)
+
+    def draw() -> list[float]:
+        return [
+            random.random(),
+            random.gauss(),
+            np.random.standard_normal(),
+            np.random.random(),
+            *torch.rand(2).tolist(),
+        ]
+
+    draw()  # leaves the second half of a pair of normal numbers behind
+    store.write(model, tmp_path, 1, "actor", META)
+    store.commit(tmp_path, 1)
+    expected = draw()
+    draw()
+    store.load(model, layout.iteration_folder(tmp_path, 1))
+    assert draw() == expected
+
+
+def test_another_number_of_ranks_leaves_the_generators_alone(qwen3: Path, tmp_path: Path) -> None:
+    on_ranks(2, write_on_rank, Run("policy", qwen3), tmp_path)
+    resumed = build(Run("policy", qwen3))
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    store.load(resumed, layout.iteration_folder(tmp_path, 3))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_shards_are_hashed_while_they_are_written(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_again = []
+    sha256_of = layout.sha256_of
+    monkeypatch.setattr(layout, "sha256_of", lambda path: read_again.append(path.name) or sha256_of(path))
+    store.write(trained("policy", qwen3), tmp_path, 1, "actor", META)
+    assert sorted(read_again) == ["common.pt", "metadata.json"]
+    monkeypatch.undo()
+    assert layout.damages(layout.temporary_folder(tmp_path, 1), deep=True) == []
+
+
+def test_bytes_that_did_not_arrive_are_noticed(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained("policy", qwen3, steps=0)
+    entries = HashingFileSystem.entries
+
+    def one_byte_more(files: HashingFileSystem) -> list[layout.FileEntry]:
+        return [replace(entry, size=entry.size + 1) for entry in entries(files)]
+
+    monkeypatch.setattr(HashingFileSystem, "entries", one_byte_more)
+    with pytest.raises(RunError, match="bytes arrived of"):
+        store.write(model, tmp_path, 1, "actor", META)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_hashed_as_it_grows(tmp_path: Path) -> None:
+    files = HashingFileSystem()
+    parts = [os.urandom(size) for size in (0, 1, 5_000_000, 17)]
+    with files.create_stream(tmp_path / ".one.tmp", "wb") as stream:
+        for part in parts:
+            stream.write(part)
+            stream.flush()
+        stream.write(b"the rest is not flushed by the writer")
+    files.rename(tmp_path / ".one.tmp", tmp_path / "one")
+    (entry,) = files.entries()
+    assert entry == layout.describe_file(tmp_path, Path("one"))
+
+
+def test_a_file_that_fails_on_the_way_has_no_hash_and_leaves_no_thread(tmp_path: Path) -> None:
+    files = HashingFileSystem()
+    with suppress(ZeroDivisionError), files.create_stream(tmp_path / "one", "wb") as stream:
+        stream.write(b"some")
+        raise ZeroDivisionError
+    assert files.entries() == []
+    assert [thread.name for thread in threading.enumerate() if thread.name == "checkpoint-hash"] == []
+
+
 def test_parked_memory_is_away_and_comes_back_bit_by_bit() -> None:
     base = torch.randn(5, 7)
     view, scratch = base[1:3], torch.ones(4)
@@ -248,7 +344,7 @@ def test_parked_memory_is_away_and_comes_back_bit_by_bit() -> None:
 
 def test_a_parked_model_trains_on_as_if_nothing_happened(qwen3: Path) -> None:
     parked, plain = trained("policy", qwen3), trained("policy", qwen3)
-    parked.device = replace(parked.device, kind="cuda")  # sleep for real
+    parked.device = replace(parked.device, shared_memory=True)  # sleep for real
     parked.sleep()
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in parked.model.parameters())
     parked.wake()

@@ -1,66 +1,90 @@
-"""Every row of the table that decides where a run starts, and the commands that show it."""
+"""Every row of the table that decides where a run starts."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from checkpoints import SHARDED, save, save_release, write_weights
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.resume import decide_resume
-from relax_cli.cli.app import build_app
-from relax_cli.errors import ResumeError
-from relax_cli.plugin.manager import load_plugins
+from relax_cli.checkpoint.resume import LoadFrom, decide_resume, examine_resume, was_saved_beside_a_critic
+from relax_cli.config.file_checks import Surroundings
+from relax_cli.config.save_checks import writable_folders
+from relax_cli.config.schema import CheckpointSection, Config, CriticSection
+from relax_cli.errors import Problem, ResumeError
+
+AROUND = Surroundings(read_prompts=lambda *_: None)
+NOBODY = 65534
 
 
-def save(folder: Path, role: str, *iterations: int, has_critic: bool = True) -> str:
-    """Complete checkpoints of a role, the tracker at the last."""
-    for iteration in iterations:
-        checkpoint = layout.iteration_folder(folder, iteration)
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "shard").write_text(f"{role} {iteration}")
-        meta = layout.CheckpointMeta(
-            role, iteration, iteration, {}, "", {}, {"has_critic": has_critic}, layout.describe_files(checkpoint)
-        )
-        layout.write_meta(checkpoint, meta)
-        layout.write_tracker(folder, iteration)
-    return str(folder)
-
-
-def refusal(load: str | None, critic_load: str | None) -> tuple[str, str]:
-    """Id and fix of the one problem."""
+def refusals(load: str | None, critic_load: str | None, *, from_actor: bool = False) -> list[Problem]:
+    """Every problem."""
     with pytest.raises(ResumeError) as caught:
-        decide_resume(load, critic_load, has_critic=True)
-    (problem,) = caught.value.problems
-    return problem.id, problem.fix
+        decide_resume(load, critic_load, has_critic=True, critic_init_from_actor=from_actor)
+    return list(caught.value.problems)
 
 
-def relax(*words: str) -> Result:
-    return CliRunner().invoke(build_app(load_plugins()), ["checkpoint", *words])
+def refusal(load: str | None, critic_load: str | None, *, from_actor: bool = False) -> Problem:
+    """The one problem."""
+    (problem,) = refusals(load, critic_load, from_actor=from_actor)
+    return problem
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    """An actor and a critic at iteration 3."""
+    return save(tmp_path / "a", "actor", 3), save(tmp_path / "c", "critic", 3)
 
 
 def test_nothing_given_or_empty_folders_start_both_anew(tmp_path: Path) -> None:
     for load in (None, str(tmp_path), str(tmp_path / "missing")):
-        assert decide_resume(load, load, has_critic=True).verdict == "cold-start"
+        for from_actor in (False, True):
+            decision = decide_resume(load, load, has_critic=True, critic_init_from_actor=from_actor)
+            assert (decision.verdict, decision.actor, decision.critic) == ("cold-start", None, None)
 
 
 def test_a_pair_resumes_at_its_iteration(tmp_path: Path) -> None:
     actor, critic = save(tmp_path / "a", "actor", 2, 4), save(tmp_path / "c", "critic", 2, 4)
-    decision = decide_resume(actor, critic, has_critic=True)
-    assert (decision.verdict, decision.iteration) == ("resume", 4)
-    assert (decision.actor, decision.critic) == (tmp_path / "a/iter_0000004", tmp_path / "c/iter_0000004")
+    for from_actor in (False, True):  # a state that is there is never thrown away
+        decision = decide_resume(actor, critic, has_critic=True, critic_init_from_actor=from_actor)
+        assert (decision.verdict, decision.iteration) == ("resume", 4)
+        assert decision.actor == LoadFrom(tmp_path / "a/iter_0000004")
+        assert decision.critic == LoadFrom(tmp_path / "c/iter_0000004")
+        assert "both continue with rollout 4" in decision.text
     alone = decide_resume(actor, None, has_critic=False)
-    assert (alone.verdict, alone.actor, alone.critic) == ("resume", tmp_path / "a/iter_0000004", None)
+    assert (alone.verdict, alone.actor, alone.critic) == ("resume", LoadFrom(tmp_path / "a/iter_0000004"), None)
 
 
 def test_unequal_iterations_are_refused_with_the_newest_common_complete_one(tmp_path: Path) -> None:
     actor, critic = save(tmp_path / "a", "actor", 2, 3, 4), save(tmp_path / "c", "critic", 2, 3)
-    (tmp_path / "a/iter_0000003/shard").write_text("cut")
-    rule, fix = refusal(actor, critic)
-    assert rule == "resume-pair-mismatch"
-    assert fix.startswith("write 2 into")
+    (tmp_path / "a/iter_0000003/.metadata").write_text("cut")
+    for from_actor in (False, True):
+        problem = refusal(actor, critic, from_actor=from_actor)
+        assert problem.id == "resume-pair-mismatch"
+        assert problem.got == "actor iteration 4, critic iteration 3"
+        assert problem.expected.endswith("complete in both is iteration 2")
+        assert problem.fix == f"relax checkpoint align --load {actor} --critic-load {critic} --yes"
+
+
+def test_damage_is_refused_with_the_way_back(tmp_path: Path) -> None:
+    actor, critic = save(tmp_path / "a", "actor", 2, 3), save(tmp_path / "c", "critic", 2, 3)
+    (tmp_path / "c/iter_0000003/.metadata").unlink()
+    assert refusal(actor, critic).fix == f"relax checkpoint align --load {actor} --critic-load {critic} --yes"
+    (tmp_path / "a/iter_0000003" / layout.META_FILE).write_text("{")
+    (problem,) = examine_resume(actor, None, has_critic=False).problems
+    assert (problem.id, problem.fix) == (
+        "checkpoint-meta-unreadable",
+        f"echo 2 > {tmp_path / 'a' / layout.TRACKER_FILE}",
+    )
+    shutil.rmtree(tmp_path / "a/iter_0000002")
+    assert "align" not in refusals(actor, critic)[0].fix
 
 
 @pytest.mark.parametrize("empty", ["actor", "critic"])
@@ -68,80 +92,257 @@ def test_one_side_without_a_checkpoint_is_refused(tmp_path: Path, empty: str) ->
     folders = {role: str(tmp_path / role) for role in ("actor", "critic")}
     for role in folders.keys() - {empty}:
         save(tmp_path / role, role, 3)
-    assert refusal(folders["actor"], folders["critic"])[0] == "resume-pair-mismatch"
+    problem = refusal(folders["actor"], folders["critic"])
+    assert (problem.id, "no checkpoint" in problem.got) == ("resume-pair-mismatch", True)
+    assert ("--critic-init-from-actor" in problem.fix) == (empty == "critic")
 
 
-def test_a_critic_that_follows_load_into_the_actors_folder_is_refused(tmp_path: Path) -> None:
-    rule, fix = refusal(save(tmp_path / "a", "actor", 3), None)
-    assert rule == "resume-wrong-role"
-    assert "--critic-load" in fix
+def test_a_pair_of_different_runs_is_refused(tmp_path: Path) -> None:
+    actor = save(tmp_path / "a", "actor", 3, save_id="1")
+    assert refusal(actor, save(tmp_path / "c", "critic", 3, save_id="2")).message.endswith("saved by different runs")
+    other = save(tmp_path / "d", "critic", 3, save_id="1", config_hash="d")
+    assert refusal(actor, other).id == "resume-pair-mismatch"
+    twin = save(tmp_path / "e", "critic", 3, save_id="1")
+    assert decide_resume(actor, twin, has_critic=True).verdict == "resume"
 
 
-def test_swapped_folders_are_refused_on_both_sides(tmp_path: Path) -> None:
-    actor, critic = save(tmp_path / "a", "actor", 3), save(tmp_path / "c", "critic", 3)
+@pytest.mark.parametrize("how", ["follows", "explicit", "symlink"])
+def test_a_critic_that_would_take_the_actors_training_checkpoint_is_refused(tmp_path: Path, how: str) -> None:
+    critic = save(tmp_path / "c", "critic", 3)
+    actor = save(tmp_path / "a", "actor", 3, critic_save=critic)
+    (tmp_path / "link").symlink_to(actor)
+    given = {"follows": None, "explicit": actor, "symlink": str(tmp_path / "link")}[how]
+    problem = refusal(actor, given)
+    assert problem.id == "resume-critic-lost"
+    assert problem.option == ("--load" if given is None else "--critic-load")
+    assert problem.fix.startswith(f"--critic-load {critic};")
+
+    allowed = decide_resume(actor, given, has_critic=True, critic_init_from_actor=True)
+    assert (allowed.verdict, allowed.iteration) == ("resume", 3)
+    assert allowed.actor == LoadFrom(Path(actor) / "iter_0000003")
+    assert allowed.critic == LoadFrom(Path(actor) / "iter_0000003", weights_only=True)
+    assert "the critic begins anew" in allowed.text
+
+
+def test_the_lost_critic_is_found_after_both_folders_moved_and_not_named_where_it_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    save(tmp_path / "old/c", "critic", 3)
+    save(tmp_path / "old/a", "actor", 3, critic_save=str(tmp_path / "old/c"))
+    (tmp_path / "old").rename(tmp_path / "new")
+    actor = str(tmp_path / "new/a")
+    assert refusal(actor, None).fix.startswith(f"--critic-load {tmp_path / 'new/c'};")
+    shutil.rmtree(tmp_path / "new/c")
+    assert refusal(actor, None).fix.startswith("--critic-load CRITIC_DIR;")
+
+
+def test_a_checkpoint_of_a_run_without_critic_says_so(tmp_path: Path) -> None:
+    actor = save(tmp_path / "a", "actor", 3, has_critic=False)
+    problem = refusal(actor, None)
+    assert (problem.id, "had no critic" in problem.message) == ("resume-critic-lost", True)
+    assert decide_resume(actor, None, has_critic=False).verdict == "resume"
+
+
+def test_the_actor_stands_in_only_for_a_critic_without_a_state(tmp_path: Path, pair: tuple[str, str]) -> None:
+    actor, critic = pair
+    damaged = save(tmp_path / "damaged", "critic", 3)
+    (tmp_path / "damaged/iter_0000003/.metadata").unlink()
+    for given in (str(tmp_path / "empty"), damaged, save_release(tmp_path / "weights")):
+        assert refusals(actor, given)
+        allowed = decide_resume(actor, given, has_critic=True, critic_init_from_actor=True)
+        assert allowed.critic == LoadFrom(Path(actor) / "iter_0000003", weights_only=True)
+    # Somebody else's actor is a mistake in the command, not a lost state; and an actor has nothing to stand in for it.
+    other = save(tmp_path / "other", "actor", 3)
+    assert refusal(actor, other, from_actor=True).id == "resume-wrong-role"
+    assert refusal(str(tmp_path / "empty"), critic, from_actor=True).id == "resume-pair-mismatch"
+
+
+def test_swapped_folders_are_refused_on_both_sides(pair: tuple[str, str]) -> None:
+    actor, critic = pair
+    assert [problem.id for problem in refusals(critic, actor)] == ["resume-wrong-role"] * 2
+    assert refusal(critic, critic).id == "resume-wrong-role"
+    assert refusal(critic, None).option == "--load"
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "abc", "-3", "3.5", "3 4", "release", "9", "٣"])
+def test_a_tracker_that_leads_nowhere_is_refused(pair: tuple[str, str], text: str) -> None:
+    (Path(pair[1]) / layout.TRACKER_FILE).write_text(text)
+    assert refusal(*pair).id == "resume-unreadable"
+
+
+@pytest.mark.parametrize("text", [" 3 \n\n", "3", "0000003\n", "\t3\r\n"])
+def test_a_tracker_with_spaces_and_newline_is_understood(pair: tuple[str, str], text: str) -> None:
+    (Path(pair[1]) / layout.TRACKER_FILE).write_text(text)
+    assert decide_resume(*pair, has_critic=True).iteration == 3
+
+
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_a_cut_or_missing_file_is_refused(pair: tuple[str, str], name: str, damage: str) -> None:
+    path = Path(pair[1]) / "iter_0000003" / name
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    problem = refusal(*pair)
+    assert problem.id == "resume-unreadable"
+    assert name in problem.message
+
+
+def test_one_flipped_bit_is_refused_by_a_deep_check(pair: tuple[str, str]) -> None:
+    shard = Path(pair[1]) / "iter_0000003/__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[3] ^= 4
+    shard.write_bytes(content)
+    assert examine_resume(*pair, has_critic=True).problems == ()
+    (problem,) = examine_resume(*pair, has_critic=True, deep=True).problems
+    assert "has changed since it was written" in problem.message
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", '"text"', "7", "null", "{", '{"format_version": 1}', '{"format_version": 99, "files": []}', ""],
+)
+def test_a_relax_json_that_is_no_object_or_of_a_newer_format_is_refused(pair: tuple[str, str], content: str) -> None:
+    (Path(pair[1]) / "iter_0000003" / layout.META_FILE).write_text(content)
+    assert refusal(*pair).id == "checkpoint-meta-unreadable"
+
+
+def test_a_newer_format_is_named(pair: tuple[str, str]) -> None:
+    meta = Path(pair[0]) / "iter_0000003" / layout.META_FILE
+    newer = layout.FORMAT_VERSION + 1
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format_version": newer}))
+    assert f"format {newer}" in refusal(*pair).message
+
+
+def test_a_checkpoint_under_another_iterations_name_is_refused(pair: tuple[str, str]) -> None:
+    for folder in map(Path, pair):
+        (folder / "iter_0000003").rename(folder / "iter_0000007")
+        layout.write_tracker(folder, 7)
+    assert {p.id for p in refusals(*pair)} == {"resume-unreadable"}
+
+
+def test_one_checkpoint_given_for_its_save_folder_is_refused(pair: tuple[str, str]) -> None:
+    problem = refusal(pair[0] + "/iter_0000003", pair[1])
+    assert (problem.id, problem.fix) == ("resume-not-a-save-folder", f"--load {pair[0]}")
+
+
+def test_symlinked_save_folders_resume(pair: tuple[str, str], tmp_path: Path) -> None:
+    for name, folder in zip(("x", "y"), pair, strict=True):
+        (tmp_path / name).symlink_to(folder)
+    decision = decide_resume(str(tmp_path / "x"), str(tmp_path / "y"), has_critic=True)
+    assert decision.critic == LoadFrom(tmp_path / "y/iter_0000003")
+
+
+def test_release_weights_start_both_at_0(tmp_path: Path) -> None:
+    weights = save_release(tmp_path / "w")
+    for critic_load in (None, weights):
+        decision = decide_resume(weights, critic_load, has_critic=True)
+        assert (decision.verdict, decision.iteration) == ("weights-only", None)
+        assert decision.actor == decision.critic == LoadFrom(tmp_path / "w/release", weights_only=True)
+        assert "rollout 0" in decision.text
+        assert "the critic takes the same weights and a new value head" in decision.text
+    alone = decide_resume(weights, None, has_critic=False)
+    assert alone.critic is None
+    assert "critic" not in alone.text
+    own = decide_resume(weights, save_release(tmp_path / "own"), has_critic=True)
+    assert own.critic == LoadFrom(tmp_path / "own/release", weights_only=True)
+
+
+def test_megatrons_own_iterations_are_weights(tmp_path: Path) -> None:
+    write_weights(tmp_path / "m/iter_0000500")
+    layout.write_tracker(tmp_path / "m", 500)
+    decision = decide_resume(str(tmp_path / "m"), None, has_critic=True)
+    assert (decision.verdict, decision.iteration) == ("weights-only", None)
+    assert decision.actor == LoadFrom(tmp_path / "m/iter_0000500", weights_only=True)
+
+
+def test_a_checkpoint_of_ours_without_relax_json_is_damaged_not_weights(tmp_path: Path) -> None:
+    actor = save(tmp_path / "a", "actor", 2, 3)
+    (tmp_path / "a/iter_0000003" / layout.META_FILE).unlink()
     with pytest.raises(ResumeError) as caught:
-        decide_resume(critic, actor, has_critic=True)
-    assert [problem.id for problem in caught.value.problems] == ["resume-wrong-role"] * 2
+        decide_resume(actor, None, has_critic=False)
+    assert caught.value.problems[0].id == "checkpoint-meta-unreadable"
 
 
-@pytest.mark.parametrize("text", ["", "  \n", "abc", "-3", "3.5", "release", "9"])
-def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path, text: str) -> None:
-    actor, critic = save(tmp_path / "a", "actor", 3), save(tmp_path / "c", "critic", 3)
-    (tmp_path / "c" / layout.TRACKER_FILE).write_text(text)
-    assert refusal(actor, critic)[0] == "resume-unreadable"
+@pytest.mark.parametrize("missing", SHARDED)
+def test_weights_that_are_not_all_there_are_refused(tmp_path: Path, missing: str) -> None:
+    weights = save_release(tmp_path / "w")
+    (tmp_path / "w/release" / missing).unlink()
+    assert {p.id for p in refusals(weights, None)} == {"resume-unreadable"}
 
 
-def test_a_tracker_with_spaces_and_newline_is_understood(tmp_path: Path) -> None:
-    actor, critic = save(tmp_path / "a", "actor", 3), save(tmp_path / "c", "critic", 3)
-    (tmp_path / "c" / layout.TRACKER_FILE).write_text(" 3 \n\n")
-    assert decide_resume(actor, critic, has_critic=True).iteration == 3
+def test_weights_and_a_training_checkpoint_do_not_make_a_pair(pair: tuple[str, str], tmp_path: Path) -> None:
+    weights = save_release(tmp_path / "w")
+    assert refusal(weights, pair[1]).got == "actor weights only, critic iteration 3"
+    assert refusal(pair[0], weights).got == "actor iteration 3, critic weights only"
+    assert refusal(weights, str(tmp_path / "empty")).got == "actor weights only, critic no checkpoint"
+    allowed = decide_resume(weights, str(tmp_path / "empty"), has_critic=True, critic_init_from_actor=True)
+    assert allowed.critic == allowed.actor
 
 
-def test_a_cut_or_missing_shard_and_a_newer_format_are_refused(tmp_path: Path) -> None:
-    actor, critic = save(tmp_path / "a", "actor", 3), save(tmp_path / "c", "critic", 3)
-    shard, meta = (tmp_path / "c/iter_0000003" / name for name in ("shard", layout.META_FILE))
-    whole = shard.read_text()
-    shard.write_text(whole[:-1])
-    assert refusal(actor, critic)[0] == "resume-unreadable"
-    shard.unlink()
-    assert refusal(actor, critic)[0] == "resume-unreadable"
-    shard.write_text(whole)
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format_version": layout.FORMAT_VERSION + 1}))
-    assert refusal(actor, critic)[0] == "checkpoint-meta-unreadable"
+def test_a_critic_is_known_from_the_actors_checkpoint(tmp_path: Path, pair: tuple[str, str]) -> None:
+    assert was_saved_beside_a_critic(pair[0])
+    assert not was_saved_beside_a_critic(save(tmp_path / "g", "actor", 3, has_critic=False))
+    assert not was_saved_beside_a_critic(save_release(tmp_path / "w"))
+    assert not was_saved_beside_a_critic(str(tmp_path / "missing"))
 
 
-def test_check_resume_shows_the_pair_and_exits_0_or_3(tmp_path: Path) -> None:
-    actor, critic = save(tmp_path / "a", "actor", 3), save(tmp_path / "c", "critic", 3)
-    done = relax("check-resume", "--load", actor, "--critic-load", critic, "--format", "json")
-    found = json.loads(done.stdout)
-    assert done.exit_code == 0
-    assert (found["ok"], found["verdict"], found["iteration"], found["next_rollout_id"]) == (True, "resume", 3, 3)
-    assert found["critic"] == {"path": critic, "tracker": 3, "iteration": 3, "complete": True, "role": "critic"}
-
-    alone = relax("check-resume", "--load", actor, "--format", "json")
-    assert alone.exit_code == 3
-    assert json.loads(alone.stdout)["verdict"] == "refuse"
-    assert json.loads(alone.stdout)["fix"]
-    no_critic = save(tmp_path / "g", "actor", 5, has_critic=False)
-    assert relax("check-resume", "--load", no_critic).exit_code == 0
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that another user can reach, unlike those of pytest."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
 
 
-def test_only_a_deep_check_sees_a_flipped_bit(tmp_path: Path) -> None:
-    actor, critic = save(tmp_path / "a", "actor", 3), save(tmp_path / "c", "critic", 3)
-    shard = tmp_path / "c/iter_0000003/shard"
-    shard.write_text(shard.read_text().swapcase())
-    words = ("check-resume", "--load", actor, "--critic-load", critic)
-    assert relax(*words).exit_code == 0
-    deep = relax(*words, "--deep")
-    assert deep.exit_code == 3
-    assert "has changed since it was written" in deep.stderr
-    assert relax("verify", critic).exit_code == 3
-    assert relax("verify", actor).exit_code == 0
+@contextmanager
+def as_somebody() -> Iterator[None]:
+    """An ordinary user inside the block: root may write anywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
-def test_list_says_what_is_complete_and_what_is_latest(tmp_path: Path) -> None:
-    folder = save(tmp_path / "a", "actor", 2, 4)
-    (tmp_path / "a/iter_0000002/shard").unlink()
-    rows = json.loads(relax("list", folder, "--format", "json").stdout)
-    assert [(row["iteration"], row["complete"], row["latest"]) for row in rows] == [(2, False, False), (4, True, True)]
-    assert "shard is missing" in relax("list", folder).stdout
+def run(folder: Path, **sections: object) -> Config:
+    return Config(checkpoint=CheckpointSection(load=str(folder / "a"), save=str(folder / "a")), **sections)  # type: ignore[arg-type]
+
+
+def test_a_read_only_folder_is_resumed_from_but_not_saved_into(open_folder: Path) -> None:
+    actor, critic = save(open_folder / "a", "actor", 3), save(open_folder / "c", "critic", 3)
+    (open_folder / "own").mkdir()
+    (open_folder / "own").chmod(0o777)
+    for folder in (open_folder / "a", open_folder / "c"):
+        folder.chmod(0o555)
+    elsewhere = CheckpointSection(load=actor, save=str(open_folder / "own/new"))
+    with as_somebody():
+        assert decide_resume(actor, critic, has_critic=True).iteration == 3
+        assert writable_folders(Config(checkpoint=elsewhere), AROUND) == []
+        found = writable_folders(run(open_folder, critic=CriticSection(critic_save=critic)), AROUND)
+    assert isinstance(found, list)
+    assert [(p.id, p.option) for p in found] == [("folder-read-only", "--save"), ("folder-read-only", "--critic-save")]
+
+
+def test_a_folder_below_a_file_or_a_dead_link_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place in ("file/save", "link"):
+        found = writable_folders(Config(checkpoint=CheckpointSection(save=str(tmp_path / place))), AROUND)
+        assert isinstance(found, list)
+        assert [p.id for p in found] == ["folder-read-only"]
+    assert writable_folders(Config(checkpoint=CheckpointSection(save=str(tmp_path / "a/b/c"))), AROUND) == []
+
+
+def test_a_folder_that_may_not_be_read_is_refused_with_its_name(open_folder: Path) -> None:
+    actor = save(open_folder / "a", "actor", 3)
+    (open_folder / "a/iter_0000003").chmod(0)
+    with as_somebody():
+        report = examine_resume(actor, None, has_critic=False)
+    (open_folder / "a/iter_0000003").chmod(0o755)
+    assert report.decision.verdict == "refuse"
+    assert "Permission denied" in report.problems[0].message

@@ -1,72 +1,105 @@
 """Sharded checkpoints of a training model in Megatron's format (`megatron.core.dist_checkpointing`, `torch_dist`).
 
 They load at another tensor- or data-parallel size. Files are written by this process: Megatron's own writer starts
-helper processes that each import torch, for asynchronous saving that is not used here.
+helper processes that each import torch, for asynchronous saving that is not used here. They are read without
+unpickling anything that could run (`checkpoint/safe_load.py`), which Megatron's own reader does.
 """
 
 from __future__ import annotations
 
-import random
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel as megatron_tp
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    maybe_load_config,
+    save_config,
+)
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from relax_cli.backends.megatron import parallel
-from relax_cli.checkpoint.store import storage_failed
-from relax_cli.errors import Problem, ResumeError
+from relax_cli.checkpoint import safe_load
+from relax_cli.checkpoint.hashing import HashingFileSystem, without_crc32
+from relax_cli.checkpoint.layout import FileEntry
+from relax_cli.checkpoint.store import on_first_rank, storage_failed
 
-RANDOM_STATE = "random_state"
-LAYOUT = "parallel_layout"
+FORMAT = ("torch_dist", 1)
+EXTRA_STATE = "_extra_state"
+"""What TransformerEngine keeps beside weights. It unpickles it again, so nothing but emptiness is let through."""
 
 
-def save(state: dict[str, Any], folder: Path) -> None:
+def save(state: dict[str, Any], folder: Path) -> list[FileEntry]:
     """Write sharded `state`; `folder` exists and is empty. Every rank takes part.
+
+    Returns:
+        The files that this rank wrote, hashed on the way, but for the small ones of the first rank.
 
     Raises:
         RunError: on every rank, when writing failed on any.
     """
-    state = {**state, RANDOM_STATE: _sharded_random_state(), LAYOUT: parallel_layout()}
+    sharded, common = save_preprocess(state)
+    on_first_rank(lambda: _save_common(common, folder))
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    writer = FileSystemWriter(folder, thread_count=1)
+    writer.fs = files = HashingFileSystem()
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    tensors = mcore_to_pyt_state_dict(by_key, is_loading=False)
     try:
-        dist_checkpointing.save(state, str(folder), sharded_strategy=_WriteInThisProcess("torch_dist", 1))
+        with without_crc32():
+            save_sharded(tensors, storage_writer=writer, planner=planner)
     except (OSError, CheckpointException) as error:
-        raise storage_failed(error, folder) from error
+        raise storage_failed(safe_load.root_of(error), folder) from error
+    return files.entries()
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Read what `state` asks for and restore the random generators.
-
-    These are per rank, so a checkpoint of another parallel layout leaves them as they are.
+    """Read what `state` asks for, and what the checkpoint holds once.
 
     Raises:
-        ResumeError: the checkpoint is damaged or belongs to another model.
+        ResumeError: the checkpoint is damaged, belongs to another model, or holds what could run.
     """
-    try:
-        same_layout = dist_checkpointing.load_common_state_dict(str(folder)).get(LAYOUT) == parallel_layout()
-        if same_layout:
-            state = {**state, RANDOM_STATE: _sharded_random_state()}
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
-    except (OSError, KeyError, RuntimeError, CheckpointException, CheckpointingException) as error:
-        raise _unloadable(error, folder) from error
-    if same_layout:
-        _set_random_state(loaded[RANDOM_STATE])
-    return loaded
+    return _load(state, folder, lambda: safe_load.load_common(folder))
+
+
+def load_weights(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Read the tensors that `state` asks for and nothing else, also from a checkpoint that another program wrote.
+
+    Raises:
+        ResumeError: see `load`.
+    """
+    # Another program keeps its own objects beside the shards.
+    return _load(state, folder, dict, padded_vocabulary=True)
+
+
+def taken_over_from(folder: Path) -> AbstractContextManager[None]:
+    """Raises ResumeError for whatever goes wrong with the content of a checkpoint."""
+    return safe_load.taken_over_from(folder, CheckpointingException)
 
 
 def sharding_metadata() -> dict[str, Any]:
@@ -82,47 +115,76 @@ def parallel_layout() -> dict[str, int]:
     }
 
 
-class _WriteInThisProcess(SaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's tensors and metadata, torch's plain file writer."""
+def _save_common(common: dict[str, Any], folder: Path) -> None:
+    content = io.BytesIO()
+    torch.save(common, content)
+    # torch reports a full disk as an error of its own kind, Python as an OSError.
+    (folder / safe_load.COMMON_FILE).write_bytes(content.getbuffer())
+    save_config(CheckpointingConfig(*FORMAT), str(folder))
 
-    can_handle_sharded_objects = True
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        save_sharded(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+def _load(
+    state: dict[str, Any],
+    folder: Path,
+    read_common: Callable[[], dict[str, Any]],
+    *,
+    padded_vocabulary: bool = False,
+) -> dict[str, Any]:
+    """The steps of Megatron's own `load`, whose ways to give it other readers change between versions."""
+    safe_load.refuse_strays(folder)
+    with taken_over_from(folder):
+        if maybe_load_config(str(folder)) is None:
+            raise CheckpointingException(f"{folder} is not a distributed checkpoint")
+        loaded = read_common()
+        asked_for, local, factories = load_preprocess(state)
+        merge(loaded, local)
+        sharded, _ = extract_sharded_base(asked_for)
+        validate_sharding_integrity(determine_global_metadata(sharded)[1])
+        merge(loaded, _ReadSafely(padded_vocabulary).load(sharded, str(folder)))
+        result: dict[str, Any] = apply_factory_merges(loaded, factories)
+    return result
+
+
+class _ReadSafely(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """Megatron's tensors and metadata, read by `SafeReader`."""
+
+    def __init__(self, padded_vocabulary: bool) -> None:
+        """`padded_vocabulary`: the caller has seen to it that no row of the vocabulary is missing."""
+        super().__init__()
+        self.padded_vocabulary = padded_vocabulary
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> dict[str, Any]:
+        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
+        padded = {t.key: t for t in tensors if t.allow_shape_mismatch and self.padded_vocabulary}
+        by_key, flattened, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        state = mcore_to_pyt_state_dict(by_key, is_loading=True)
+        reader = safe_load.SafeReader(checkpoint_dir)
+        planner = _PlainObjects(
+            shapes_validation_sharded_tensors=[t for t in tensors if t.key not in padded],
+            allow_shape_mismatch_sharded_tensors=padded,
         )
+        load_sharded(state, storage_reader=reader, planner=planner)
+        plain = {name: _unwrap_pyt_sharded_tensor(value) for name, value in state.items()}
+        loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(plain, flattened, renamed)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
 
 
-def _unloadable(error: BaseException, folder: Path) -> ResumeError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ResumeError(
-        Problem(
-            id="checkpoint-unloadable",
-            message=f"the checkpoint does not load into this model: {reason}",
-            fix="check that --hf-checkpoint is the model the run was started with, and that no file is damaged",
-            where=str(folder),
-        )
-    )
+class _PlainObjects(MCoreLoadPlanner):  # type: ignore[misc]
+    """Reads the objects among the shards as plain values."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        place = Path(name)
+        loaded = safe_load.load_plain(value.getvalue(), place)
+        if EXTRA_STATE in name and any(_is_something(part) for part in _parts(loaded)):
+            raise safe_load.unsafe(place, f"{name} is not empty, and would be unpickled by the layer it is for")
+        self.original_state_dict[name] = loaded
 
 
-def _sharded_random_state() -> ShardedObject:
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": megatron_tp.get_cuda_rng_tracker().get_states(),
-    }
-    return ShardedObject(RANDOM_STATE, state, (dist.get_world_size(),), (dist.get_rank(),))
+def _parts(loaded: Any) -> list[Any]:
+    return loaded if isinstance(loaded, list) else [loaded]
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-        megatron_tp.get_cuda_rng_tracker().set_states(state["megatron"])
+def _is_something(part: Any) -> bool:
+    return part is not None and not (isinstance(part, Tensor) and part.numel() == 0)

@@ -1,0 +1,131 @@
+"""Weights to begin with: a model's tensors in a sharded checkpoint, whoever wrote it and at whatever parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from relax_cli.backends.megatron import checkpointing
+from relax_cli.checkpoint import safe_load
+from relax_cli.errors import Problem, ResumeError
+
+HEAD = "output_layer."
+"""Of a policy over the vocabulary, of a value model its scalar."""
+MODEL_PREFIXES = ("embedding.", "decoder.", HEAD)
+"""Of the names that the tensors of a model have in a checkpoint; others are an optimizer's."""
+LEAST_PADDING = 128
+"""Megatron rounds a vocabulary up to a multiple of this, times a power of two of ranks."""
+MOST_SHOWN = 3
+
+Shape = tuple[int, ...]
+
+
+def load_into(model: Any, folder: Path, *, with_head: bool) -> None:
+    """Replace the weights of a Megatron model by those in `folder`. Every rank calls this.
+
+    Args:
+        with_head: False leaves the output layer as it is: a value model's, which no policy has.
+
+    Raises:
+        ResumeError: the tensors are not those of this model, or are damaged, or hold what could run.
+    """
+    state = {
+        name: value
+        for name, value in model.sharded_state_dict(metadata=checkpointing.sharding_metadata()).items()
+        # The others are objects that layers keep beside weights, which another program would have pickled.
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and (with_head or not name.startswith(HEAD))
+    }
+    with checkpointing.taken_over_from(folder):
+        saved = {name: shape for name, shape in shapes_in(folder).items() if with_head or not name.startswith(HEAD)}
+    wanted, resizable = _of_all_ranks(state)
+    refuse_other_shapes(wanted, saved, resizable, folder)
+    loaded = checkpointing.load_weights({"model": state}, folder)
+    with checkpointing.taken_over_from(folder):
+        model.load_state_dict(loaded["model"], strict=False)
+
+
+def shapes_in(folder: Path) -> dict[str, Shape]:
+    """Name and whole shape of every tensor of the model in a checkpoint.
+
+    Raises:
+        ResumeError: `.metadata` cannot be used.
+    """
+    entries = safe_load.read_metadata(folder).state_dict_metadata
+    return {
+        name: tuple(entry.size)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(MODEL_PREFIXES)
+    }
+
+
+def refuse_other_shapes(
+    wanted: Mapping[str, Shape], saved: Mapping[str, Shape], resizable: frozenset[str], folder: Path
+) -> None:
+    """Compare what a model needs with what a checkpoint has.
+
+    Args:
+        resizable: tensors whose rows are the vocabulary; Megatron pads those.
+
+    Raises:
+        ResumeError: a tensor is missing, left over, or of another shape.
+    """
+    differing = sorted(
+        name
+        for name in wanted.keys() & saved.keys()
+        if wanted[name] != saved[name] and not (name in resizable and _is_padded(wanted[name], saved[name]))
+    )
+    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if not (differing or missing or unknown):
+        return
+    got = [f"{name} {saved[name]}" for name in differing]
+    got += [f"no {name}" for name in missing] + [f"{name}, which the model has not" for name in unknown]
+    expected = [f"{name} {wanted[name]}" for name in (*differing, *missing)]
+    raise ResumeError(
+        Problem(
+            id="weights-other-model",
+            message="the weights are not those of the model in --hf-checkpoint",
+            option="--load",
+            where=str(folder),
+            got=_shown(got),
+            expected=_shown(expected) or "the tensors of the model and no others",
+            fix="give --hf-checkpoint the folder with the config.json of these weights",
+        )
+    )
+
+
+def _is_padded(wanted: Shape, saved: Shape) -> bool:
+    """Whether rows were only added, to the next multiple of a number of ranks."""
+    rows, multiple = wanted[0], LEAST_PADDING
+    while multiple <= 2 * saved[0]:
+        if saved == (-(-rows // multiple) * multiple, *wanted[1:]):
+            return True
+        multiple *= 2
+    return False
+
+
+def _of_all_ranks(state: Mapping[str, Any]) -> tuple[dict[str, Shape], frozenset[str]]:
+    """Whole shapes by name of all stages, and which of them follow the vocabulary."""
+    mine = [(t.key, tuple(t.global_shape), bool(t.allow_shape_mismatch)) for t in _tensors(state)]
+    everyone: list[Any] = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    entries = [entry for part in everyone for entry in part]
+    return {key: shape for key, shape, _ in entries}, frozenset(key for key, _, resizable in entries if resizable)
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[ShardedTensor]:
+    for value in state.values():
+        parts = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
+        yield from (part for part in parts if isinstance(part, ShardedTensor))
+
+
+def _shown(texts: list[str]) -> str:
+    more = f", and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else ""
+    return ", ".join(texts[:MOST_SHOWN]) + more

@@ -1,0 +1,148 @@
+"""Points the trackers of an actor and a critic at one iteration again. Deletes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.layout import CheckpointMeta, Tracker
+from relax_cli.errors import ConfigError, Problem, ResumeError
+
+
+@dataclass(frozen=True)
+class Move:
+    """What happens to one tracker."""
+
+    role: str
+    folder: Path
+    before: Tracker
+    after: int
+
+    @property
+    def tracker(self) -> Path:
+        """The file."""
+        return self.folder / layout.TRACKER_FILE
+
+    @property
+    def changes(self) -> bool:
+        """Whether the file does not say so already."""
+        return self.before.iteration != self.after
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An iteration that is newer than the chosen one, and why it is not it."""
+
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The newest iteration that both can resume from, and what leads there."""
+
+    iteration: int
+    moves: tuple[Move, Move]
+    left_out: tuple[LeftOut, ...]
+
+
+def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignment:
+    """Find the newest iteration that is complete in both folders and was saved by one run as a pair.
+
+    Args:
+        deep: compare the hash of every file, too.
+
+    Raises:
+        ConfigError: a folder does not exist, or both are the same.
+        ResumeError: there is no such iteration.
+    """
+    for option, folder in (("--load", actor), ("--critic-load", critic)):
+        require_folder(option, folder)
+    if actor.resolve() == critic.resolve():
+        raise ConfigError(
+            Problem(
+                id="align-one-folder",
+                message="actor and critic are saved to two folders, and one was given for both",
+                fix="--load ACTOR_DIR --critic-load CRITIC_DIR",
+                option="--critic-load",
+                got=str(critic),
+                expected="the folder that --critic-save named",
+            )
+        )
+    left_out: list[LeftOut] = []
+    for iteration in sorted({*layout.list_iterations(actor), *layout.list_iterations(critic)}, reverse=True):
+        reason = why_no_pair(actor, critic, iteration, deep=deep)
+        if reason is None:
+            moves = [
+                Move(role, folder, layout.read_tracker(folder), iteration)
+                for role, folder in (("actor", actor), ("critic", critic))
+            ]
+            return Alignment(iteration, (moves[0], moves[1]), tuple(left_out))
+        left_out.append(LeftOut(iteration, reason))
+    shown = "; ".join(f"{left.iteration}: {left.reason}" for left in left_out[:4])
+    raise ResumeError(
+        Problem(
+            id="align-nothing-common",
+            message="no iteration is complete in both folders",
+            fix="start anew without --load, or resume from copies of both folders",
+            option="--load and --critic-load",
+            where=f"{actor} and {critic}",
+            got=shown or "no checkpoints",
+            expected="an iteration that one run saved into both",
+        )
+    )
+
+
+def apply(alignment: Alignment) -> None:
+    """Write the trackers, each in one atomic step.
+
+    Raises:
+        OSError: the disk refused; what was written until then stays.
+    """
+    for move in alignment.moves:
+        if move.changes:
+            layout.write_tracker(move.folder, move.after)
+
+
+def why_no_pair(actor: Path, critic: Path, iteration: int, *, deep: bool = False) -> str | None:
+    """Why actor and critic cannot both resume from `iteration`; None when they can."""
+    metas = []
+    for role, folder in (("actor", actor), ("critic", critic)):
+        meta, reason = examine(folder, iteration, role, deep=deep)
+        if reason is not None:
+            return reason
+        metas.append(meta)
+    names = {(meta.config_hash, str(meta.extra.get("save_id"))) for meta in metas if meta is not None}
+    return None if len(names) == 1 else "actor and critic were saved by different runs"
+
+
+def examine(folder: Path, iteration: int, role: str, *, deep: bool = False) -> tuple[CheckpointMeta | None, str | None]:
+    """`relax.json` of a role's checkpoint, or why it cannot be resumed from."""
+    checkpoint = layout.iteration_folder(folder, iteration)
+    if not checkpoint.is_dir():
+        return None, f"the {role} has none"
+    try:
+        meta, found = layout.read_meta(checkpoint), layout.damages(checkpoint, deep=deep)
+    except ResumeError as error:
+        return None, f"the {role}'s is damaged: {error.problems[0].message}"
+    if meta.role != role:
+        return None, f"the {role}'s folder holds a checkpoint of the {meta.role}"
+    if meta.iteration != iteration:
+        return None, f"the {role}'s says that it is of iteration {meta.iteration}"
+    return meta, f"the {role}'s is damaged: {found[0]}" if found else None
+
+
+def require_folder(option: str, folder: Path) -> None:
+    """Raises ConfigError where there is no such folder."""
+    if not folder.is_dir():
+        raise ConfigError(
+            Problem(
+                id="checkpoint-folder-missing",
+                message=f"{option} leads to no folder",
+                fix="give the folder that --save or --critic-save named",
+                option=option,
+                got=str(folder),
+                expected="a save folder",
+            )
+        )

@@ -1,0 +1,166 @@
+"""Chooses which checkpoints of a save folder, or of a pair of them, can go, and removes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.align import examine, require_folder, why_no_pair
+from relax_cli.errors import ConfigError, Problem, ResumeError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint, or what an interrupted save left of one."""
+
+    role: str
+    path: Path
+    size: int
+    """Bytes on the disk."""
+    keep: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What stays and what goes, in the order in which it goes."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def doomed(self) -> tuple[Entry, ...]:
+        """What goes."""
+        return tuple(entry for entry in self.entries if not entry.keep)
+
+
+def plan_pruning(actor: Path, critic: Path | None, keep: int) -> Pruning:
+    """Keep the newest `keep` complete checkpoints, or pairs where a critic is given, and what a tracker names.
+
+    Args:
+        actor: without `critic` any one save folder of a run that has no other.
+
+    Raises:
+        ConfigError: a folder does not exist, or the other half of a pair was not given.
+        ResumeError: a tracker cannot be understood, or nothing complete would be left.
+    """
+    folders = {"DIR": actor} | ({"--critic": critic} if critic is not None else {})
+    for option, folder in folders.items():
+        require_folder(option, folder)
+    if critic is None:
+        role = _refuse_half_a_pair(actor)
+        sides = {role: actor}
+        complete = _complete(actor, lambda i: examine(actor, i, role)[1])
+    else:
+        both = critic
+        sides = {"actor": actor, "critic": both}
+        complete = _complete(actor, lambda i: why_no_pair(actor, both, i))
+    if not complete:
+        raise _nothing_complete(tuple(sides.values()))
+    stay = dict.fromkeys(complete[-keep:], f"of the newest {keep} complete" + (" pairs" if critic else ""))
+    for folder in sides.values():
+        stay |= _named_by(folder)
+    entries = [entry for role, folder in sides.items() for entry in _entries(role, folder, complete, stay)]
+    return Pruning(tuple(entries))
+
+
+def apply(pruning: Pruning) -> None:
+    """Remove what goes, oldest first; each loses its name before its files.
+
+    Raises:
+        OSError: the disk refused; what is left is found by the next call.
+    """
+    for entry in pruning.doomed:
+        if entry.path.name.startswith("."):
+            layout.remove_tree(entry.path)
+        else:
+            layout.remove_checkpoint(entry.path)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of the files below `path`, links not followed."""
+    if path.is_symlink() or path.is_file():
+        return path.lstat().st_size
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() or file.is_symlink())
+
+
+def _complete(folder: Path, problem: Callable[[int], str | None]) -> list[int]:
+    return [iteration for iteration in layout.list_iterations(folder) if problem(iteration) is None]
+
+
+def _named_by(folder: Path) -> dict[int, str]:
+    """Iterations that one folder cannot lose: what its tracker names, and its newest complete checkpoint."""
+    tracker = layout.read_tracker(folder)
+    if tracker.problem is not None:
+        raise ResumeError(
+            Problem(
+                id="prune-tracker-unreadable",
+                message="the tracker cannot be understood, so nothing says which checkpoint counts",
+                fix=f"relax checkpoint list {folder}, and write the iteration that counts into the tracker",
+                where=str(folder / layout.TRACKER_FILE),
+                got=tracker.problem,
+            )
+        )
+    whole = [i for i in layout.list_iterations(folder) if layout.is_complete(layout.iteration_folder(folder, i))]
+    named = dict.fromkeys(whole[-1:], "the newest complete one here")
+    return named | ({tracker.iteration: "a tracker names it"} if isinstance(tracker.iteration, int) else {})
+
+
+def _entries(role: str, folder: Path, complete: Sequence[int], stay: dict[int, str]) -> list[Entry]:
+    entries = []
+    for iteration in layout.list_iterations(folder):
+        path = layout.iteration_folder(folder, iteration)
+        reason = stay.get(iteration)
+        if reason is None:
+            damage = examine(folder, iteration, role)[1]
+            reason = damage or ("older" if iteration in complete else "its other half is missing or broken")
+        entries.append(Entry(role, path, size_of(path), iteration in stay, reason))
+    leftovers = [
+        Entry(role, path, size_of(path), False, "left by an interrupted save") for path in layout.list_leftovers(folder)
+    ]
+    return [*leftovers, *entries]
+
+
+def _refuse_half_a_pair(folder: Path) -> str:
+    """The role of a save folder whose run saved no other.
+
+    Raises:
+        ConfigError: pruning it alone could leave a pair without its other half.
+    """
+    role = "actor"
+    for iteration in reversed(layout.list_iterations(folder)):
+        try:
+            meta = layout.read_meta(layout.iteration_folder(folder, iteration))
+        except ResumeError:
+            continue
+        if meta.role == "critic" or meta.extra.get("has_critic", False):
+            is_critic = meta.role == "critic"
+            raise ConfigError(
+                Problem(
+                    id="prune-half-a-pair",
+                    message=f"these are the checkpoints of {'a critic' if is_critic else 'an actor with a critic'}: "
+                    "pruned alone, they could leave no pair",
+                    fix=f"relax checkpoint prune {'ACTOR_DIR' if is_critic else folder} "
+                    f"--critic {folder if is_critic else 'CRITIC_DIR'} --keep N",
+                    option="DIR" if is_critic else "--critic",
+                    got=str(folder),
+                    expected="the save folders of actor and critic",
+                )
+            )
+        role = meta.role
+        break
+    return role
+
+
+def _nothing_complete(folders: Sequence[Path]) -> ResumeError:
+    several = len(folders) > 1
+    return ResumeError(
+        Problem(
+            id="prune-nothing-complete",
+            message="no iteration is complete" + (" in both folders" if several else "") + ", so nothing is removed",
+            fix=f"relax checkpoint list {folders[-1]}",
+            where=" and ".join(str(folder) for folder in folders),
+            expected="a checkpoint to resume from after pruning",
+        )
+    )

@@ -1,0 +1,300 @@
+"""Reads torch's distributed checkpoints without running what somebody else may have written into them.
+
+torch and Megatron unpickle three things when they load: `.metadata` (what lies where), objects among the shards, and
+`common.pt`. A pickle can run any code. Here `.metadata` becomes inert records, of which torch's own are then built
+field by field; everything else goes through torch's `weights_only` reader, which knows tensors and plain values.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from relax_cli.checkpoint import layout
+from relax_cli.errors import Problem, RelaxError, ResumeError
+
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+MOST_METADATA_BYTES = 1 << 30
+MOST_COMMON_BYTES = 1 << 30
+
+CONTENT_ERRORS: tuple[type[Exception], ...] = (
+    OSError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What reading damaged or foreign content raises."""
+
+KNOWN_NAMES = {
+    "torch": frozenset({"Size"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    # Megatron's own writer leaves its plan there, too; nothing reads it again.
+    "torch.distributed.checkpoint.planner": frozenset(
+        {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"}
+    ),
+    "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
+    "collections": frozenset({"OrderedDict"}),
+    # Marks of older versions of Megatron, without content.
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset({"MCoreMetadata", "MCoreSavePlan"}),
+}
+"""What `.metadata` has a use for, by module. None of it is called or even imported while the file is read."""
+
+
+def refuse_strays(folder: Path) -> None:
+    """Raises ResumeError where a name in a checkpoint leads out of it, or is no file."""
+    found = layout.strays(folder)
+    if found:
+        raise unsafe(folder, found[0])
+
+
+def unsafe(where: Path, reason: str) -> ResumeError:
+    """What to say of a checkpoint that holds what no checkpoint has a use for."""
+    return ResumeError(
+        Problem(
+            id="checkpoint-unsafe",
+            message=f"the checkpoint is refused: {reason}",
+            fix="do not use this folder if somebody else made it; take a copy that you trust, or another iteration",
+            where=str(where),
+            got="nothing of it was executed",
+        )
+    )
+
+
+def load_plain(content: bytes, where: Path) -> Any:
+    """Tensors and plain values that `torch.save` wrote; tensors on the CPU.
+
+    Raises:
+        ResumeError: it holds something else, or is damaged.
+    """
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        reason = "it holds something other than tensors and plain values, or is damaged"
+        raise unsafe(where, f"{where.name}: {reason}") from error
+
+
+def load_common(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds once, beside the shards.
+
+    Raises:
+        ResumeError: see `load_plain`.
+        OSError: the file cannot be read.
+    """
+    path = folder / COMMON_FILE
+    common = load_plain(layout.read_small_file(path, MOST_COMMON_BYTES), path)
+    if not isinstance(common, dict):
+        raise unsafe(path, f"{path.name} does not hold a dictionary")
+    return common
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Shapes, types and places of the tensors of a checkpoint.
+
+    Raises:
+        ResumeError: the file asks for more than it has a use for, leads out of the folder, or is damaged.
+    """
+    path = folder / METADATA_FILE
+    try:
+        content = layout.read_small_file(path, MOST_METADATA_BYTES)
+        return _build_metadata(_InertUnpickler(io.BytesIO(content)).load(), folder)
+    except RelaxError:
+        raise
+    except Exception as error:
+        # A damaged pickle can fail in any way.
+        raise unsafe(path, f"{path.name} cannot be used ({error or type(error).__name__})") from error
+
+
+@contextmanager
+def taken_over_from(folder: Path, *further: type[Exception]) -> Iterator[None]:
+    """Raises ResumeError for whatever goes wrong with the content of a checkpoint.
+
+    Args:
+        further: errors of a library that reads it.
+    """
+    try:
+        yield
+    except RelaxError:
+        raise
+    except (*CONTENT_ERRORS, *further) as error:
+        raise _unloadable(error, folder) from error
+    except CheckpointException as error:
+        root = root_of(error)
+        if isinstance(root, RelaxError):
+            raise root from error
+        if isinstance(root, pickle.UnpicklingError):
+            reason = "a shard holds something other than tensors, or is damaged"
+            raise unsafe(folder, reason) from error
+        raise _unloadable(root, folder) from error
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The first rank's own failure, where torch has collected those of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        failure, _ = error.failures[min(error.failures)]
+        return failure
+    return error
+
+
+def _unloadable(error: BaseException, folder: Path) -> ResumeError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ResumeError(
+        Problem(
+            id="checkpoint-unloadable",
+            message=f"the checkpoint does not load into this model: {reason}",
+            fix="check that --hf-checkpoint is the model the run was started with, and that no file is damaged",
+            where=str(folder),
+        )
+    )
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader of shards, with `read_metadata` of this module.
+
+    Raises:
+        ResumeError: at once, see there; torch would try again another way, and log the failure.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._metadata = read_metadata(Path(path))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What was read when this was made."""
+        return self._metadata
+
+
+class _Record:
+    """Stands for an object of a class of `.metadata`: arguments and state, as they were written."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: Any = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Makes records of everything, but for numbers' types, which are constants of torch."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._classes: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        constant = vars(torch).get(name) if module == "torch" else None
+        if isinstance(constant, torch.dtype):
+            return constant
+        if name not in KNOWN_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a checkpoint has no use for")
+        # A class of this one load: whatever a pickle does to it is gone with it.
+        return self._classes.setdefault(name, type(name, (dict if name == "OrderedDict" else _Record,), {}))
+
+
+def _build_metadata(root: Any, folder: Path) -> Metadata:
+    fields = _state(root, "Metadata")
+    tensors = {_text(name): _build_entry(entry) for name, entry in _dictionary(fields["state_dict_metadata"]).items()}
+    places = {_build_index(i): _build_place(p, folder) for i, p in _dictionary(fields["storage_data"]).items()}
+    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+
+
+def _build_entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(record).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    fields = _state(record, "TensorStorageMetadata")
+    properties = fields["properties"]
+    dtype = _state_of(properties, "TensorProperties")[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("a tensor has no number type")
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype),
+        _size(fields["size"]),
+        [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+    )
+
+
+def _build_index(record: Any) -> MetadataIndex:
+    fields = _state(record, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _text(fields["fqn"]), None if offset is None else _size(offset), None if index is None else _number(index)
+    )
+
+
+def _build_place(record: Any, folder: Path) -> _StorageInfo:
+    fields = _state(record, "_StorageInfo")
+    path = fields["relative_path"]
+    if not layout.is_inside(path):
+        raise unsafe(folder / METADATA_FILE, f"{METADATA_FILE} names a file outside the checkpoint: {path!r:.200}")
+    if fields.get("transform_descriptors"):
+        raise TypeError("the shards are transformed")
+    return _StorageInfo(path, _number(fields["offset"]), _number(fields["length"]))
+
+
+def _state_of(record: Any, name: str) -> Any:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        raise TypeError(f"something is no {name}")
+    return record.state
+
+
+def _state(record: Any, name: str) -> dict[str, Any]:
+    return _dictionary(_state_of(record, name))
+
+
+def _dictionary(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("something is no dictionary")
+    return value
+
+
+def _size(record: Any) -> torch.Size:
+    if isinstance(record, _Record):
+        (record,) = record.arguments
+    return torch.Size([_number(length) for length in record])
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError("a length or an offset is no whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError("a name is no text")
+    return value

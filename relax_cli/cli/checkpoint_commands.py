@@ -1,0 +1,264 @@
+"""`relax checkpoint align`, `prune` and `export-hf`: what changes or writes something. The first two show it before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relax_cli.checkpoint import align, layout, prune
+from relax_cli.checkpoint.fingerprint import folder_of_model, model_differences, model_shape, tokenizer_fingerprint
+from relax_cli.cli.console import Format, Output
+from relax_cli.engine.claims import claimed
+from relax_cli.errors import ConfigError, Problem, ResumeError, RunError
+
+FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
+Yes = Annotated[bool, typer.Option("--yes", help="do it; without this it is only shown")]
+NOT_DONE = "nothing was changed; with --yes it is done"
+WIDTH = 80
+"""Columns of a screen."""
+
+
+class Dtype(StrEnum):
+    """Type of exported weights."""
+
+    AS_TRAINED = "as-trained"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `relax checkpoint`."""
+    app.command("align")(align_command)
+    app.command("prune")(prune_command)
+    app.command("export-hf")(export_command)
+
+
+def align_command(
+    ctx: typer.Context,
+    load: Annotated[Path, typer.Option("--load", metavar="DIR", help="the actor's save folder")],
+    critic_load: Annotated[Path, typer.Option("--critic-load", metavar="DIR", help="the critic's save folder")],
+    deep: Annotated[bool, typer.Option("--deep", help="compare the hash of every file of the two checkpoints")] = False,
+    yes: Yes = False,
+    fmt: FormatOption = Format.TEXT,
+) -> None:
+    """Point both trackers at the newest iteration that is complete in both folders.
+
+    Nothing is deleted. Exit code 3 if there is no such iteration.
+    """
+    output = Output(fmt)
+    ctx.find_root().obj = output
+    plan = align.plan_alignment(load, critic_load, deep=deep)
+    changes = any(move.changes for move in plan.moves)
+    if yes and changes:
+        with _alone({load: "--load", critic_load: "--critic-load"}):
+            align.apply(plan)
+    data = {
+        "ok": True,
+        "iteration": plan.iteration,
+        "changed": yes and changes,
+        "trackers": [
+            {
+                "role": move.role,
+                "path": str(move.tracker),
+                "from": move.before.problem or move.before.iteration,
+                "to": move.after,
+            }
+            for move in plan.moves
+        ],
+        "left_out": [{"iteration": left.iteration, "reason": left.reason} for left in plan.left_out],
+    }
+    output.result(data, _alignment_text(plan, done=yes))
+
+
+def prune_command(
+    ctx: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the actor's save folder")],
+    keep: Annotated[int, typer.Option("--keep", min=1, help="complete checkpoints, or pairs, to keep")],
+    critic: Annotated[
+        Path | None, typer.Option("--critic", metavar="DIR", help="the critic's save folder, where the run has one")
+    ] = None,
+    yes: Yes = False,
+    fmt: FormatOption = Format.TEXT,
+) -> None:
+    """Remove old and broken checkpoints.
+
+    Never what a tracker names, the newest complete one, or one half of a pair that is kept.
+    """
+    output = Output(fmt)
+    ctx.find_root().obj = output
+    plan = prune.plan_pruning(folder, critic, keep)
+    if yes and plan.doomed:
+        with _alone({folder: "DIR"} | ({critic: "--critic"} if critic is not None else {})):
+            # Another run may have finished a save since.
+            plan = prune.plan_pruning(folder, critic, keep)
+            prune.apply(plan)
+    freed = sum(entry.size for entry in plan.doomed)
+    data = {
+        "ok": True,
+        "removed": yes and bool(plan.doomed),
+        "bytes": freed,
+        "checkpoints": [
+            {
+                "role": entry.role,
+                "path": str(entry.path),
+                "bytes": entry.size,
+                "keep": entry.keep,
+                "reason": entry.reason,
+            }
+            for entry in plan.entries
+        ],
+    }
+    output.result(data, _pruning_text(plan, freed, done=yes))
+
+
+def export_command(
+    ctx: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the actor's save folder")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write, new or empty")],
+    hf_checkpoint: Annotated[
+        str, typer.Option("--hf-checkpoint", metavar="MODEL", help="the model the run was started with")
+    ],
+    iteration: Annotated[int | None, typer.Option("--iteration", min=0, help="default: what the tracker names")] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="type of the weights")] = Dtype.AS_TRAINED,
+    fmt: FormatOption = Format.TEXT,
+) -> None:
+    """Write the actor of a checkpoint as a Hugging Face model: safetensors, config.json and tokenizer files."""
+    output = Output(fmt)
+    ctx.find_root().obj = output
+    model = folder_of_model(hf_checkpoint)
+    if model is None:
+        raise _no_model(hf_checkpoint)
+    checkpoint = _chosen(folder, iteration)
+    meta = layout.read_meta(checkpoint)
+    other = model_differences(model_shape(model), tokenizer_fingerprint(model), meta, checkpoint, hf_checkpoint)
+    if other:
+        raise ResumeError(other)
+
+    # Only here: the other commands of this module answer without importing torch.
+    import torch
+
+    from relax_cli.checkpoint.export import export_hf
+
+    done = export_hf(checkpoint, out, model, None if dtype is Dtype.AS_TRAINED else getattr(torch, dtype))
+    data = {
+        "ok": True,
+        "out": str(out),
+        "iteration": meta.iteration,
+        "dtype": done.dtype,
+        "parameters": done.parameters,
+        "bytes": done.size,
+    }
+    text = (
+        f"wrote {out}\n"
+        f"  from      {checkpoint}\n"
+        f"  weights   {done.parameters:,} parameters, {done.dtype}, {_megabytes(done.size)} with tokenizer"
+    )
+    output.result(data, text)
+
+
+def _chosen(folder: Path, iteration: int | None) -> Path:
+    """The checkpoint of `iteration`, or the one that the tracker names.
+
+    Raises:
+        ConfigError: the save folder does not exist.
+        ResumeError: there is no such checkpoint.
+    """
+    align.require_folder("DIR", folder)
+    tracker = layout.read_tracker(folder)
+    wanted = tracker.iteration if iteration is None else iteration
+    there = layout.list_iterations(folder)
+    if isinstance(wanted, int) and wanted in there:
+        return layout.iteration_folder(folder, wanted)
+    got = f"--iteration {iteration}" if iteration is not None else tracker.problem or f"tracker: {tracker.iteration}"
+    raise ResumeError(
+        Problem(
+            id="export-no-checkpoint",
+            message="there is no such checkpoint",
+            fix=f"--iteration {there[-1]}" if there else "give the folder that --save named",
+            option="--iteration" if iteration is not None else "DIR",
+            where=str(folder),
+            got=got,
+            expected=f"one of {', '.join(str(i) for i in there[-8:])}" if there else "a folder with checkpoints",
+        )
+    )
+
+
+@contextmanager
+def _alone(folders: dict[Path, str]) -> Iterator[None]:
+    """Keep runs out of the folders, and turn a disk's refusal into an error for people.
+
+    Raises:
+        ConfigError: a run is writing one of the folders.
+        RunError: the disk refused.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(claimed(folders))
+        except ConfigError as error:
+            found = error.problems[0]
+            fix = "wait until the run has ended, or stop it" if found.id == "folder-locked" else "see its permissions"
+            raise ConfigError(Problem(**{**vars(found), "fix": fix})) from error
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                Problem(
+                    id="checkpoint-change-failed",
+                    message=f"the folder could not be changed: {error.strerror}",
+                    fix="repair the permissions or the disk, and run the command again: it goes on where it stopped",
+                    where=str(error.filename or ""),
+                )
+            ) from error
+
+
+def _alignment_text(plan: align.Alignment, *, done: bool) -> str:
+    lines = [f"iteration {plan.iteration} is the newest that both can resume from", ""]
+    for move in plan.moves:
+        before = "unreadable" if move.before.problem else "no tracker"
+        if move.before.iteration is not None:
+            before = str(move.before.iteration)
+        change = f"{before} -> {move.after}" if move.changes else f"{move.after}, as it is"
+        lines.append(f"  {move.role:<7} {change:<16} {move.tracker}")
+    lines += [f"  not {left.iteration}: {left.reason}" for left in plan.left_out]
+    if not any(move.changes for move in plan.moves):
+        return "\n".join([*lines, "", "nothing is to be done"])
+    return "\n".join([*lines, "", "done; nothing was deleted" if done else NOT_DONE])
+
+
+def _pruning_text(plan: prune.Pruning, freed: int, *, done: bool) -> str:
+    lines: list[str] = []
+    for entry in plan.entries:
+        heading = f"{entry.role} in {entry.path.parent}"
+        if heading not in lines:
+            lines.append(heading)
+        verb = "keep" if entry.keep else "drop"
+        line = f"  {verb}  {entry.path.name:<18} {_megabytes(entry.size):>10}  "
+        fits = len(line) + len(entry.reason) <= WIDTH
+        lines += [line + entry.reason] if fits else [line.rstrip(), f"        {entry.reason}"]
+    if not plan.doomed:
+        return "\n".join([*lines, "", "nothing is to be removed"])
+    end = f"removed {_megabytes(freed)}" if done else f"{_megabytes(freed)} would be freed; {NOT_DONE}"
+    return "\n".join([*lines, "", end])
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def _no_model(name: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            id="model-folder-missing",
+            message="the model folder does not exist",
+            fix="give the folder or package that the run was started with",
+            option="--hf-checkpoint",
+            got=name,
+            expected="a folder with config.json and tokenizer",
+        )
+    )

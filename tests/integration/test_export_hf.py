@@ -1,0 +1,209 @@
+"""`relax checkpoint export-hf`: what transformers loads is the model that was trained, at whatever parallelism."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_store import META, ROWS
+from tiny_models import VOCAB, on_ranks, save_tiny_model
+from training_runs import Run, build, loss_fn, micro_batches
+from typer.testing import CliRunner, Result
+
+from relax_cli.backends.megatron import parallel
+from relax_cli.checkpoint import layout, store
+from relax_cli.checkpoint.export import export_hf
+from relax_cli.cli.app import build_app
+from relax_cli.errors import RunError
+from relax_cli.plugin.manager import load_plugins
+
+TOKENS = torch.arange(12).reshape(2, 6) % VOCAB
+
+
+def save_trained(rank: int, ranks: int, port: int, run: Run, save_dir: Path, role: str) -> dict[str, Any] | None:
+    """Train a step, save iteration 1, and return the weights of a policy as numpy arrays."""
+    model = build(run, rank, ranks, port)
+    model.train_step(micro_batches(3, ROWS), loss_fn)
+    store.write(model, save_dir, 1, role, META)
+    if rank == 0:
+        store.commit(save_dir, 1)
+        store.publish(save_dir, 1)
+    state = model.hf_state() if run.kind == "policy" else None
+    if ranks > 1:
+        parallel.shutdown()
+    return None if state is None else {name: tensor.numpy().copy() for name, tensor in state.items()}
+
+
+def export(*words: object) -> Result:
+    return CliRunner().invoke(build_app(load_plugins()), ["checkpoint", "export-hf", *map(str, words)])
+
+
+def problem_of(result: Result) -> dict[str, str]:
+    (problem,) = json.loads(result.stdout)["problems"]
+    return problem  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    save_tiny_model(folder, "qwen3", tied=True)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A save folder, and the weights it holds."""
+    save_dir = tmp_path_factory.mktemp("saved")
+    state = save_trained(0, 1, 0, Run("policy", qwen3), save_dir, "actor")
+    assert state is not None
+    return save_dir, state
+
+
+def assert_holds(out: Path, state: dict[str, Any], template: Any) -> None:
+    """transformers finds exactly `state` in `out`, and its logits are those of a model with these weights."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    parameters = dict(loaded.named_parameters())
+    assert parameters.keys() == state.keys()
+    for name, expected in state.items():
+        assert torch.equal(parameters[name], torch.from_numpy(expected)), name
+    template.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()}, strict=False)
+    template.tie_weights()
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, template.eval()(TOKENS).logits)
+
+
+def test_transformers_loads_the_trained_model(qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    save_dir, state = saved
+    out = tmp_path / "out"
+    result = export(save_dir, out, "--hf-checkpoint", qwen3, "--format", "json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["ok"], found["iteration"], found["dtype"]) == (True, 1, "float32")
+    assert found["parameters"] == sum(array.size for array in state.values())
+    original = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
+    assert not torch.equal(original.get_input_embeddings().weight, torch.from_numpy(state["model.embed_tokens.weight"]))
+    assert_holds(out, state, original)
+    assert (out / "tokenizer_config.json").read_bytes() == (qwen3 / "tokenizer_config.json").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
+def test_a_checkpoint_of_two_tensor_parallel_ranks_is_exported_whole(family: str, tied: bool, tmp_path: Path) -> None:
+    template = save_tiny_model(tmp_path / "model", family, tied=tied)
+    run = Run("policy", tmp_path / "model", tensor_parallel=2)
+    state = on_ranks(2, save_trained, run, tmp_path / "saved", "actor")[0]
+    assert layout.read_meta(layout.iteration_folder(tmp_path / "saved", 1)).parallel["tensor_parallel"] == 2
+    done = export(tmp_path / "saved", tmp_path / "out", "--hf-checkpoint", tmp_path / "model")
+    assert done.exit_code == 0, done.output
+    assert_holds(tmp_path / "out", state, template)
+
+
+def test_weights_are_written_in_the_type_asked_for(
+    qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    save_dir, state = saved
+    words = (save_dir, tmp_path / "out", "--hf-checkpoint", qwen3, "--iteration", 1, "--dtype", "bfloat16")
+    assert export(*words).exit_code == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    expected = torch.from_numpy(state["model.embed_tokens.weight"]).bfloat16()
+    assert torch.equal(loaded.get_input_embeddings().weight, expected)
+
+
+def test_a_critic_is_no_language_model(qwen3: Path, tmp_path: Path) -> None:
+    save_trained(0, 1, 0, Run("value", qwen3), tmp_path / "critic", "critic")
+    result = export(tmp_path / "critic", tmp_path / "out", "--hf-checkpoint", qwen3, "--format", "json")
+    assert (result.exit_code, problem_of(result)["id"]) == (3, "export-wrong-role")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_in_it_is_not_written(
+    qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("precious")
+    result = export(saved[0], out, "--hf-checkpoint", qwen3, "--format", "json")
+    assert (result.exit_code, problem_of(result)["id"]) == (2, "export-out-in-use")
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    (out / "mine").unlink()
+    assert export(saved[0], out, "--hf-checkpoint", qwen3).exit_code == 0
+
+
+def test_a_bit_that_flipped_is_found_before_anything_is_written(
+    qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    (shard,) = layout.iteration_folder(saved[0], 1).glob("*.distcp")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-5000] + bytes([content[-5000] ^ 1]) + content[-4999:])
+    result = export(saved[0], tmp_path / "out", "--hf-checkpoint", qwen3, "--format", "json")
+    shard.write_bytes(content)
+    assert (result.exit_code, problem_of(result)["id"]) == (3, "export-damaged")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_model_is_refused(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "deeper", "qwen3", tied=True, layers=3)
+    result = export(saved[0], tmp_path / "out", "--hf-checkpoint", tmp_path / "deeper", "--format", "json")
+    assert result.exit_code == 3
+    assert "3" in problem_of(result)["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(("--iteration", "9"), 3), (("--dtype", "int8"), 2), (("--hf-checkpoint", "missing"), 2)],
+)
+def test_what_is_not_there_is_named(
+    words: tuple[str, str], code: int, qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    assert export(saved[0], tmp_path / "out", "--hf-checkpoint", qwen3, *words).exit_code == code
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "tracker", "option", "got", "expected"),
+    [
+        (("--iteration", "9"), "1", "--iteration", "--iteration 9", "one of 1"),
+        ((), "9", "DIR", "tracker: 9", "one of 1"),
+        ((), None, "DIR", "tracker: None", "one of 1"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(
+    words: tuple[str, ...],
+    tracker: str | None,
+    option: str,
+    got: str,
+    expected: str,
+    qwen3: Path,
+    saved: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    save_dir = tmp_path / "saved"
+    shutil.copytree(saved[0], save_dir)
+    (save_dir / layout.TRACKER_FILE).unlink()
+    if tracker is not None:
+        (save_dir / layout.TRACKER_FILE).write_text(tracker)
+    result = export(save_dir, tmp_path / "out", "--hf-checkpoint", qwen3, "--format", "json", *words)
+    problem = problem_of(result)
+    assert (result.exit_code, problem["id"], problem["option"]) == (3, "export-no-checkpoint", option)
+    assert (problem["got"], problem["expected"], problem["fix"]) == (got, expected, "--iteration 1")
+    assert not (tmp_path / "out").exists()
+    assert export(save_dir, tmp_path / "out", "--hf-checkpoint", qwen3, "--iteration", 1).exit_code == 0
+
+
+def test_a_disk_that_refuses_leaves_nothing(
+    qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("relax_cli.checkpoint.export.write_hf", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        export_hf(layout.iteration_folder(saved[0], 1), tmp_path / "out", qwen3)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,309 @@
+"""Whether a checkpoint belongs to the run that would load it; the rows of the table that need the configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import save, save_release, write_weights
+
+from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.fingerprint import (
+    data_position,
+    dataset_fingerprint,
+    identify,
+    model_shape,
+    parallel_problems,
+    tokenizer_fingerprint,
+)
+from relax_cli.checkpoint.resume import ResumeReport
+from relax_cli.checkpoint.resume_run import decide_run, examine_run
+from relax_cli.config.file_checks import Surroundings, save_folders
+from relax_cli.config.schema import Config
+from relax_cli.errors import ResumeError
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+}
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """A model folder without weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODEL | changes))
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "chat_template": "{{ x }}", "transformers_version": "5"})
+    )
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A GRPO run that resumes at iteration 4 of 10."""
+    write_model(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"input": "1"}\n{"input": "2"}\n')
+    sections = {
+        "model": {"hf_checkpoint": str(tmp_path / "model")},
+        "data": {"prompt_data": str(tmp_path / "data.jsonl")},
+        "batch": {"num_rollout": 10, "rollout_batch_size": 8},
+        "checkpoint": {"load": str(tmp_path / "a"), "save": str(tmp_path / "a")},
+    }
+    made = Config.model_validate(sections)
+    meta = identify(made, tmp_path / "model", prompts=2).meta()
+    save(tmp_path / "a", "actor", 4, has_critic=False, **meta, data_position=data_position(4, 8, 2))
+    return made
+
+
+def changed(config: Config, **sections: dict[str, Any]) -> Config:
+    """The same configuration with other values."""
+    updates = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=updates)
+
+
+def examined(config: Config, *, has_critic: bool = False, num_rollout: int | None = None) -> ResumeReport:
+    return examine_run(config, has_critic=has_critic, num_rollout=num_rollout)
+
+
+def refused_id(config: Config) -> str:
+    """Id of the one problem."""
+    report = examined(config)
+    assert report.decision.verdict == "refuse"
+    (problem,) = report.problems
+    assert problem.where
+    with pytest.raises(ResumeError):
+        decide_run(config, has_critic=False)
+    return problem.id
+
+
+def test_the_run_that_saved_it_resumes(config: Config) -> None:
+    report = examined(config)
+    assert (report.decision.verdict, report.decision.iteration) == ("resume", 4)
+    assert report.problems == report.warnings == ()
+    assert decide_run(config, has_critic=False) == report
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 3},
+        {"hidden_size": 64},
+        {"num_key_value_heads": 4},
+        {"vocab_size": 128},
+        {"model_type": "llama"},
+        {"tie_word_embeddings": True},
+        {"rope_theta": 5e5},
+    ],
+)
+def test_a_model_of_another_shape_is_refused_with_what_differs(
+    config: Config, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    other = write_model(tmp_path / "other", **change)
+    wrong = changed(config, model={"hf_checkpoint": str(other)})
+    assert refused_id(wrong) == "resume-other-model"
+    (problem,) = examined(wrong).problems
+    assert problem.fix == f"--hf-checkpoint {tmp_path / 'model'}"
+    assert problem.got != problem.expected
+
+
+def test_more_positions_and_other_files_make_no_other_model(config: Config, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", max_position_embeddings=4096, transformers_version="6", use_cache=False)
+    (other / "generation_config.json").write_text("{}")
+    assert examined(changed(config, model={"hf_checkpoint": str(other)})).decision.verdict == "resume"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", '{"model": {"vocab": {"b": 0}}}'),
+        ("merges.txt", "a b"),
+        ("tokenizer_config.json", '{"eos_token": "<eos>", "chat_template": "{{ x }}"}'),
+        ("tokenizer_config.json", '{"eos_token": "</s>", "chat_template": "{{ y }}"}'),
+    ],
+)
+def test_another_tokenizer_is_refused(config: Config, tmp_path: Path, file: str, content: str) -> None:
+    other = write_model(tmp_path / "other")
+    (other / file).write_text(content)
+    assert refused_id(changed(config, model={"hf_checkpoint": str(other)})) == "resume-other-tokenizer"
+
+
+def test_what_a_newer_transformers_writes_into_the_same_tokenizer_changes_nothing(tmp_path: Path) -> None:
+    one, two = write_model(tmp_path / "one"), write_model(tmp_path / "two")
+    settings = json.loads((two / "tokenizer_config.json").read_text())
+    (two / "tokenizer_config.json").write_text(json.dumps(settings | {"transformers_version": "6", "is_local": True}))
+    assert tokenizer_fingerprint(one) == tokenizer_fingerprint(two)
+    (two / "tokenizer_config.json").unlink()
+    assert tokenizer_fingerprint(two) is None
+
+
+def test_other_prompts_are_refused_and_the_same_under_another_name_are_not(config: Config, tmp_path: Path) -> None:
+    data = Path(config.data.prompt_data)
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(data.read_bytes())
+    assert examined(changed(config, data={"prompt_data": str(moved)})).decision.verdict == "resume"
+    moved.write_bytes(data.read_bytes().replace(b"2", b"3"))
+    wrong = changed(config, data={"prompt_data": str(moved)})
+    assert refused_id(wrong) == "resume-other-data"
+    assert examined(wrong).problems[0].fix.startswith(f"--prompt-data {data};")
+    data.write_text('{"input": "1"}\n')
+    assert refused_id(config) == "resume-other-data"
+    assert "export-hf" in examined(config).problems[0].fix
+
+
+def test_generated_prompts_are_known_by_their_words(tmp_path: Path) -> None:
+    assert dataset_fingerprint("reasoning-gym:chain_sum?size=8") == "reasoning-gym:chain_sum?size=8"
+    assert dataset_fingerprint("") is None
+    assert dataset_fingerprint(str(tmp_path / "missing.jsonl")) is None
+
+
+def test_another_estimator_is_refused_with_a_way_on(config: Config) -> None:
+    wrong = changed(config, algorithm={"advantage_estimator": "gspo"})
+    assert refused_id(wrong) == "resume-other-estimator"
+    fix = examined(wrong).problems[0].fix
+    assert fix.startswith("--advantage-estimator grpo")
+    assert "export-hf" in fix
+
+
+@pytest.mark.parametrize(("rollouts", "ok"), [(3, False), (4, False), (5, True)])
+def test_a_run_with_nothing_left_to_do_is_refused(config: Config, rollouts: int, ok: bool) -> None:
+    shorter = changed(config, batch={"num_rollout": rollouts})
+    assert (examined(shorter).decision.verdict == "resume") == ok
+    if not ok:
+        assert refused_id(shorter) == "resume-nothing-left"
+        assert examined(shorter).problems[0].fix == "--num-rollout 8"
+
+
+def test_the_length_may_come_from_epochs(config: Config) -> None:
+    epochs = changed(config, batch={"num_rollout": None})
+    assert examined(epochs).decision.verdict == "resume"  # nobody counted the prompts
+    assert examined(epochs, num_rollout=4).problems[0].id == "resume-nothing-left"
+
+
+@pytest.mark.parametrize(
+    ("section", "values"), [("batch", {"rollout_batch_size": 16}), ("rollout", {"rollout_seed": 7})]
+)
+def test_another_order_of_the_prompts_is_a_warning_and_strictly_an_error(
+    config: Config, section: str, values: dict[str, Any]
+) -> None:
+    other = changed(config, **{section: values})
+    report = examined(other)
+    assert report.decision.verdict == "resume"
+    (warning,) = report.warnings
+    (name,) = values
+    assert (warning.id, warning.option) == ("resume-data-order", "--" + name.replace("_", "-"))
+    assert any("repeated or left out" in note for note in report.notes("a"))
+    assert refused_id(changed(other, run={"strict": True})) == "resume-data-order"
+
+
+def test_everything_that_differs_is_said_at_once(config: Config, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", num_hidden_layers=3)
+    (other / "tokenizer.json").write_text("{}")
+    wrong = changed(
+        config,
+        model={"hf_checkpoint": str(other)},
+        algorithm={"advantage_estimator": "gspo"},
+        data={"prompt_data": "reasoning-gym:chain_sum"},
+        batch={"num_rollout": 2},
+    )
+    assert [p.id for p in examined(wrong).problems] == [
+        "resume-other-estimator",
+        "resume-other-model",
+        "resume-other-tokenizer",
+        "resume-other-data",
+        "resume-nothing-left",
+    ]
+
+
+@pytest.mark.parametrize("extra", [{}, {"fingerprints": 7, "model_shape": [], "origin": "x", "data_position": None}])
+def test_what_a_checkpoint_does_not_say_is_not_held_against_it(config: Config, extra: dict[str, Any]) -> None:
+    folder = Path(config.checkpoint.load or "") / "iter_0000004"
+    meta = json.loads((folder / layout.META_FILE).read_text())
+    (folder / layout.META_FILE).write_text(json.dumps(meta | {"extra": extra, "seeds": {}}))
+    assert examined(changed(config, algorithm={"advantage_estimator": "gspo"})).decision.verdict == "resume"
+
+
+def test_a_pair_says_once_what_both_sides_lack(config: Config, tmp_path: Path) -> None:
+    meta = identify(config, tmp_path / "model").meta()
+    actor, critic = (save(tmp_path / role, role, 4, **meta) for role in ("actor", "critic"))
+    pair = changed(config, checkpoint={"load": actor}, critic={"critic_load": critic})
+    assert examined(pair, has_critic=True).decision.verdict == "resume"
+    wrong = changed(pair, algorithm={"advantage_estimator": "ppo"})
+    assert [p.id for p in examined(wrong, has_critic=True).problems] == ["resume-other-estimator"]
+
+
+def test_weights_belong_to_any_run_but_are_not_overwritten(config: Config, tmp_path: Path) -> None:
+    weights = save_release(tmp_path / "w")
+    start = changed(config, checkpoint={"load": weights, "save": weights}, batch={"num_rollout": 1})
+    assert examined(start).decision.verdict == "weights-only"
+    write_weights(tmp_path / "w/iter_0000500")
+    layout.write_tracker(tmp_path / "w", 500)
+    assert [p.id for p in examined(start).problems] == ["save-in-use"]
+    assert examined(changed(start, checkpoint={"save": str(tmp_path / "new")})).decision.verdict == "weights-only"
+
+
+def test_weights_do_not_go_on_in_the_folder_of_an_old_run(config: Config, tmp_path: Path) -> None:
+    weights = save_release(tmp_path / "w")
+    start = changed(config, checkpoint={"load": weights, "save": None}, run={"run_dir": str(tmp_path / "run")})
+    (tmp_path / "run").mkdir()
+    assert examined(start).decision.verdict == "weights-only"
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    assert [p.id for p in examined(start).problems] == ["run-dir-in-use"]
+
+
+def test_kl_terms_of_a_run_from_weights_are_a_warning_unless_the_reference_is_named(
+    config: Config, tmp_path: Path
+) -> None:
+    start = changed(config, checkpoint={"load": save_release(tmp_path / "w"), "save": None})
+    assert examined(start).warnings == ()
+    compared = changed(start, algorithm={"use_kl_loss": True})
+    assert [p.id for p in examined(compared).warnings] == ["reference-not-start"]
+    assert examined(changed(compared, model={"ref_load": str(tmp_path / "model")})).warnings == ()
+
+
+def test_two_save_folders_that_are_one_through_a_symlink_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    around = Surroundings(read_prompts=lambda *_: None)
+
+    def found(critic_save: Path) -> list[str]:
+        sections = {"checkpoint": {"save": str(tmp_path / "real")}, "critic": {"critic_save": str(critic_save)}}
+        problems = save_folders(Config.model_validate(sections), around)
+        assert isinstance(problems, list)
+        return [p.id for p in problems]
+
+    assert found(tmp_path / "real") == found(tmp_path / "link") == ["one-folder-for-two"]
+    assert found(tmp_path / "other") == []
+
+
+def test_a_run_may_save_where_it_resumes_from_through_a_symlink(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    around = Surroundings(read_prompts=lambda *_: None)
+    through = changed(config, checkpoint={"load": str(tmp_path / "link")})
+    assert save_folders(through, around) == []
+    assert examined(through).decision.verdict == "resume"
+
+
+def test_the_position_in_the_data() -> None:
+    assert data_position(5, 8, 16) == {"rollouts": 5, "prompts_seen": 40, "epoch": 2}
+    assert data_position(5, 8, None)["epoch"] is None
+
+
+@pytest.mark.parametrize(("size", "odd"), [(1, 0), (2, 0), (4, 1), (3, 4)])
+def test_what_does_not_divide_by_the_tensor_parallel_size(tmp_path: Path, size: int, odd: int) -> None:
+    shape = model_shape(write_model(tmp_path / "model", intermediate_size=64, vocab_size=100, num_key_value_heads=2))
+    assert shape is not None
+    assert len(parallel_problems(shape, size)) == odd
+
+
+def test_an_identity_holds_no_secret(config: Config) -> None:
+    secret = changed(config, data={"prompt_data": "https://me:hunter2@data.example/x.jsonl"})
+    assert "hunter2" not in json.dumps(identify(secret, None).meta())
