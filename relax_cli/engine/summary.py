@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relax_cli.engine.run import FinishedRun
+from relax_cli.engine.run import FinishedRun, way_on
 from relax_cli.engine.trainer import Evaluation
 from relax_cli.tracking.live import curve
 
@@ -36,13 +36,7 @@ def closing_lines(run: FinishedRun) -> list[str]:
 
 def next_lines(run: FinishedRun) -> list[str]:
     """What to type next."""
-    if run.resume is None:
-        return ["Nothing was saved: add --save DIR and --critic-save DIR to be able to go on from here."]
-    total = run.config.batch.num_rollout
-    assert total is not None, "resolved before launch"
-    if run.ended_by is None:
-        return ["Go on with more steps:", f"  {run.resume} --num-rollout {2 * total}"]
-    return ["Go on from the last checkpoint:", f"  {run.resume} --num-rollout {total}"]
+    return way_on(run.config, run.resume, complete=run.ended_by is None)
 
 
 def before_and_after(run: FinishedRun) -> list[tuple[Evaluation, Evaluation]]:

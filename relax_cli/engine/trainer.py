@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from relax_cli.config.schema import Config
+from relax_cli.engine.recovery import run_rollout
+from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord, run_step
+from relax_cli.engine.stopping import StopRequest
 from relax_cli.roles.records import EvalShare
 from relax_cli.tracking.spread import Spread
 
@@ -45,16 +48,19 @@ class Evaluation:
 class RunReport:
     """What a run reached."""
 
+    first: int = 0
+    """Rollouts that were finished when this run began."""
     steps: int = 0
     seconds: float = 0.0
     rewards: list[float] = field(default_factory=list)
     """Mean reward of every step."""
     evaluations: list[Evaluation] = field(default_factory=list)
     saved_iteration: int | None = None
+    """Newest checkpoint that this run wrote."""
 
 
 class Trainer:
-    """Runs rollouts `first` to `num_rollout - 1` on a session."""
+    """Runs rollouts `first` to `num_rollout - 1` on a session, or fewer when a stop is requested."""
 
     def __init__(
         self,
@@ -66,6 +72,7 @@ class Trainer:
         dump_fields: list[str],
         checkpoint_meta: dict[str, Any],
         status: Callable[[str], None],
+        stop: StopRequest,
     ) -> None:
         assert config.batch.num_rollout is not None, "resolved before launch"
         self.session = session
@@ -74,16 +81,24 @@ class Trainer:
         self.first = first
         self.last = config.batch.num_rollout
         self.dump_fields = dump_fields
-        self.checkpoint_meta = checkpoint_meta
         self.status = status
-        self.report = RunReport(saved_iteration=first or None)
+        self.stop = stop
+        self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=self._warn)
+        self.report = RunReport(first=first)
         self.head_moved = False
 
     def run(self) -> RunReport:
-        """Train; the report is complete up to the last finished step even if this raises."""
+        """Train; the report is complete up to the last finished step even if this raises.
+
+        Raises:
+            RunError: a role failed, or a checkpoint could not be written (see `--on-save-error`).
+            OSError: metrics or samples could not be written.
+            KeyboardInterrupt: see `StopRequest`; what was not saved is lost.
+        """
         self.session.publish_weights(version=self.first)
         self._evaluate(self.first)
         for rollout_id in range(self.first, self.last):
+            self.stop.doing = f"finishing step {rollout_id + 1}, then {self._ending}"
             started = time.perf_counter()
             record = run_step(
                 self.session,
@@ -92,14 +107,49 @@ class Trainer:
                 overlap_updates=self.config.parallel.overlap_updates,
                 dump_fields=self.dump_fields,
             )
+            self._end_step(record, started)
             done = rollout_id + 1
-            if self._due(self.config.checkpoint.save_interval, done) and self.config.checkpoint.save:
-                with record.phase("checkpoint"):
-                    self._save(done)
-            self._finish_step(record, time.perf_counter() - started)
-            if self._due(self.config.eval.eval_interval, done):
+            if self.stop.wish is None and self._due(self.config.eval.eval_interval, done):
+                self.stop.doing = f"finishing the evaluation, then {self._ending}"
                 self._evaluate(done)
+            if self.stop.wish is not None:
+                self._save_late(done)
+                break
         return self.report
+
+    @property
+    def _ending(self) -> str:
+        return "saving" if self.config.checkpoint.save else "stopping (without --save nothing is kept)"
+
+    def _end_step(self, record: StepRecord, started: float) -> None:
+        """Save if it is time, and record: a pair counts only once the metrics of all its steps are on the disk."""
+        done = record.rollout_id + 1
+        saves = self.config.checkpoint.save is not None
+        if saves and (self.stop.wish is not None or self._due(self.config.checkpoint.save_interval, done)):
+            with record.phase("checkpoint"):
+                self.status(f"saving iteration {done}")
+                self.saver.prepare(done)
+        try:
+            self._finish_step(record, time.perf_counter() - started)
+        except OSError:
+            self.saver.abandon()
+            raise
+        self._publish()
+
+    def _save_late(self, done: int) -> None:
+        """Save a step that was recorded before the stop was requested; does nothing when it is saved."""
+        if self.report.saved_iteration != done:
+            self.status(f"saving iteration {done}")
+            self.saver.prepare(done)
+            self._publish()
+
+    def _publish(self) -> None:
+        self.saver.publish()
+        self.report.saved_iteration = self.saver.saved
+
+    def _warn(self, message: str) -> None:
+        for watcher in self.watchers:
+            watcher.warn(message)
 
     def _due(self, interval: int | None, done: int) -> bool:
         return done == self.last or (interval is not None and done % interval == 0)
@@ -125,19 +175,17 @@ class Trainer:
         moved = record.metrics.get("critic/value_head_moved")
         self.head_moved = self.head_moved or moved is None or moved > 0
         if self.report.steps == HEAD_MOVES_WITHIN and not self.head_moved:
-            for watcher in self.watchers:
-                watcher.warn(
-                    f"the critic's value head has not moved in {HEAD_MOVES_WITHIN} rollouts: look at "
-                    "critic/lr, critic/grad_norm and critic/skipped_steps (--critic-lr, --critic-lr-warmup-iters)"
-                )
+            self._warn(
+                f"the critic's value head has not moved in {HEAD_MOVES_WITHIN} rollouts: look at "
+                "critic/lr, critic/grad_norm and critic/skipped_steps (--critic-lr, --critic-lr-warmup-iters)"
+            )
 
     def _evaluate(self, done: int) -> None:
-        rollout = self.session.roles.rollout
         for item in self.config.eval.eval_prompt_data:
             name = item.split("=", 1)[0]
             self.status(f"evaluating {name}")
-            with rollout.awake():
-                shares: list[EvalShare] = rollout.run("evaluate", name, EXAMPLES)
+            shares: list[EvalShare]
+            shares, _ = run_rollout(self.session, done, "evaluate", name, EXAMPLES)
             self.report.evaluations.append(
                 Evaluation(
                     name=name,
@@ -146,16 +194,3 @@ class Trainer:
                     examples=[example for share in shares for example in share.examples][:EXAMPLES],
                 )
             )
-
-    def _save(self, iteration: int) -> None:
-        """Actor and critic as a pair: both are complete under their names before either tracker moves."""
-        roles = self.session.roles.trained
-        self.status(f"saving iteration {iteration}")
-        for role in roles:
-            with role.awake():
-                role.run("write_checkpoint", iteration, self.checkpoint_meta)
-        for role in roles:
-            role.run_on(0, "commit_checkpoint", iteration)
-        for role in roles:
-            role.run_on(0, "publish_checkpoint", iteration, self.config.checkpoint.keep_checkpoints)
-        self.report.saved_iteration = iteration

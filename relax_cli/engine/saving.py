@@ -1,0 +1,122 @@
+"""Saving actor and critic as a pair, so that at every instant the previous pair or the new one is complete.
+
+    prepare   both write under temporary names, then both get their final names
+    publish   both trackers move; then checkpoints beyond `--keep-checkpoints` go
+
+The loop writes the step's metrics between the two: a resume finds the metrics of every step before it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from relax_cli.config.schema import CheckpointSection
+from relax_cli.engine.session import RoleGroup
+from relax_cli.errors import RunError
+
+
+class PairSaver:
+    """Saves the trained roles of a run; without `--save` it does nothing."""
+
+    def __init__(
+        self,
+        roles: list[RoleGroup],
+        section: CheckpointSection,
+        meta: dict[str, Any],
+        *,
+        warn: Callable[[str], None],
+    ) -> None:
+        """Save nothing yet.
+
+        Args:
+            meta: what every checkpoint says about the run.
+            warn: shows what went wrong while the run goes on.
+        """
+        self.roles = roles
+        self.section = section
+        self.meta = meta
+        self.saved: int | None = None
+        """Iteration of the newest pair of this run that counts."""
+        self.warn = warn
+        self._prepared: int | None = None
+
+    def prepare(self, iteration: int) -> None:
+        """Write the pair of `iteration`; it does not count yet.
+
+        Raises:
+            RunError: the disk refused and `--on-save-error` is `stop`; the previous pair counts.
+        """
+        if self.section.save is None:
+            return
+        with self._undone_on_failure(iteration):
+            # One name for both halves tells a pair from two checkpoints that only have the iteration in common.
+            meta = {**self.meta, "save_id": uuid.uuid4().hex}
+            for role in self.roles:
+                with role.awake():
+                    role.run("write_checkpoint", iteration, meta)
+            for role in self.roles:
+                role.run_on(0, "commit_checkpoint", iteration)
+            self._prepared = iteration
+
+    def publish(self) -> None:
+        """Let the pair that was prepared count; does nothing when there is none.
+
+        Raises:
+            RunError: see `prepare`.
+        """
+        iteration, self._prepared = self._prepared, None
+        if iteration is None:
+            return
+        with self._undone_on_failure(iteration):
+            for role in self.roles:
+                role.run_on(0, "publish_checkpoint", iteration)
+            self.saved = iteration
+        if self.saved == iteration:
+            self._rotate()
+
+    def abandon(self) -> None:
+        """Take back a pair that was prepared, since it shall not count."""
+        if self._prepared is not None:
+            self._withdraw(self._prepared)
+            self._prepared = None
+
+    def _rotate(self) -> None:
+        """Drop what is too old; the new pair counts already, so a disk that refuses this ends nothing."""
+        try:
+            for role in self.roles:
+                role.run_on(0, "rotate_checkpoints", self.saved, self.section.keep_checkpoints)
+        except RunError as error:
+            self.warn(f"old checkpoints could not be removed: {storage_failure(error)}")
+
+    @contextmanager
+    def _undone_on_failure(self, iteration: int) -> Iterator[None]:
+        try:
+            yield
+        except RunError as error:
+            reason = storage_failure(error)
+            self._withdraw(iteration)
+            if self.section.on_save_error == "stop":
+                raise
+            self.warn(f"iteration {iteration} is not saved: {reason}; the previous pair still counts, the run goes on")
+
+    def _withdraw(self, iteration: int) -> None:
+        for role in self.roles:
+            try:
+                role.run_on(0, "withdraw_checkpoint", iteration)
+            except RunError as error:
+                self.warn(f"what was written of iteration {iteration} could not be removed: {storage_failure(error)}")
+
+
+def storage_failure(error: RunError) -> str:
+    """What the disk said.
+
+    Raises:
+        RunError: `error` itself, when it is about something else than a disk.
+    """
+    (problem,) = error.problems
+    if problem.id != "storage-failed":
+        raise error
+    return f"{problem.message} ({problem.where})"

@@ -1,0 +1,78 @@
+"""Ctrl-C and SIGTERM as a wish, which the loop grants as soon as the step under way is finished and saved."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from relax_cli.errors import Terminated
+
+SAME_PRESS = 0.3
+"""Seconds within which a second SIGINT is the same key: programs that started relax often pass on what it got too."""
+
+
+class StopRequest:
+    """Whether someone wants the run to end.
+
+    `doing` says what is under way that would be lost, for example `finishing step 7, then saving`. While it is empty,
+    as it is until the first step, a signal stops at once.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._unsaid: SimpleQueue[str | None] = SimpleQueue()
+        self._pressed_at = 0.0
+        self.doing = ""
+        self.wish: KeyboardInterrupt | Terminated | None = None
+        """What the run should end as; None while it may go on."""
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Signals are wishes inside the block.
+
+        Raises:
+            KeyboardInterrupt: inside the block, at the second Ctrl-C, or at the first where nothing would be lost.
+            Terminated: the same for SIGTERM where nothing would be lost.
+        """
+        # Printing in a signal handler can meet the same stream in the middle of a line: another thread does it.
+        printer = threading.Thread(target=self._print_all, name="stop-messages", daemon=True)
+        printer.start()
+        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        signal.signal(signal.SIGINT, self._on_ctrl_c)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self._unsaid.put(None)
+            printer.join()
+
+    def _on_ctrl_c(self, *_: object) -> None:
+        if not self.doing:
+            raise KeyboardInterrupt
+        if time.monotonic() - self._pressed_at < SAME_PRESS:
+            return
+        if self.wish is not None:
+            self._unsaid.put("stopping now")
+            raise KeyboardInterrupt
+        self._pressed_at = time.monotonic()
+        self._wish(KeyboardInterrupt(), f"{self.doing}; Ctrl-C again stops now")
+
+    def _on_sigterm(self, *_: object) -> None:
+        if not self.doing:
+            raise Terminated
+        if self.wish is None:
+            self._wish(Terminated(), f"SIGTERM: {self.doing}; Ctrl-C stops now")
+
+    def _wish(self, end: KeyboardInterrupt | Terminated, message: str) -> None:
+        self.wish = end
+        self._unsaid.put(message)
+
+    def _print_all(self) -> None:
+        while (message := self._unsaid.get()) is not None:
+            self._say(message)

@@ -1,0 +1,140 @@
+"""Real processes that train the quickstart task, to be killed, starved and interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where one run writes."""
+
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def actor(self) -> Path:
+        return self.root / "saves" / "actor"
+
+    @property
+    def critic(self) -> Path:
+        return self.root / "saves" / "critic"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Everything in `metrics.jsonl` that does not depend on the clock."""
+        path = self.run / "metrics.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        return [{k: v for k, v in r.items() if k not in TIMES and "memory" not in k} for r in records]
+
+    def samples(self) -> list[list[dict[str, Any]]]:
+        """The sample records of every step."""
+        paths = sorted((self.run / "rollouts").glob("step_*.jsonl"))
+        return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended, whichever way."""
+
+    code: int
+    """Exit status, negative for a signal."""
+    out: str
+    err: str
+
+
+def arguments(task: Path, folders: Folders, *options: str) -> list[str]:
+    """`relax train` of some fast steps with the local launcher, saved after each; it resumes what is there."""
+    small = ["--rollout-batch-size", "8", "--micro-batch-size", "4", "--num-critic-only-steps", "1"]
+    cheap = ["--launcher", "local", "--threads-per-rank", "1", "--num-rollout", str(STEPS), "--save-interval", "1"]
+    no_eval = ["--set", "eval.eval_prompt_data=[]", "--set", "eval.eval_interval=null"]
+    places = ["--run-dir", str(folders.run), "--save", str(folders.actor), "--critic-save", str(folders.critic)]
+    load = ["--load", str(folders.actor), "--critic-load", str(folders.critic)]
+    return ["train", "--recipe", str(task / "recipe.yaml"), *small, *cheap, *no_eval, *places, *load, *options]
+
+
+class Zygote:
+    """Starts runs as forks of one warm process."""
+
+    def __init__(self) -> None:
+        program = Path(__file__).with_name("zygote.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._answer() == "ready\n"
+
+    def start(
+        self,
+        root: Path,
+        argv: list[str],
+        *,
+        fault: tuple[str, str, int] | None = None,
+        user: int | None = None,
+        kill_after: float | None = None,
+    ) -> int:
+        """Start `relax ARGV`; stdout and stderr go to files in `root`. Returns its pid.
+
+        Args:
+            fault: what happens at which file operation; see `zygote.Fault`.
+            user: numeric user and group to run as.
+            kill_after: seconds until the run is killed.
+        """
+        root.mkdir(parents=True, exist_ok=True)
+        assert self._process.stdin is not None
+        order = {"argv": argv, "out": str(root), "fault": fault, "user": user, "kill_after": kill_after}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready`."""
+        deadline = time.monotonic() + 120
+        while not ready():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def wait(self, root: Path) -> Ended:
+        """Wait for the run that was started last."""
+        _, code = json.loads(self._answer())
+        return Ended(code, (root / "stdout").read_text(), (root / "stderr").read_text())
+
+    def run(self, root: Path, argv: list[str], **faults: Any) -> Ended:
+        """Start and wait."""
+        self.start(root, argv, **faults)
+        return self.wait(root)
+
+    def close(self) -> None:
+        """End the warm process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the process that starts runs has died"
+        return line
+
+
+def open_to_all(root: Path, task: Path, user: int) -> int | None:
+    """Let `user` read `task` and own `root`, if we may; returns the user to run as, None for our own."""
+    if os.getuid() != 0:
+        return None
+    for path in (root, task):
+        for folder in (path, *path.parents):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    os.chown(root, user, user)
+    return user

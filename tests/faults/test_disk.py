@@ -1,0 +1,159 @@
+"""A disk that is full, broken or protected during a save: the previous pair stays current, and the screen says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_runs import Ended, Folders, Zygote, arguments, open_to_all
+
+from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.resume import examine_resume
+
+NOBODY = 65534
+
+PARTS = {
+    "actor-shards": ("actor/.iter_0000002.tmp/__0_0.distcp", 1),
+    "actor-common": ("actor/.iter_0000002.tmp/common.pt", 1),
+    "actor-metadata": ("actor/.iter_0000002.tmp/.metadata.tmp", 1),
+    "actor-relax-json": ("actor/.iter_0000002.tmp/.relax.json.tmp", 1),
+    "critic-shards": ("critic/.iter_0000002.tmp/__0_0.distcp", 1),
+    "critic-relax-json": ("critic/.iter_0000002.tmp/.relax.json.tmp", 1),
+    "actor-tracker": ("actor/.latest_checkpointed_iteration.txt.tmp", 3),
+    "critic-tracker": ("critic/.latest_checkpointed_iteration.txt.tmp", 3),
+}
+"""The second save, part by part: which path is about to be opened, and the how manieth time."""
+
+
+def assert_pair(folders: Folders, iteration: int) -> None:
+    """The pair of `iteration` is current and whole, and nothing of a newer one lies about."""
+    report = examine_resume(str(folders.actor), str(folders.critic), has_critic=True, deep=True)
+    assert not report.problems
+    assert report.decision.iteration == iteration
+    for folder in (folders.actor, folders.critic):
+        assert layout.read_tracker(folder).iteration == iteration
+        assert layout.list_iterations(folder)[-1] == iteration
+        assert not layout.list_leftovers(folder)
+
+
+def assert_four_parts(ended: Ended, folders: Folders, reason: str) -> None:
+    """What is wrong, where, what to do; then the command that goes on."""
+    assert ended.code == 1, ended.err
+    assert "[storage-failed]" in ended.err
+    assert reason in ended.err
+    assert "the previous checkpoint is intact" in ended.err
+    assert f"--load {folders.actor}" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Folders]:
+    """Save folders on a disk of their own, with room for a few pairs."""
+    folders = Folders(tmp_path)
+    mount_point = tmp_path / "saves"
+    mount_point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=96m", "relax-test", str(mount_point)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("needs the command `mount`")
+    if done.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs (root): {done.stderr.strip()}")
+    yield folders
+    subprocess.run(["umount", "-l", str(mount_point)], check=True)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_disk_that_is_full_at_one_part_of_a_save_leaves_the_previous_pair_and_the_next_save_works(
+    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders, part: str
+) -> None:
+    keep_one = ["--keep-checkpoints", "1", "--on-save-error", "continue"]
+    fault = (f"fill {small_disk.root / 'saves' / 'filler'}", *PARTS[part])
+    ended = zygote.run(small_disk.root, arguments(fault_task, small_disk, *keep_one, "--num-rollout", "3"), fault=fault)
+    assert ended.code == 0, ended.err
+    (warning,) = [line for line in ended.err.splitlines() if "is not saved" in line]
+    assert "warning: iteration 2 is not saved" in warning
+    assert "No space left on device" in warning
+    assert_pair(small_disk, 3)
+    assert small_disk.metrics() == straight.metrics()[:3]
+
+
+@pytest.mark.parametrize("part", ["actor-common", "actor-relax-json", "critic-shards", "critic-tracker"])
+def test_a_broken_disk_at_one_part_of_a_save_ends_the_run_with_the_previous_pair(
+    zygote: Zygote, fault_task: Path, tmp_path: Path, part: str
+) -> None:
+    folders = Folders(tmp_path)
+    ended = zygote.run(tmp_path, arguments(fault_task, folders, "--num-rollout", "3"), fault=("eio", *PARTS[part]))
+    assert_four_parts(ended, folders, "Input/output error")
+    assert_pair(folders, 1)
+
+
+@pytest.mark.parametrize("asked", ["stop", "continue"])
+def test_a_disk_that_stays_full_ends_the_run_or_goes_on_as_asked(
+    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders, asked: str
+) -> None:
+    fault = (f"stay-full {small_disk.root / 'saves' / 'filler'}", "critic/.iter_0000002.tmp/__0_0.distcp", 1)
+    options = ["--keep-checkpoints", "1", "--on-save-error", asked, "--num-rollout", "4"]
+    ended = zygote.run(small_disk.root, arguments(fault_task, small_disk, *options), fault=fault)
+    assert_pair(small_disk, 1)
+    free = os.statvfs(small_disk.actor)
+    assert free.f_bfree * free.f_bsize > 5e6, "the half that was written gave its room back"
+    if asked == "stop":
+        assert_four_parts(ended, small_disk, "No space left on device")
+        assert "--num-rollout 4" in ended.err
+        assert small_disk.metrics() == straight.metrics()[:1]
+    else:
+        assert ended.code == 0, ended.err
+        assert ended.err.count("is not saved") == 3, "once for each of the steps 2, 3 and 4"
+        assert small_disk.metrics() == straight.metrics()[:4], "the run went on as if nothing had happened"
+        assert "Saved     iteration 1" in ended.out
+
+
+def test_a_folder_that_loses_its_write_permission_ends_the_run_with_the_previous_pair(
+    zygote: Zygote, fault_task: Path, tmp_path: Path
+) -> None:
+    folders = Folders(tmp_path)
+    user = open_to_all(tmp_path, fault_task, NOBODY)
+    zygote.start(tmp_path, arguments(fault_task, folders, "--num-rollout", "1000"), user=user)
+    zygote.wait_for((folders.critic / layout.TRACKER_FILE).exists)
+    folders.critic.chmod(0o555)
+    ended = zygote.wait(tmp_path)
+    folders.critic.chmod(0o755)
+    assert_four_parts(ended, folders, "Permission denied")
+    last = len(folders.metrics())
+    report = examine_resume(str(folders.actor), str(folders.critic), has_critic=True, deep=True)
+    assert report.decision.iteration in (last - 1, last)
+
+
+def test_folders_that_cannot_be_written_are_refused_before_anything_starts(
+    zygote: Zygote, fault_task: Path, tmp_path: Path
+) -> None:
+    folders = Folders(tmp_path)
+    user = open_to_all(tmp_path, fault_task, NOBODY)
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "saves").chmod(0o555)
+    ended = zygote.run(tmp_path, arguments(fault_task, folders), user=user)
+    assert ended.code == 2, ended.err
+    assert "[folder-read-only]" in ended.err
+    assert not folders.run.exists()
+
+
+def test_a_full_disk_under_the_run_folder_ends_the_run_with_a_clear_message_and_it_resumes(
+    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders
+) -> None:
+    run_dir, filler = small_disk.root / "saves" / "run", small_disk.root / "saves" / "filler"
+    moved = ["--run-dir", str(run_dir), "--num-rollout", "3", "--keep-checkpoints", "1"]
+    fault = (f"stay-full {filler}", "run/rollouts/step_000001", 1)
+    ended = zygote.run(small_disk.root, arguments(fault_task, small_disk, *moved), fault=fault)
+    assert ended.code == 1, ended.err
+    assert "Traceback" not in ended.err
+    assert "No space left on device" in ended.err
+    assert "[run-folder-failed]" in ended.err
+    assert f"--load {small_disk.actor}" in ended.err
+    assert_pair(small_disk, 1)
+    filler.unlink()
+    assert zygote.run(small_disk.root, arguments(fault_task, small_disk, *moved)).code == 0
+    assert_pair(small_disk, 3)

@@ -1,0 +1,128 @@
+"""`kill -9` at any instant of a run that saves every step: the newest pair resumes, and nothing is lost or repeated."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from fault_runs import STEPS, Folders, Zygote, arguments
+
+from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.resume import examine_resume
+
+FIRST_SAVE = range(1, 70)
+"""File operations in the save folders from the start of a run to the middle of its second save."""
+LATER = range(70, 320)
+
+
+def published(folders: Folders) -> int:
+    """The iteration that both trackers have reached; 0 before the first save."""
+    found = [layout.read_tracker(folder) for folder in (folders.actor, folders.critic)]
+    assert not any(tracker.problem for tracker in found)
+    return min(tracker.iteration if isinstance(tracker.iteration, int) else 0 for tracker in found)
+
+
+def complete_in_both(folders: Folders) -> int:
+    """The newest iteration that is complete in both folders; 0 when there is none."""
+    iterations = set(layout.list_iterations(folders.actor)) & set(layout.list_iterations(folders.critic))
+    complete = [
+        i
+        for i in iterations
+        if all(layout.is_complete(layout.iteration_folder(f, i)) for f in (folders.actor, folders.critic))
+    ]
+    return max(complete, default=0)
+
+
+def assert_resumable(folders: Folders, what: str) -> int:
+    """The verdict after a kill; returns the iteration that it resumes at."""
+    report = examine_resume(str(folders.actor), str(folders.critic), has_critic=True, deep=True)
+    assert not report.problems, (what, report.problems)
+    iteration = report.decision.iteration or 0
+    assert report.decision.verdict == ("resume" if iteration else "cold-start"), what
+    assert published(folders) <= iteration <= complete_in_both(folders), what
+    for folder in (folders.actor, folders.critic):
+        for saved in layout.list_iterations(folder):
+            assert layout.is_complete(layout.iteration_folder(folder, saved)), (what, folder, saved)
+    return iteration
+
+
+def assert_equal(folders: Folders, straight: Folders, what: list[str]) -> None:
+    """Every metric of every step and every sampled token, once."""
+    assert [m["step"] for m in folders.metrics()] == list(range(STEPS)), what
+    assert folders.metrics() == straight.metrics(), what
+    assert folders.samples() == straight.samples(), what
+
+
+def killed_at_random(
+    zygote: Zygote, argv: list[str], root: Path, rng: random.Random, seconds: float
+) -> tuple[int, str]:
+    """Start a run and kill it: most often in the middle of a save, else after some time. Its exit status, and how."""
+    if rng.random() < 0.7:
+        number = rng.choice(FIRST_SAVE if rng.random() < 0.7 else LATER)
+        ended = zygote.run(root, argv, fault=("kill", "/saves/", number))
+        return ended.code, f"file operation {number}"
+    delay = rng.uniform(0.0, seconds)
+    return zygote.run(root, argv, kill_after=delay).code, f"after {delay:.2f} s"
+
+
+def campaign(zygote: Zygote, task: Path, straight: Folders, out: Path, *, kills: int, seed: int) -> int:
+    """Kill runs, each the resumption of the one before, until `kills` have died; returns how many chains ended."""
+    rng, chains, killed = random.Random(seed), 0, 0
+    history: list[str] = []
+    folders = Folders(out / "0")
+    undisturbed = (straight.root / "stdout").stat().st_mtime - (straight.root / "started").stat().st_mtime
+    while killed < kills or history:
+        argv = arguments(task, folders, *(["--keep-checkpoints", "1"] if chains % 2 else []))
+        if killed < kills:
+            code, how = killed_at_random(zygote, argv, folders.root, rng, undisturbed)
+        else:
+            code, how = zygote.run(folders.root, argv).code, "to the end"
+        assert code in (0, -signal.SIGKILL), (history, how, (folders.root / "stderr").read_text())
+        history.append(how)
+        iteration = assert_resumable(folders, f"seed {seed}: {history}")
+        if code != 0:
+            killed += 1
+        if iteration == STEPS:
+            # The last pair counts only once the last metrics are written, so even a kill at the end loses nothing.
+            assert_equal(folders, straight, history)
+            chains, history = chains + 1, []
+            folders = Folders(out / str(chains))
+    return chains
+
+
+INSTANTS = {
+    "before the first trackers": ("actor/.latest_checkpointed", 1, 0),
+    "between the first two trackers": ("critic/.latest_checkpointed", 1, 1),
+    "between the final names": ("critic/iter_0000002", 1, 1),
+    "after the metrics, before the trackers": ("actor/.latest_checkpointed", 3, 1),
+    "between the two trackers": ("critic/.latest_checkpointed", 3, 2),
+}
+"""Path of the file operation that the kill comes before, how manieth, and the iteration that resumes."""
+
+
+@pytest.mark.parametrize("instant", INSTANTS)
+def test_a_kill_at_an_instant_of_its_own(
+    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, instant: str
+) -> None:
+    where, number, iteration = INSTANTS[instant]
+    folders = Folders(tmp_path)
+    ended = zygote.run(tmp_path, arguments(fault_task, folders), fault=("kill", where, number))
+    assert ended.code == -signal.SIGKILL
+    assert assert_resumable(folders, instant) == iteration
+    assert zygote.run(tmp_path, arguments(fault_task, folders)).code == 0
+    assert_equal(folders, straight, [instant])
+
+
+def test_thirty_kills_lose_no_finished_step_and_change_no_number(
+    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path
+) -> None:
+    assert campaign(zygote, fault_task, straight, tmp_path, kills=30, seed=1) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_forty_more_kills(zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, seed: int) -> None:
+    assert campaign(zygote, fault_task, straight, tmp_path, kills=40, seed=seed) >= 2

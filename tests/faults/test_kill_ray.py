@@ -1,0 +1,168 @@
+"""`kill -9` with Ray: of the driver, which can clean up nothing, and of a worker."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fault_runs import Folders, Zygote, arguments
+from test_kill import assert_resumable
+
+from relax_cli.checkpoint import layout
+
+ENOUGH = ["--num-rollout", "24", "--keep-checkpoints", "3"]
+
+
+@pytest.fixture(scope="module")
+def long_straight(zygote: Zygote, fault_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """What the killed runs would have become; with Ray the numbers are the same."""
+    folders = Folders(tmp_path_factory.mktemp("long"))
+    ended = zygote.run(folders.root, arguments(fault_task, folders, *ENOUGH))
+    assert ended.code == 0, ended.err
+    return folders
+
+
+@pytest.fixture
+def running(
+    request: pytest.FixtureRequest, fault_task: Path, tmp_path: Path
+) -> Iterator[tuple[subprocess.Popen[str], Folders]]:
+    """A run with Ray that has saved its first pair."""
+    folders = Folders(tmp_path)
+    options = [*ENOUGH, *getattr(request, "param", [])]
+    argv = [sys.executable, "-m", "relax_cli", *arguments(fault_task, folders, *options), "--launcher", "ray"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 240
+    while not (folders.critic / layout.TRACKER_FILE).exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield process, folders
+    if process.poll() is None:
+        process.kill()
+    process.communicate()
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """A process and all that it started."""
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def worker_of(role: str, family: list[psutil.Process]) -> psutil.Process:
+    """The process that has the role's log open."""
+    for process in family:
+        try:
+            if any(file.path.endswith(f"{role}-0.log") for file in process.open_files()):
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError(f"no worker of {role}")
+
+
+def assert_gone(family: list[psutil.Process]) -> None:
+    """No process of the run is left; Ray's own agents would stay for a minute."""
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not [(p.pid, p.status(), p.name()) for p in alive]
+
+
+def resumed_to_the_end(zygote: Zygote, task: Path, folders: Folders, straight: Folders, what: str) -> None:
+    """Where the killed run had come to, and that the rest is what it would have been."""
+    assert assert_resumable(folders, what) >= 1
+    ended = zygote.run(folders.root, arguments(task, folders, *ENOUGH))
+    assert ended.code == 0, (what, ended.err)
+    assert folders.metrics() == straight.metrics(), what
+    assert folders.samples() == straight.samples(), what
+
+
+def kill_driver(process: subprocess.Popen[str], seed: int) -> str:
+    """After a random time; nothing is left of the run a few seconds later."""
+    family = family_of(process.pid)
+    delay = random.Random(seed).uniform(0.0, 1.5)
+    time.sleep(delay)
+    process.kill()
+    process.communicate(timeout=30)
+    assert_gone(family)
+    return f"driver, {delay:.2f} s after the first save"
+
+
+def kill_worker(process: subprocess.Popen[str], folders: Folders, role: str, seed: int) -> str:
+    """After a random time; the run ends by itself, says which worker died, and how to go on."""
+    family = family_of(process.pid)
+    worker = worker_of(role, family)
+    delay = random.Random(seed).uniform(0.0, 1.0)
+    time.sleep(delay)
+    worker.kill()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    assert "[worker-failed]" in err
+    assert f"rank 0 of {role}" in err
+    assert f"{role}-0.log" in err
+    assert f"--load {folders.actor}" in err
+    assert "Traceback" not in err
+    assert_gone(family)
+    return f"{role}, {delay:.2f} s after the first save"
+
+
+def test_a_killed_driver_leaves_no_process_and_its_run_resumes(
+    zygote: Zygote,
+    fault_task: Path,
+    running: tuple[subprocess.Popen[str], Folders],
+    long_straight: Folders,
+) -> None:
+    process, folders = running
+    what = kill_driver(process, seed=1)
+    resumed_to_the_end(zygote, fault_task, folders, long_straight, what)
+
+
+def test_a_killed_worker_ends_the_run_with_its_name_and_the_resume_command(
+    zygote: Zygote,
+    fault_task: Path,
+    running: tuple[subprocess.Popen[str], Folders],
+    long_straight: Folders,
+) -> None:
+    process, folders = running
+    what = kill_worker(process, folders, "critic", seed=1)
+    resumed_to_the_end(zygote, fault_task, folders, long_straight, what)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(2, 8))
+@pytest.mark.parametrize("victim", ["driver", "actor", "rollout"])
+def test_more_kills_with_ray(
+    zygote: Zygote,
+    fault_task: Path,
+    running: tuple[subprocess.Popen[str], Folders],
+    long_straight: Folders,
+    victim: str,
+    seed: int,
+) -> None:
+    process, folders = running
+    what = kill_driver(process, seed) if victim == "driver" else kill_worker(process, folders, victim, seed)
+    resumed_to_the_end(zygote, fault_task, folders, long_straight, what)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("running", [["--rollout-batch-size", "2048", "--micro-batch-size", "128"]], indirect=True)
+def test_a_second_ctrl_c_with_ray_stops_in_the_middle_of_a_step(running: tuple[subprocess.Popen[str], Folders]) -> None:
+    process, folders = running
+    family = family_of(process.pid)
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.6)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "finishing step 2, then saving; Ctrl-C again stops now" in err
+    assert "stopping now" in err
+    assert "Traceback" not in err
+    assert f"--load {folders.actor}" in out
+    assert_resumable(folders, "two keys")
+    assert_gone(family)

@@ -1,0 +1,120 @@
+"""Ctrl-C and SIGTERM: the step under way is finished and saved, and the screen says at once what happens."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+from fault_runs import Folders, Zygote, arguments
+
+from relax_cli.checkpoint import layout
+
+CODES = {"SIGINT": 130, "SIGTERM": 143}
+THIRD_STEP = ("run/rollouts/step_000002", 1)
+"""The samples of the third step are written: it is nearly done, and not saved yet."""
+
+
+def saved(folders: Folders) -> int | str | None:
+    """Where both trackers stand."""
+    (iteration,) = {layout.read_tracker(folder).iteration for folder in (folders.actor, folders.critic)}
+    return iteration
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_signal_in_a_step_finishes_and_saves_it_and_the_printed_command_goes_on(
+    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, name: str
+) -> None:
+    folders = Folders(tmp_path)
+    rarely = ["--save-interval", "5"]
+    ended = zygote.run(tmp_path, arguments(fault_task, folders, *rarely), fault=(name, *THIRD_STEP))
+    assert ended.code == CODES[name], ended.err
+    assert "finishing step 3, then saving" in ended.err
+    assert "Traceback" not in ended.err
+    assert saved(folders) == 3
+    assert folders.metrics() == straight.metrics()[:3]
+    (command,) = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  relax train")]
+    assert zygote.run(tmp_path, command[1:]).code == 0
+    assert folders.metrics() == straight.metrics()
+    assert folders.samples() == straight.samples()
+
+
+@pytest.mark.parametrize("part", ["actor/.iter_0000002.tmp/__0_0.distcp", "critic/.latest_checkpointed_iteration.txt"])
+def test_ctrl_c_during_a_save_lets_the_save_finish(zygote: Zygote, fault_task: Path, tmp_path: Path, part: str) -> None:
+    folders = Folders(tmp_path)
+    number = 3 if "latest" in part else 1
+    ended = zygote.run(tmp_path, arguments(fault_task, folders), fault=("SIGINT", part, number))
+    assert ended.code == 130, ended.err
+    assert saved(folders) == 2
+    assert not layout.list_leftovers(folders.actor)
+    assert len(folders.metrics()) == 2
+    assert ended.err.count("; Ctrl-C again stops now") == 1
+
+
+def test_a_signal_while_the_run_is_starting_stops_it_at_once(zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
+    for name, code in CODES.items():
+        folders = Folders(tmp_path / name)
+        ended = zygote.run(folders.root, arguments(fault_task, folders), fault=(name, "run/rollouts", 1))
+        assert ended.code == code, ended.err
+        assert "Traceback" not in ended.err
+        assert saved(folders) is None
+        assert not (folders.run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "finished"),
+    [("SIGINT,SIGINT", 130, 2), ("SIGTERM,SIGINT", 130, 2), ("SIGTERM,SIGTERM", 143, 3), ("SIGINT,SIGTERM", 130, 3)],
+)
+def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_does_not(
+    zygote: Zygote, fault_task: Path, tmp_path: Path, names: str, code: int, finished: int
+) -> None:
+    folders = Folders(tmp_path)
+    ended = zygote.run(tmp_path, arguments(fault_task, folders), fault=(names, *THIRD_STEP))
+    assert ended.code == code, ended.err
+    assert saved(folders) == len(folders.metrics()) == finished
+    assert ("stopping now" in ended.err) == (finished == 2)
+    assert f"--load {folders.actor}" in ended.out
+    assert "Traceback" not in ended.err
+
+
+def test_without_a_save_folder_the_screen_says_that_nothing_is_kept(
+    zygote: Zygote, fault_task: Path, tmp_path: Path
+) -> None:
+    folders = Folders(tmp_path)
+    unsaved = ["--set", "checkpoint.save=null", "--set", "critic.critic_save=null"]
+    argv = arguments(fault_task, folders)
+    for option in ("--save", "--critic-save", "--load", "--critic-load", "--save-interval"):
+        at = argv.index(option)
+        del argv[at : at + 2]
+    ended = zygote.run(tmp_path, [*argv, *unsaved], fault=("SIGINT", *THIRD_STEP))
+    assert ended.code == 130, ended.err
+    assert "finishing step 3, then stopping (without --save nothing is kept)" in ended.err
+    assert len(folders.metrics()) == 3
+    assert "Nothing was saved: add --save DIR" in ended.out
+
+
+def test_a_run_whose_folders_another_run_is_writing_is_refused(
+    zygote: Zygote, fault_task: Path, tmp_path: Path
+) -> None:
+    first, second = Folders(tmp_path / "first"), Folders(tmp_path / "second")
+    endless = ["--num-rollout", "100000", "--keep-checkpoints", "2"]
+    pid = zygote.start(first.root, arguments(fault_task, first, *endless))
+    other = Zygote()
+    try:
+        zygote.wait_for((first.critic / layout.TRACKER_FILE).exists)
+        for option, argv in (
+            ("--run-dir", arguments(fault_task, second, *endless, "--run-dir", str(first.run))),
+            ("--critic-save", arguments(fault_task, first, *endless, "--run-dir", str(second.run))),
+        ):
+            ended = other.run(second.root, argv)
+            assert ended.code == 2, ended.err
+            assert f"where     {option} from {first.root}" in ended.err
+            assert "[folder-locked]" in ended.err
+    finally:
+        other.close()
+        os.kill(pid, signal.SIGINT)
+        ended = zygote.wait(first.root)
+    assert ended.code == 130, ended.err
+    assert saved(first) == len(first.metrics())

@@ -1,0 +1,147 @@
+"""Starts runs of `relax` as forks of one process that has imported torch and the rest; a program, not a module.
+
+It reads one JSON object per line, `{"argv": […], "out": FOLDER, "fault": [KIND, WHERE, NUMBER] | null, "user": UID |
+null, "kill_after": SECONDS | null}`, answers with the pid of the new process, and later with `[PID, EXIT STATUS]`. Each
+run has stdout and stderr of its own in FOLDER.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+# Before torch: a process whose OpenMP threads have run must not fork.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+
+FILE_EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"})
+"""Audit events of Python that come just before a file or folder is made, renamed or removed, or opened."""
+
+
+def preload() -> None:
+    """Import what every run of the local launcher needs; nothing of it computes."""
+    import relax_cli.backends.megatron.trainer
+    import relax_cli.backends.rollout.embedded
+    import relax_cli.cli.app
+    import relax_cli.data.prompts
+    import relax_cli.data.tokenise
+    import relax_cli.engine.local
+    import relax_cli.engine.run
+    import relax_cli.engine.summary
+    import relax_cli.engine.transfer
+    import relax_cli.roles.actor
+    import relax_cli.roles.critic
+    import relax_cli.roles.rollout  # noqa: F401
+
+
+def main() -> None:
+    """Serve until the end of stdin."""
+    preload()
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            run(order)
+        print(json.dumps(pid), flush=True)
+        status = wait(pid, order["kill_after"])
+        print(json.dumps([pid, os.waitstatus_to_exitcode(status)]), flush=True)
+
+
+def wait(pid: int, kill_after: float | None) -> int:
+    """Wait for a child, and end it when it takes longer than `kill_after` seconds; returns its status."""
+    deadline = None if kill_after is None else time.monotonic() + kill_after
+    while deadline is not None:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status
+        if time.monotonic() >= deadline:
+            os.kill(pid, signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    return os.waitpid(pid, 0)[1]
+
+
+def run(order: dict[str, Any]) -> None:
+    """In the child: become `relax ARGV`; never returns."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        target = os.open(os.path.join(order["out"], name), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(target, number)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if order["user"] is not None:
+        os.setgid(order["user"])
+        os.setuid(order["user"])
+    if order["fault"] is not None:
+        sys.addaudithook(Fault(*order["fault"]))
+    from relax_cli.cli.app import main as relax
+
+    code = 99
+    try:
+        code = relax(order["argv"])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class Fault:
+    """Does KIND at the N-th file operation on a path that contains WHERE.
+
+    - `kill`: the process dies of SIGKILL.
+    - `SIGINT`, `SIGTERM,SIGINT`: the process gets these signals, one after the other.
+    - `eio`: the operation fails as a broken disk does.
+    - `fill FILE`: FILE takes all the room there is, until the save of another iteration begins.
+    - `stay-full FILE`: the same, for good.
+    - `count`: nothing; every operation is named on stderr.
+    """
+
+    def __init__(self, kind: str, where: str, number: int) -> None:
+        self.kind, _, self.filler = kind.partition(" ")
+        self.where = where
+        self.number = number
+        self.seen = 0
+        self.iteration = ""
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        paths = [str(os.fspath(arg)) for arg in args if isinstance(arg, str | os.PathLike)]
+        if event not in FILE_EVENTS or not paths or paths[0] == self.filler:
+            return
+        name = os.path.basename(paths[0])
+        if event == "os.mkdir" and name.startswith(".iter_") and name != self.iteration:
+            self.iteration = name
+            if self.kind == "fill" and os.path.exists(self.filler):
+                os.remove(self.filler)
+        if not any(self.where in path for path in paths):
+            return
+        self.seen += 1
+        if self.kind == "count":
+            os.write(2, f"operation {self.seen} {event} {paths[0]}\n".encode())
+        elif self.seen == self.number:
+            self.happen(paths[0])
+
+    def happen(self, path: str) -> None:
+        """The fault itself."""
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "eio":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        if not self.filler:
+            for name in self.kind.split(","):
+                os.kill(os.getpid(), signal.Signals[name])
+                time.sleep(0.4)  # longer than what counts as one key
+            return
+        free = os.statvfs(os.path.dirname(self.filler))
+        with open(self.filler, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The order of a save over both roles, and what is undone when a disk refuses."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from relax_cli.config.schema import BatchSection, CheckpointSection, Config
+from relax_cli.engine.run import disk_errors
+from relax_cli.engine.saving import PairSaver
+from relax_cli.engine.session import RoleGroup, Roles, Session
+from relax_cli.engine.step import StepRecord
+from relax_cli.engine.stopping import StopRequest
+from relax_cli.engine.trainer import Trainer
+from relax_cli.errors import Problem, RunError
+
+Calls = list[tuple[str, str]]
+
+
+class Recorded(RoleGroup):
+    """Notes what it is asked to do; `broken` fails."""
+
+    def __init__(self, name: str, calls: Calls, broken: str = "", rule: str = "storage-failed") -> None:
+        super().__init__(name, ranks=1)
+        self.calls, self.broken, self.rule = calls, broken, rule
+        self.meta: list[dict[str, Any]] = []
+
+    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        if method == "write_checkpoint":
+            self.meta.append(args[1])
+        if method not in ("wake", "sleep"):
+            self.run_on(0, method, *args)
+        return lambda: [None]
+
+    def run_on(self, rank: int, method: str, *args: Any) -> Any:
+        self.calls.append((self.name, method.removesuffix("_checkpoint").removesuffix("_checkpoints")))
+        if method == self.broken:
+            raise RunError(Problem(self.rule, "writing failed", "make room", where="/disk"))
+
+
+def saver(calls: Calls, warnings: list[str], broken: str = "", asked: str = "stop", **kwargs: str) -> PairSaver:
+    roles: list[RoleGroup] = [Recorded("actor", calls), Recorded("critic", calls, broken, **kwargs)]
+    section = CheckpointSection(save="actor", on_save_error=asked)  # type: ignore[arg-type]
+    return PairSaver(roles, section, {"seed": 1}, warn=warnings.append)
+
+
+def save(pair: PairSaver) -> None:
+    """Both halves of a save."""
+    pair.prepare(3)
+    pair.publish()
+
+
+def test_both_are_complete_before_either_counts_and_old_ones_go_last() -> None:
+    calls: Calls = []
+    pair = saver(calls, [])
+    pair.prepare(3)
+    prepared = [("actor", "write"), ("critic", "write"), ("actor", "commit"), ("critic", "commit")]
+    assert calls == prepared
+    assert pair.saved is None
+    pair.publish()
+    counted = [(role, step) for step in ("publish", "rotate") for role in ("actor", "critic")]
+    assert calls == prepared + counted
+    assert pair.saved == 3
+    pair.publish()
+    assert calls == prepared + counted, "there is nothing more to publish"
+
+
+def test_both_halves_carry_one_name_and_another_save_another() -> None:
+    pair = saver([], [])
+    for iteration in (1, 2):
+        pair.prepare(iteration)
+        pair.publish()
+    actor, critic = (role.meta for role in pair.roles if isinstance(role, Recorded))
+    assert [m["save_id"] for m in actor] == [m["save_id"] for m in critic]
+    assert actor[0]["save_id"] != actor[1]["save_id"]
+    assert all(m["seed"] == 1 for m in actor)
+
+
+@pytest.mark.parametrize("broken", ["write_checkpoint", "commit_checkpoint", "publish_checkpoint"])
+@pytest.mark.parametrize("asked", ["stop", "continue"])
+def test_a_failure_takes_both_halves_back(broken: str, asked: str) -> None:
+    calls: Calls = []
+    warnings: list[str] = []
+    pair = saver(calls, warnings, broken, asked)
+    if asked == "stop":
+        with pytest.raises(RunError):
+            save(pair)
+        assert not warnings
+    else:
+        save(pair)
+        assert len(warnings) == 1
+        assert "iteration 3 is not saved" in warnings[0]
+    assert calls[-2:] == [("actor", "withdraw"), ("critic", "withdraw")]
+    assert pair.saved is None
+
+
+def test_an_old_checkpoint_that_stays_is_a_warning_only() -> None:
+    warnings: list[str] = []
+    pair = saver([], warnings, "rotate_checkpoints")
+    pair.prepare(3)
+    pair.publish()
+    assert pair.saved == 3
+    assert len(warnings) == 1
+    assert "old checkpoints" in warnings[0]
+
+
+def test_a_failure_that_is_not_the_disks_ends_the_run_whatever_was_asked() -> None:
+    calls: Calls = []
+    with pytest.raises(RunError, match="writing failed"):
+        saver(calls, [], "write_checkpoint", "continue", rule="worker-failed").prepare(3)
+    assert ("actor", "withdraw") not in calls
+
+
+def test_an_abandoned_pair_is_taken_back_and_never_counts() -> None:
+    calls: Calls = []
+    pair = saver(calls, [])
+    pair.prepare(3)
+    pair.abandon()
+    pair.publish()
+    assert calls[-2:] == [("actor", "withdraw"), ("critic", "withdraw")]
+    assert pair.saved is None
+
+
+def test_without_a_save_folder_nothing_happens() -> None:
+    calls: Calls = []
+    pair = PairSaver([Recorded("actor", calls)], CheckpointSection(), {}, warn=print)
+    pair.prepare(3)
+    pair.publish()
+    assert not calls
+
+
+class Full:
+    """A watcher whose disk is full."""
+
+    def step(self, rollout_id: int, metrics: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/run/metrics.jsonl")
+
+    def warn(self, message: str) -> None:
+        raise AssertionError(message)
+
+
+def test_a_pair_whose_metrics_cannot_be_written_is_taken_back() -> None:
+    calls: Calls = []
+    role = Recorded("actor", calls)
+    config = Config(batch=BatchSection(num_rollout=2), checkpoint=CheckpointSection(save="actor", save_interval=1))
+    trainer = Trainer(
+        cast(Session, SimpleNamespace(roles=Roles(rollout=role, actor=role))),
+        config,
+        [Full()],
+        first=0,
+        dump_fields=[],
+        checkpoint_meta={},
+        status=lambda _: None,
+        stop=StopRequest(lambda _: None),
+    )
+    record = StepRecord(0, {"tokens/total": 1.0, "tokens/response": 1.0, "reward/mean": 0.0}, {"rollout": 1.0})
+    with pytest.raises(OSError, match="No space left"):
+        trainer._end_step(record, time.perf_counter())
+    assert calls == [("actor", "write"), ("actor", "commit"), ("actor", "withdraw")]
+    assert trainer.report.saved_iteration is None
+
+
+def test_a_full_disk_under_the_run_folder_is_an_error_of_the_run_and_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RunError, match="No space left") as caught, disk_errors(Path("/run")):
+        Full().step(0, {})
+    assert caught.value.problems[0].where == "/run/metrics.jsonl"
+    with pytest.raises(FileNotFoundError), disk_errors(Path("/run")):
+        raise FileNotFoundError(errno.ENOENT, "no such file", "x")

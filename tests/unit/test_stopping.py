@@ -1,0 +1,66 @@
+"""Signals as wishes, without a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from relax_cli.engine import stopping
+from relax_cli.engine.stopping import StopRequest
+from relax_cli.errors import Terminated
+
+
+def send(*numbers: signal.Signals) -> None:
+    """Send signals to this process, and let their handlers run."""
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+
+
+def test_nothing_to_lose_stops_at_once() -> None:
+    stop = StopRequest(lambda _: None)
+    with stop.listening():
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        with pytest.raises(Terminated):
+            send(signal.SIGTERM)
+    assert stop.wish is None
+
+
+def test_a_wish_is_said_once_and_two_signals_of_one_key_are_one() -> None:
+    said: list[str] = []
+    stop = StopRequest(said.append)
+    before = signal.getsignal(signal.SIGINT)
+    with stop.listening():
+        stop.doing = "finishing step 7, then saving"
+        send(signal.SIGINT, signal.SIGINT, signal.SIGINT)
+    assert isinstance(stop.wish, KeyboardInterrupt)
+    assert said == ["finishing step 7, then saving; Ctrl-C again stops now"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_key_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "SAME_PRESS", 0.0)
+    said: list[str] = []
+    stop = StopRequest(said.append)
+    with stop.listening():
+        stop.doing = "finishing step 7, then saving"
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert said[-1] == "stopping now"
+
+
+def test_sigterm_asks_once_and_ctrl_c_may_follow_at_once() -> None:
+    said: list[str] = []
+    stop = StopRequest(said.append)
+    with stop.listening():
+        stop.doing = "finishing step 7, then saving"
+        send(signal.SIGTERM, signal.SIGTERM)
+        assert isinstance(stop.wish, Terminated)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert said == ["SIGTERM: finishing step 7, then saving; Ctrl-C stops now", "stopping now"]
