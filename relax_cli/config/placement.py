@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from relax_cli.config.schema import ParallelSection
+from typing import Literal
+
+from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
 
 STORAGE_UNITS = 1
 """TransferQueue storage processes; each, and its controller, asks Ray for one logical CPU."""
@@ -13,20 +15,42 @@ SERVICE_CPUS = 1
 """For all services without a device together; each asks for a part of it."""
 
 
+def rollout_engine(
+    rollout: RolloutSection, sglang: SglangSection, parallel: ParallelSection
+) -> Literal["embedded", "sglang"]:
+    """What generates, whichever way `--rollout-engine` says it."""
+    if rollout.rollout_engine != "auto":
+        return rollout.rollout_engine
+    return "sglang" if parallel.device == "cuda" or sglang.rollout_external else "embedded"
+
+
 def ranks_of(parallel: ParallelSection, role: str) -> int:
     """Worker processes of a role; a service without a device still is one process."""
     services, devices = parallel.resource[role]
     return max(1, services * devices)
 
 
-def shared_bundles(parallel: ParallelSection) -> int:
+def processes_of(role: str, parallel: ParallelSection, rollout: RolloutSection, sglang: SglangSection) -> int:
+    """Worker processes of a role: one a rank, but of rollout one for each SGLang server that the run starts."""
+    ranks = ranks_of(parallel, role)
+    starts_servers = rollout_engine(rollout, sglang, parallel) == "sglang" and not sglang.rollout_external
+    return max(1, ranks // sglang.rollout_num_gpus_per_engine) if role == "rollout" and starts_servers else ranks
+
+
+def takes_bundles(role: str, parallel: ParallelSection, sglang: SglangSection) -> bool:
+    """Whether a role sits in the placement group: it has devices here. External servers bring their own."""
+    return parallel.resource[role][1] > 0 and not (role == "rollout" and sglang.rollout_external)
+
+
+def shared_bundles(parallel: ParallelSection, sglang: SglangSection) -> int:
     """Bundles of the placement group that the roles with devices share: as many as the largest has ranks."""
-    return max((ranks_of(parallel, role) for role, (_, devices) in parallel.resource.items() if devices), default=1)
+    sizes = (ranks_of(parallel, role) for role in parallel.resource if takes_bundles(role, parallel, sglang))
+    return max(sizes, default=1)
 
 
-def needed_cpus(parallel: ParallelSection) -> int:
-    """Logical CPUs a run takes from Ray: one a bundle, the CPU-only services, TransferQueue."""
-    return shared_bundles(parallel) + SERVICE_CPUS + QUEUE_CPUS
+def needed_cpus(parallel: ParallelSection, sglang: SglangSection) -> int:
+    """Logical CPUs a run takes from Ray: one a bundle, the services without a device, TransferQueue."""
+    return shared_bundles(parallel, sglang) + SERVICE_CPUS + QUEUE_CPUS
 
 
 def threads_of(parallel: ParallelSection, role: str, cores: int) -> int:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from relax_cli.checkpoint.resume import LoadFrom
 from relax_cli.config.load import estimator_options, rebuild_config
-from relax_cli.config.placement import ranks_of, threads_of
+from relax_cli.config.placement import processes_of, rollout_engine, threads_of
 from relax_cli.config.schema import Config
 from relax_cli.engine.plan import LaunchPlan, optimizer_steps, usable_cores
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Estimator
 from relax_cli.roles.protocols import SampleQueue
+
+if TYPE_CHECKING:
+    from relax_cli.backends.rollout.protocol import RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,14 @@ class WorkerSpec:
     config: dict[str, Any]
     model_folder: Path
     run_dir: Path
-    load_from: Path | None
+    load_from: LoadFrom | None
     reference_folder: Path | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    bundle: int | None = None
+    """Of the placement group; None for a worker without a device."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs of the server that this rank starts, as CUDA_VISIBLE_DEVICES has them; empty: what the rank sees."""
 
     def at(self, addr: str, port: int) -> WorkerSpec:
         """The same rank, with the meeting point of its process group."""
@@ -41,7 +49,7 @@ class WorkerSpec:
 def worker_specs(plan: LaunchPlan, role: str) -> list[WorkerSpec]:
     """One spec per rank of `role`."""
     parallel = plan.config.parallel
-    ranks = ranks_of(parallel, role)
+    ranks = processes_of(role, parallel, plan.config.rollout, plan.config.sglang)
     load_from = {"actor": plan.actor_load, "critic": plan.critic_load}.get(role)
     return [
         WorkerSpec(
@@ -95,8 +103,10 @@ class RoleBuilder:
             "advantages": self._advantages,
             "reference": self._reference,
         }[self.spec.role](queue)
-        if self.spec.role in ("actor", "critic") and self.spec.load_from is not None:
-            role.load_checkpoint(self.spec.load_from)
+        source = self.spec.load_from
+        if source is not None:
+            load = role.model.load_weights if source.weights_only else role.load_checkpoint
+            load(source.folder)
         if self.spec.role != "advantages":
             role.sleep()
         return role
@@ -107,7 +117,10 @@ class RoleBuilder:
         from relax_cli.backends.megatron import parallel
 
         spec, section = self.spec, self.config.parallel
+        # Ray shows a worker the one device that it has, and everything in one process shares the first.
         device = select_device(section.device, local_rank=0)
+        if not (section.colocate or section.offload or section.offload_train):
+            device = replace(device, shared_memory=False)
         rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)
         parallel.initialize(rank, section.tensor_model_parallel_size, device, self.config.run.seed)
         return device
@@ -122,7 +135,7 @@ class RoleBuilder:
             lr=lr,
             warmup_iters=warmup_iters,
             decay_iters=decay_iters,
-            tensor_parallel=self.config.parallel.tensor_model_parallel_size,
+            layout=self.config.parallel,
             device=self._join_ranks(),
             seed=self.config.run.seed,
             temperature=self.config.rollout.rollout_temperature,
@@ -134,7 +147,7 @@ class RoleBuilder:
 
         model = FrozenModel(
             self.spec.reference_folder or self.spec.model_folder,
-            tensor_parallel=self.config.parallel.tensor_model_parallel_size,
+            layout=self.config.parallel,
             device=self._join_ranks(),
             seed=self.config.run.seed,
             temperature=self.config.rollout.rollout_temperature,
@@ -142,6 +155,7 @@ class RoleBuilder:
         return ReferenceRole(model, queue, self.config.batch)
 
     def _actor(self, queue: SampleQueue) -> Any:
+        from relax_cli.backends.rollout.sglang.weights import SendOptions
         from relax_cli.roles.actor import ActorRole
 
         config = self.config
@@ -156,6 +170,13 @@ class RoleBuilder:
             self.options,
             self.graph["actor"],
             save_dir=_path(config.checkpoint.save),
+            sending=SendOptions(
+                transport=config.sglang.update_weight_transport,
+                bucket_bytes=config.sglang.update_weight_buffer_size,
+                timeout=config.rollout.rollout_request_timeout,
+                folder=self.spec.run_dir / "weights",
+                template=self.spec.model_folder,
+            ),
         )
 
     def _critic(self, queue: SampleQueue) -> Any:
@@ -189,8 +210,28 @@ class RoleBuilder:
             self.graph["advantages"],
         )
 
+    def _rollout_engine(self, tokenizer: Any) -> RolloutEngine:
+        config, spec = self.config, self.spec
+        if rollout_engine(config.rollout, config.sglang, config.parallel) == "embedded":
+            from relax_cli.backends.rollout.embedded import EmbeddedEngine
+
+            return EmbeddedEngine(spec.model_folder, decode=tokenizer.decode)
+        from relax_cli.backends.rollout.sglang.opening import open_engine
+        from relax_cli.backends.rollout.sglang.update_group import own_address
+
+        return open_engine(
+            config.sglang,
+            config.rollout,
+            config.parallel,
+            model_folder=spec.model_folder,
+            run_dir=spec.run_dir,
+            rank=spec.rank,
+            workers=spec.ranks,
+            host=own_address([f"{spec.master_addr}:{spec.master_port}"]),
+            environment=os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}),
+        )
+
     def _rollout(self, queue: SampleQueue) -> Any:
-        from relax_cli.backends.rollout.embedded import EmbeddedEngine
         from relax_cli.backends.rollout.protocol import SamplingParams
         from relax_cli.data.prompts import load_prompts
         from relax_cli.data.rewards import load_reward
@@ -210,7 +251,7 @@ class RoleBuilder:
         )
         evals = dict(item.split("=", 1) for item in config.eval.eval_prompt_data)
         return RolloutRole(
-            EmbeddedEngine(folder, decode=tokenizer.decode),
+            self._rollout_engine(tokenizer),
             tokenizer,
             load_reward(config.reward, self.rewards),
             queue,

@@ -46,8 +46,8 @@ class LocalSession(Session):
             built[name] = LocalRole(name, RoleBuilder(spec.at("127.0.0.1", port)).build(queue))
         self.roles = Roles(**built)
 
-    def publish_weights(self, version: int) -> None:
-        """See `Session.publish_weights`."""
+    def copy_weights(self, version: int) -> None:
+        """See `Session.copy_weights`."""
         with self.roles.actor.awake():
             named = self.roles.actor.run_on(0, "export_weights")
         with self.roles.rollout.awake():

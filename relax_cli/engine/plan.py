@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_cli.checkpoint.resume import LoadFrom
 from relax_cli.config.plan import optimizer_steps as optimizer_steps
 from relax_cli.config.schema import Config
 from relax_cli.plugin.graph import ServiceGraph
@@ -22,9 +23,9 @@ class LaunchPlan:
     graph: ServiceGraph
     model_folder: Path
     run_dir: Path
-    actor_load: Path | None
-    """Checkpoint folder (`iter_*`) the actor starts from; None for a cold start."""
-    critic_load: Path | None
+    actor_load: LoadFrom | None
+    """The checkpoint the actor starts from; None for a cold start."""
+    critic_load: LoadFrom | None
     status: Callable[[str], None]
     """Shows what is being started."""
     reference_folder: Path | None = None

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -60,9 +61,28 @@ class Session(ABC):
 
     roles: Roles
 
-    @abstractmethod
     def publish_weights(self, version: int) -> None:
-        """Bring the actor's weights to every rollout worker without passing them through this process."""
+        """Bring the actor's weights to every rollout engine without passing them through this process.
+
+        Servers take back the memory of their weights alone; that of their cache comes with the next generation, when
+        the actor has left.
+        """
+        if not self.targets:
+            self.copy_weights(version)
+            return
+        with self.roles.actor.awake():
+            self.roles.rollout.run("wake_for_weights")
+            self.roles.actor.run("send_weights", self.targets, version)
+        self.roles.rollout.run("weights_updated", version)
+
+    @cached_property
+    def targets(self) -> list[Any]:
+        """The servers of all rollout workers (`WeightTarget`); none where workers generate themselves."""
+        return [target for targets in self.roles.rollout.run("weight_targets") for target in targets]
+
+    @abstractmethod
+    def copy_weights(self, version: int) -> None:
+        """Bring the actor's weights into the rollout workers' own engines."""
 
     @abstractmethod
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from relax_cli.engine.recovery import run_rollout
 from relax_cli.engine.session import Session
 from relax_cli.tracking.spread import Spread, merge_spreads
 
@@ -62,8 +63,11 @@ def run_step(
     roles, record = session.roles, StepRecord(rollout_id)
     actor_learns = roles.critic is None or rollout_id >= critic_only_steps
     overlap = overlap_updates and actor_learns and roles.critic is not None
-    with record.phase("rollout"), roles.rollout.awake():
-        record.add_rollout(roles.rollout.run("generate", rollout_id))
+    with record.phase("rollout"):
+        shares, revived = run_rollout(session, rollout_id, "generate", rollout_id, again="generate_missing")
+        record.add_rollout(shares)
+        if revived:
+            record.metrics["rollout/server_restarts"] = revived
     if roles.reference:
         with record.phase("reference"), roles.reference.awake():
             roles.reference.run("score", rollout_id)

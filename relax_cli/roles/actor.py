@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -13,6 +15,9 @@ from relax_cli.algorithms.surrogate import tis_weight
 from relax_cli.algorithms.types import LossInputs
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
+from relax_cli.backends.megatron.weight_buckets import RoleRanks
+from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
 from relax_cli.config.schema import AlgorithmSection, BatchSection, OptimizerSection, Section
 from relax_cli.plugin.graph import RoleSpec
 from relax_cli.plugin.records import Estimator
@@ -39,12 +44,19 @@ class ActorRole(TrainingRole):
         spec: RoleSpec,
         *,
         save_dir: Path | None,
+        sending: SendOptions,
     ) -> None:
+        """
+        Args:
+            sending: how weights go to servers, where there are some.
+        """
         super().__init__(model, queue, batch, save_dir=save_dir, on_nan_grad=optimizer.on_nan_grad)
         self.algorithm = algorithm
         self.policy_loss = estimator.load_policy_loss()
         self.own_advantages = estimator.load_advantages() if "advantages" in spec.writes else None
         self.estimator_options = estimator_options
+        self.sending = sending
+        self.sender: WeightSender | None = None
 
     def train(self, rollout_id: int) -> dict[str, float]:
         """The policy steps of this rollout.
@@ -67,6 +79,18 @@ class ActorRole(TrainingRole):
     def export_weights(self) -> dict[str, Tensor] | None:
         """All parameters under their Hugging Face names on the first rank, None on the others."""
         return self.model.hf_state()
+
+    def send_weights(self, targets: Sequence[WeightTarget], version: int) -> None:
+        """Bring all parameters to SGLang servers, the same ones every time, as their weights of `version`.
+
+        Raises:
+            RunError: a server did not take them; names it and how far it got.
+        """
+        assert self.awake, "weights are on the device only while the actor is awake"
+        if self.sender is None:
+            self.sender = WeightSender(targets, RoleRanks(), self.model.device, self.sending)
+        assert self.sender.targets == tuple(targets), "servers do not change during a run"
+        self.sender.send(partial(self.model.hf_buckets, self.sending.bucket_bytes), version)
 
     def _set_old_log_probs(self, share: RolloutShare) -> None:
         """Adds `old_log_probs`: the rollout engine's, or the actor's own from before the update."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from relax_cli.backends.megatron.trainer import MicroBatch
+from relax_cli.config.schema import BatchSection
 
 Columns: TypeAlias = dict[str, dict[int, Tensor]]
 """Field name to row to that sample's tensor (1-D, or a scalar)."""
@@ -51,6 +52,31 @@ def chunks_by_length(columns: Columns, rows: Sequence[int], size: int) -> list[l
     tokens = columns.get("tokens", {})
     by_length = sorted(rows, key=lambda row: (tokens[row].numel(), row))
     return [by_length[first : first + size] for first in range(0, len(by_length), size)]
+
+
+def chunks_by_tokens(columns: Columns, rows: Sequence[int], budget: int) -> list[list[int]]:
+    """The fewest chunks of neighbours in length whose padded size, rows x longest, is at most `budget` tokens.
+
+    The padding counts, because it is computed and stored like any other token. A sample that is longer than the
+    budget gets a chunk of its own.
+    """
+    tokens = columns.get("tokens", {})
+    chunks: list[list[int]] = []
+    for row in sorted(rows, key=lambda row: (tokens[row].numel(), row)):
+        # Ascending, so this row is the longest of any chunk that it joins.
+        if chunks and (len(chunks[-1]) + 1) * tokens[row].numel() <= budget:
+            chunks[-1].append(row)
+        else:
+            chunks.append([row])
+    return chunks
+
+
+def micro_batch_rows(columns: Columns, rows: Sequence[int], batch: BatchSection) -> list[list[int]]:
+    """The given rows as micro-batches, by samples or, with `--use-dynamic-batch-size`, by tokens."""
+    if not batch.use_dynamic_batch_size:
+        return chunks_by_length(columns, rows, batch.micro_batch_size)
+    assert batch.max_tokens_per_gpu is not None, "checked before launch"
+    return chunks_by_tokens(columns, rows, batch.max_tokens_per_gpu)
 
 
 def pad(rows: Sequence[Tensor], width: int) -> Tensor:

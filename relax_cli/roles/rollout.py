@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from relax_cli.backends.rollout.protocol import Generation, Request, RolloutEngine, SamplingParams
+from relax_cli.backends.rollout.sglang.targets import WeightTarget
 from relax_cli.config.schema import BatchSection, DataSection, RolloutSection
 from relax_cli.data.prompts import Prompt, PromptOrder
 from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
@@ -78,19 +79,41 @@ class RolloutRole:
         self.order = PromptOrder(len(prompts), rollout.rollout_seed, data.shuffle)
         self.writer = RolloutWriter(run_dir)
         self.awake = True
+        self.has_weights = True
         self.judged: list[Judged] = []
+        self.written: tuple[int, dict[str, Spread]] | None = None
+
+    def wake_for_weights(self) -> None:
+        """Give the engine the memory of its weights back, but not yet that of its cache."""
+        if not self.has_weights:
+            self.engine.wake_for_weights()
+            self.has_weights = True
 
     def wake(self) -> None:
         """Give the engine its memory back."""
         if not self.awake:
             self.engine.wake()
-            self.awake = True
+            self.awake = self.has_weights = True
 
     def sleep(self) -> None:
         """Leave the device to the other roles."""
-        if self.awake:
+        if self.awake or self.has_weights:
             self.engine.sleep()
-            self.awake = False
+            self.awake = self.has_weights = False
+
+    def revive(self) -> int:
+        """Start servers of this worker again that have ended; how many. Everything sleeps then and needs weights."""
+        revived = self.engine.revive()
+        self.awake = self.has_weights = False
+        return revived
+
+    def weight_targets(self) -> list[WeightTarget]:
+        """Servers that the actor sends its weights to; none where they come through `load_weights`."""
+        return list(self.engine.weight_targets())
+
+    def weights_updated(self, version: int) -> None:
+        """The actor has sent the weights `version` to every target."""
+        self.engine.weights_updated(version)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the engine's weights by the actor's."""
@@ -105,6 +128,16 @@ class RolloutRole:
         )
         if self.judged:
             self._put(rollout_id)
+        self.written = (rollout_id, self._spreads())
+        return self.written[1]
+
+    def generate_missing(self, rollout_id: int) -> dict[str, Spread]:
+        """After the failure of another worker: as `generate`, but what this one has written is kept."""
+        if self.written is not None and self.written[0] == rollout_id:
+            return self.written[1]
+        return self.generate(rollout_id)
+
+    def _spreads(self) -> dict[str, Spread]:
         return {
             "reward": Spread.of(j.result.reward for j in self.judged),
             "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),
@@ -145,8 +178,11 @@ class RolloutRole:
         self.queue.clear(rollout_id)
 
     def close(self) -> None:
-        """End the reward's worker processes."""
-        self.reward.close()
+        """End the engine's processes and the reward's."""
+        try:
+            self.engine.close()
+        finally:
+            self.reward.close()
 
     def _sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, stream: int) -> list[Judged]:
         first, last = (len(prompts) * r // self.workers for r in (self.rank, self.rank + 1))

@@ -13,9 +13,10 @@ from torch import Tensor
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import LossFunction, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.checkpoint import store
+from relax_cli.checkpoint.fingerprint import data_position
 from relax_cli.config.schema import BatchSection
 from relax_cli.errors import Problem, RunError
-from relax_cli.roles.batching import Columns, chunks_by_length, make_micro_batch, plan_rows, unpad
+from relax_cli.roles.batching import Columns, make_micro_batch, micro_batch_rows, plan_rows, unpad
 from relax_cli.roles.protocols import SampleQueue
 
 SAMPLE = ("tokens", "prompt_lens", "response_lens", "response_mask")
@@ -96,7 +97,7 @@ class ModelRole(Generic[Model]):
 
     def answers(self, share: RolloutShare, pick: Callable[[ModelOutput], Tensor]) -> dict[int, Tensor]:
         """One `[T]` grid of the model's output for each own row, without gradient, on the CPU."""
-        chunks = chunks_by_length(share.columns, share.rows, self.batch.micro_batch_size)
+        chunks = micro_batch_rows(share.columns, share.rows, self.batch)
         outputs = self.model.forward([make_micro_batch(share.columns, chunk, ()) for chunk in chunks])
         found: dict[int, Tensor] = {}
         for rows, output in zip(chunks, outputs, strict=True):
@@ -132,7 +133,8 @@ class TrainingRole(ModelRole[TrainableModel]):
         records = [update(step) for _ in range(passes) for step in range(len(share.step_rows))]
         taken, metrics = self.model.optimizer_steps - before, summarise(records)
         assert taken + metrics[f"{self.name}/skipped_steps"] == passes * self.batch.steps_per_rollout
-        return metrics | {f"{self.name}/optimizer_steps": float(taken)}
+        memory = {f"{self.name}/{name}": value for name, value in self.model.memory_metrics().items()}
+        return metrics | {f"{self.name}/optimizer_steps": float(taken)} | memory
 
     def take_step(
         self,
@@ -173,7 +175,7 @@ class TrainingRole(ModelRole[TrainableModel]):
 
     def micro_batches(self, share: RolloutShare, step: int, names: Sequence[str]) -> list[MicroBatch]:
         """The micro-batches of one optimizer step, each carrying `response_mask` and the named fields."""
-        chunks = chunks_by_length(share.columns, share.step_rows[step], self.batch.micro_batch_size)
+        chunks = micro_batch_rows(share.columns, share.step_rows[step], self.batch)
         return [make_micro_batch(share.columns, chunk, ["response_mask", *names]) for chunk in chunks]
 
     def loss_denominator(self, share: RolloutShare, step: int, per_token: bool) -> float:
@@ -183,17 +185,28 @@ class TrainingRole(ModelRole[TrainableModel]):
     def write_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
         """Write everything of `iteration` under a temporary name."""
         assert self.save_dir is not None
-        store.write(self.model, self.save_dir, iteration, self.name, meta)
+        position = data_position(iteration, self.batch.rollout_batch_size, meta.get("prompts"))
+        store.write(self.model, self.save_dir, iteration, self.name, meta | {"data_position": position})
 
     def commit_checkpoint(self, iteration: int) -> None:
         """Give the written checkpoint its final name."""
         assert self.save_dir is not None
         store.commit(self.save_dir, iteration)
 
-    def publish_checkpoint(self, iteration: int, keep: int | None) -> None:
-        """Move the tracker to `iteration`, then drop the checkpoints beyond the newest `keep`."""
+    def publish_checkpoint(self, iteration: int) -> None:
+        """Move the tracker to `iteration`."""
         assert self.save_dir is not None
-        store.publish(self.save_dir, iteration, keep)
+        store.publish(self.save_dir, iteration)
+
+    def rotate_checkpoints(self, current: int, keep: int | None) -> None:
+        """Drop the checkpoints beyond the newest `keep`."""
+        assert self.save_dir is not None
+        store.rotate(self.save_dir, current, keep)
+
+    def withdraw_checkpoint(self, iteration: int) -> None:
+        """Take back what was written of `iteration`, since a part of the pair could not be saved."""
+        assert self.save_dir is not None
+        store.withdraw(self.save_dir, iteration)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Restore model, optimizer, schedule and random state; returns what the checkpoint says of itself."""

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from relax_cli.backends.rollout.decoder import Decoder
 from relax_cli.backends.rollout.kv_cache import KVCache
+from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
 from relax_cli.backends.rollout.sampling import draw_uniforms, sample
+from relax_cli.backends.rollout.sglang.targets import WeightTarget
 from relax_cli.checkpoint.hf import ModelSpec, read_spec, read_weights
-from relax_cli.errors import Problem, RunError
 
 CACHE_BYTES = 1 << 30
 # A batch shrinks in steps of so many rows: each new batch size costs oneDNN milliseconds to make kernels for.
@@ -65,13 +66,14 @@ class EmbeddedEngine:
         assert not sampling.stop or self._decode is not None, "stop strings need a decoder"
         if not requests:
             return []
-        self._check(requests, sampling)
+        spec = self.decoder.spec
+        check_prompts(requests, sampling.max_new_tokens, spec.vocab_size, spec.max_positions)
         # Like lengths together keep padding small; equal prompts together are computed once.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens))
         columns = len(requests[order[-1]].prompt_tokens) + sampling.max_new_tokens
         rows = min(
             self._max_batch_size,
-            max(1, CACHE_BYTES // (columns * cache_bytes_per_token(self.decoder.spec))),
+            max(1, CACHE_BYTES // (columns * cache_bytes_per_token(spec))),
         )
         generations: dict[int, Generation] = {}
         for first in range(0, len(order), rows):
@@ -84,10 +86,21 @@ class EmbeddedEngine:
         self.decoder.load(named)
         self.weight_version = version
 
+    def weight_targets(self) -> tuple[WeightTarget, ...]:
+        """None: see `load_weights`."""
+        return ()
+
+    def weights_updated(self, version: int) -> None:
+        """Never: there are no targets."""
+        raise AssertionError("weights of the embedded engine come through load_weights")
+
     def sleep(self) -> None:
         """Drop the cache."""
         self._awake = False
         self._cache = None
+
+    def wake_for_weights(self) -> None:
+        """Nothing: weights are never away."""
 
     def wake(self) -> None:
         """Allow generation again."""
@@ -97,26 +110,12 @@ class EmbeddedEngine:
         """Always true: the engine lives in this process."""
         return True
 
-    def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        spec = self.decoder.spec
-        for request in requests:
-            prompt = request.prompt_tokens
-            if not prompt:
-                raise _bad_prompt("a prompt has no tokens", "0 tokens", "at least 1 token")
-            if min(prompt) < 0 or max(prompt) >= spec.vocab_size:
-                bad = next(token for token in prompt if not 0 <= token < spec.vocab_size)
-                raise _bad_prompt(
-                    f"prompt token id {bad} is outside the model's vocabulary",
-                    str(bad),
-                    f"0 to {spec.vocab_size - 1}",
-                )
-            needed = len(prompt) + sampling.max_new_tokens
-            if needed > spec.max_positions:
-                raise _bad_prompt(
-                    f"a prompt of {len(prompt)} tokens leaves no room for {sampling.max_new_tokens} new ones",
-                    f"{needed} positions",
-                    f"at most {spec.max_positions}",
-                )
+    def revive(self) -> int:
+        """Nothing: what failed was this process."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing: there is no other process."""
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
@@ -185,16 +184,3 @@ def _generations(tokens_BT: Tensor, log_probs_BT: Tensor, lengths_B: Tensor, sto
     return [
         Generation(tokens[:length], log_probs[:length], reasons[stopped]) for tokens, log_probs, length, stopped in rows
     ]
-
-
-def _bad_prompt(message: str, got: str, expected: str) -> RunError:
-    return RunError(
-        Problem(
-            id="rollout-prompt",
-            message=message,
-            fix="use the tokenizer that belongs to the model, and prompts that fit it",
-            option="--prompt-data",
-            got=got,
-            expected=expected,
-        )
-    )

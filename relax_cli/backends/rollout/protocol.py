@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from relax_cli.backends.rollout.sglang.targets import WeightTarget
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -53,17 +55,32 @@ class Generation:
 
 
 class RolloutEngine(Protocol):
-    """Generates responses with the newest published weights."""
+    """Generates responses with the newest published weights.
+
+    New weights come in one of two ways: where there are `weight_targets`, they are sent there and `weights_updated`
+    says so; else they come through `load_weights`.
+    """
 
     @property
     def weight_version(self) -> int:
-        """Version given with the last complete `load_weights`; 0 for the weights of the model folder."""
+        """Version of the last complete update; 0 for the weights of the model folder."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
         """Continue every prompt; results are in the order of `requests`.
 
         Raises:
-            RunError: a prompt this model cannot take (ids outside its vocabulary, empty, too long).
+            RunError: a prompt this model cannot take (ids outside its vocabulary, empty, too long), or an engine that
+                cannot complete a response with its newest weights.
+        """
+
+    def weight_targets(self) -> Sequence[WeightTarget]:
+        """Servers to send weights to; none where the engine takes them itself."""
+
+    def weights_updated(self, version: int) -> None:
+        """The weights `version` have been sent to every target.
+
+        Raises:
+            RunError: a target does not serve them.
         """
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -76,8 +93,17 @@ class RolloutEngine(Protocol):
     def sleep(self) -> None:
         """Give up memory that can be given up; nothing can be generated until `wake`."""
 
+    def wake_for_weights(self) -> None:
+        """Be ready to take new weights, with as little memory as that needs; `wake` or `sleep` follows."""
+
     def wake(self) -> None:
         """Be ready to generate."""
 
     def health(self) -> bool:
         """Whether the engine can answer."""
+
+    def revive(self) -> int:
+        """After a failure: start again what has ended, and sleep; how many were started. They need new weights."""
+
+    def close(self) -> None:
+        """End every process that belongs to the engine; safe to call twice."""

@@ -1,0 +1,114 @@
+"""The policy's weights, unsharded and under their Hugging Face names, a bounded number of bytes at a time.
+
+Every rank of the actor makes the same calls: gathering the tensor-parallel parts of a parameter is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from relax_cli.backends.megatron import parallel
+from relax_cli.checkpoint.convert import hf_tensors, is_sharded, megatron_names, merge_shards
+from relax_cli.checkpoint.hf import ModelSpec
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some of the weights; `tensors` is emptied when the next bucket is asked for, so that only one is held."""
+
+    number: int
+    """From 1."""
+    count: int
+    """Buckets of the whole model."""
+    tensors: list[tuple[str, Tensor]]
+    """Names and tensors, which may be views of live parameters."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model is complete after this one."""
+        return self.number == self.count
+
+
+def plan_buckets(sizes: Sequence[int], limit: int) -> list[int]:
+    """How many tensors, in their order, go into each bucket.
+
+    Args:
+        sizes: bytes of each tensor.
+        limit: most bytes of a bucket; a tensor that is larger is alone in its own.
+    """
+    counts: list[int] = []
+    room = -1
+    for size in sizes:
+        if size > room:
+            counts.append(0)
+            room = limit
+        counts[-1] += 1
+        room -= size
+    return counts
+
+
+def as_buckets(named: Iterable[tuple[str, Tensor]], sizes: Sequence[int], limit: int) -> Iterator[Bucket]:
+    """The tensors, whose bytes are `sizes`, as buckets; `named` is read one bucket at a time."""
+    counts, stream = plan_buckets(sizes, limit), iter(named)
+    for number, count in enumerate(counts, 1):
+        bucket = Bucket(number, len(counts), list(islice(stream, count)))
+        yield bucket
+        bucket.tensors.clear()
+
+
+def hf_buckets(shards: Mapping[str, Tensor], spec: ModelSpec, limit: int) -> Iterator[Bucket]:
+    """All weights of the policy whose tensor-parallel part this rank holds.
+
+    Args:
+        shards: this rank's part of every parameter, by Megatron's (local) names.
+        limit: see `plan_buckets`.
+    """
+    names = megatron_names(spec)
+    sizes = [hf.nbytes for name in names for _, hf in hf_tensors(name, _outline(name, shards[name]), spec)]
+    named = (pair for name in names for pair in hf_tensors(name, unsharded(name, shards[name]), spec))
+    return as_buckets(named, sizes, limit)
+
+
+def unsharded(name: str, shard: Tensor) -> Tensor:
+    """The whole parameter, on every rank of the tensor-parallel group."""
+    ranks = parallel.tensor_parallel_size()
+    if ranks == 1 or not is_sharded(name):
+        return shard
+    parts = shard.new_empty((ranks, *shard.shape))
+    dist.all_gather(list(parts.unbind()), shard.contiguous(), group=parallel.tensor_parallel_group())
+    return merge_shards(name, parts.unbind())
+
+
+def _outline(name: str, shard: Tensor) -> Tensor:
+    """Shape and type of the whole parameter, without memory."""
+    part = torch.empty_like(shard, device="meta")
+    return merge_shards(name, [part] * parallel.tensor_parallel_size())
+
+
+class RoleRanks:
+    """All ranks of the role in this process."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on each of them; a collective."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values

@@ -1,0 +1,45 @@
+"""What every engine refuses before it generates: prompts that the model cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relax_cli.backends.rollout.protocol import Request
+from relax_cli.errors import Problem, RunError
+
+
+def check_prompts(requests: Sequence[Request], max_new_tokens: int, vocab_size: int, max_positions: int) -> None:
+    """Refuse ids outside the vocabulary, empty prompts, and prompts that leave no room for a response.
+
+    Raises:
+        RunError: names the first such prompt.
+    """
+    for request in requests:
+        prompt = request.prompt_tokens
+        if not prompt:
+            raise _bad_prompt("a prompt has no tokens", "0 tokens", "at least 1 token")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise _bad_prompt(
+                f"prompt token id {bad} is outside the model's vocabulary", str(bad), f"0 to {vocab_size - 1}"
+            )
+        needed = len(prompt) + max_new_tokens
+        if needed > max_positions:
+            raise _bad_prompt(
+                f"a prompt of {len(prompt)} tokens leaves no room for {max_new_tokens} new ones",
+                f"{needed} positions",
+                f"at most {max_positions}",
+            )
+
+
+def _bad_prompt(message: str, got: str, expected: str) -> RunError:
+    return RunError(
+        Problem(
+            id="rollout-prompt",
+            message=message,
+            fix="use the tokenizer that belongs to the model, and prompts that fit it",
+            option="--prompt-data",
+            got=got,
+            expected=expected,
+        )
+    )

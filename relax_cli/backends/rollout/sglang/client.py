@@ -1,0 +1,184 @@
+"""One HTTP request to one SGLang server, with a deadline for the whole exchange and typed errors.
+
+Nothing is sent twice here: whether a failed request may be repeated depends on what it does, so callers decide.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import select
+import time
+from collections.abc import Callable
+from socket import socket
+from typing import Any, Literal
+
+from relax_cli.errors import Problem, RunError
+
+CHUNK_BYTES = 1 << 20
+CANCEL_INTERVAL = 0.2
+"""Seconds until a request notices that it is not wanted any more."""
+LOOK = "look into the server's log"
+
+
+class SglangError(RunError):
+    """A request to a server failed; which subclass says how."""
+
+    def __init__(self, address: str, path: str, what: str, *, got: str = "", fix: str = LOOK) -> None:
+        self.address, self.path, self.what, self.got, self.fix = address, path, what, got, fix
+        super().__init__(
+            Problem(
+                id="sglang-request",
+                message=f"SGLang server {address}: {path} {what}",
+                fix=fix,
+                where=f"http://{address}{path}",
+                got=got,
+            )
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.address, self.path, self.what, self.got, self.fix, dict(self.__dict__))
+
+
+class ConnectionFault(SglangError):
+    """No connection, or it broke before the reply was complete: whether the server acted is not known."""
+
+
+class DeadlineFault(SglangError):
+    """The reply was not complete in time."""
+
+
+class CancelledFault(SglangError):
+    """The caller stopped waiting."""
+
+
+class ReplyFault(SglangError):
+    """A reply that says it is JSON and is not."""
+
+
+class StatusFault(SglangError):
+    """The server answered with an HTTP status of 400 or above."""
+
+    status: int
+    detail: str
+    """The server's own words, out of whichever of its error shapes."""
+
+
+class SglangClient:
+    """Talks to the server at `address`; safe to share between threads, a connection per request."""
+
+    def __init__(self, address: str) -> None:
+        """
+        Args:
+            address: `HOST:PORT`; an IPv6 host in brackets.
+        """
+        self.address = address
+        host, _, port = address.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+
+    def request(
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        payload: dict[str, Any] | None = None,
+        *,
+        timeout: float,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Any:
+        """Send one request and read its reply.
+
+        Args:
+            path: with its leading slash, and a query if there is one.
+            payload: sent as JSON.
+            timeout: seconds for the whole exchange, connecting included.
+            cancelled: asked now and then while waiting for the reply; true ends the wait.
+
+        Returns:
+            what the JSON of the reply says; its text where it is not JSON; None for an empty reply.
+
+        Raises:
+            ConnectionFault: no connection, or it broke before the reply was complete.
+            DeadlineFault: the reply was not complete after `timeout` seconds.
+            StatusFault: the server answered 400 or above.
+            ReplyFault: a reply that is no JSON but says so.
+            CancelledFault: `cancelled` became true first.
+        """
+        deadline = time.monotonic() + timeout
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        body = None if payload is None else json.dumps(payload).encode()
+        headers = {"Connection": "close"} | ({} if body is None else {"Content-Type": "application/json"})
+        try:
+            connection.request(method, path, body, headers)
+            # http.client forgets the socket of a connection that closes after the reply.
+            link = connection.sock
+            if not _wait(link, deadline, cancelled):
+                raise CancelledFault(self.address, path, "was given up before it answered")
+            link.settimeout(_left(deadline))
+            reply = connection.getresponse()
+            if reply.length is None and not reply.chunked:
+                # A reply that ends with the connection may have been cut anywhere, even in its headers.
+                raise http.client.HTTPException("a reply without a length")
+            parts: list[bytes] = []
+            while part := reply.read1(CHUNK_BYTES):
+                parts.append(part)
+                link.settimeout(_left(deadline))
+            if reply.length:
+                raise http.client.IncompleteRead(b"", reply.length)
+        except TimeoutError:
+            fix = f"raise --rollout-request-timeout, or {LOOK}" if path == "/generate" else LOOK
+            raise DeadlineFault(self.address, path, f"did not answer within {timeout:g} s", fix=fix) from None
+        except (OSError, http.client.HTTPException) as fault:
+            raise ConnectionFault(self.address, path, "broke the connection", got=_words(fault)) from fault
+        finally:
+            connection.close()
+        return self._read(path, reply, b"".join(parts))
+
+    def _read(self, path: str, reply: http.client.HTTPResponse, data: bytes) -> Any:
+        content: Any = data.decode(errors="replace") or None
+        if content and reply.headers.get_content_type() == "application/json":
+            try:
+                content = json.loads(data)
+            except ValueError as fault:
+                raise ReplyFault(self.address, path, "answered with broken JSON", got=content[:200]) from fault
+        if reply.status >= 400:
+            detail = error_detail(content)
+            error = StatusFault(self.address, path, f"answered {reply.status}", got=detail)
+            error.status, error.detail = reply.status, detail
+            raise error
+        return content
+
+
+def error_detail(content: Any) -> str:
+    """The words of an error reply: SGLang has three JSON shapes, a `success: false` record, and plain text."""
+    if isinstance(content, dict):
+        error = content.get("error", content.get("message", content.get("detail")))
+        content = error.get("message", error) if isinstance(error, dict) else error
+    return str(content or "").strip()[:1000]
+
+
+def _wait(link: socket, deadline: float, cancelled: Callable[[], bool]) -> bool:
+    """Wait until there is something to read, or return False once `cancelled`."""
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    while not poll.poll(1000 * min(CANCEL_INTERVAL, _left(deadline))):
+        if cancelled():
+            return False
+    return True
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _words(fault: BaseException) -> str:
+    return f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__
+
+
+def _restore(kind: type[SglangError], *parts: Any) -> SglangError:
+    address, path, what, got, fix, state = parts
+    error = kind(address, path, what, got=got, fix=fix)
+    error.__dict__.update(state)
+    return error

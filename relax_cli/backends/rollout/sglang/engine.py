@@ -1,0 +1,341 @@
+"""The rollout engine that generates on SGLang servers, local or external, over HTTP.
+
+Each sample is a request of its own, so that one aborted or lost request costs one sample's time and nothing else.
+A request is repeated where the connection broke, under a new id after the old one was aborted; every sample
+ends up with exactly one complete response or the whole call raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from relax_cli.backends.rollout.prompts import check_prompts
+from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
+from relax_cli.backends.rollout.sglang.client import (
+    CancelledFault,
+    ConnectionFault,
+    DeadlineFault,
+    SglangClient,
+    SglangError,
+    StatusFault,
+)
+from relax_cli.backends.rollout.sglang.replies import Part, generate_payload, read_part
+from relax_cli.backends.rollout.sglang.served import check_served
+from relax_cli.backends.rollout.sglang.server import LocalServer, ServerDied
+from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.errors import Problem, RunError
+
+CONNECTION_TRIES = 4
+"""Requests of one sample that may break before the run gives up."""
+ABORT_TRIES = 16
+"""Times that a server may abort one sample."""
+BACKOFF_SECONDS = 0.25
+ENDING_SECONDS = 10.0
+"""Time for a server that crashed to end, after its connections closed, and for one to take note that it may stop."""
+CONTROL_SECONDS = 60.0
+"""Deadline of requests that only ask or tell something."""
+MEMORY_SECONDS = 600.0
+"""Deadline of a server to become idle, and of giving memory up or taking it back."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the servers are used."""
+
+    concurrency: int = 512
+    """Most requests at a time to one server."""
+    request_timeout: float = 1800.0
+    """Seconds of one request."""
+    partial: bool = False
+    """Continue an aborted response from the tokens it has."""
+    release_memory: bool = False
+    """Sleeping gives up the servers' weights and KV cache."""
+    backoff: float = BACKOFF_SECONDS
+    """Seconds before the first repetition, doubled for each further one."""
+
+
+@dataclass
+class _Batch:
+    """One call of `generate`."""
+
+    sampling: SamplingParams
+    size: int
+    call: str
+    cancelled: threading.Event
+    done: dict[int, Generation]
+
+
+class SglangEngine:
+    """See `RolloutEngine`. Weights are sent to the servers by the actor, not through this engine."""
+
+    def __init__(
+        self,
+        targets: Sequence[WeightTarget],
+        *,
+        vocab_size: int,
+        max_positions: int,
+        options: EngineOptions,
+        servers: Sequence[LocalServer] = (),
+    ) -> None:
+        """
+        Args:
+            targets: the servers; requests are dealt to them in turn.
+            servers: those of them that this engine owns, all or none. They are running, and end with `close`.
+        """
+        assert targets, "an engine without a server"
+        assert len(servers) in (0, len(targets)), (len(servers), len(targets))
+        self.targets = tuple(targets)
+        self.clients = tuple(SglangClient(target.address) for target in targets)
+        self.servers = tuple(servers)
+        self.options = options
+        self.weight_version = 0
+        self._vocab_size = vocab_size
+        self._max_positions = max_positions
+        self._calls = itertools.count()
+        self._away: set[str] = set()
+        self._failed = False
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
+        """See `RolloutEngine.generate`.
+
+        Raises:
+            RunError: a prompt that cannot be taken, a reply that cannot be trained on, or servers that gave up.
+        """
+        assert not self._away, "the rollout engine sleeps; wake it before generating"
+        check_prompts(requests, sampling.max_new_tokens, self._vocab_size, self._max_positions)
+        call = f"relax-{os.getpid()}-{next(self._calls)}"
+        batch = _Batch(sampling, len(requests), call, threading.Event(), {})
+        self._failed = True
+        self._generate(requests, batch)
+        self._failed = False
+        return [batch.done[i] for i in range(len(requests))]
+
+    def weight_targets(self) -> tuple[WeightTarget, ...]:
+        """See `RolloutEngine.weight_targets`."""
+        return self.targets
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Never: weights are sent to `weight_targets`."""
+        raise AssertionError("weights of SGLang servers are sent to the servers")
+
+    def weights_updated(self, version: int) -> None:
+        """See `RolloutEngine.weights_updated`.
+
+        Raises:
+            RunError: a server does not serve them.
+        """
+        for client in self.clients:
+            check_served(client, version)
+        self.weight_version = version
+
+    def sleep(self) -> None:
+        """Wait until the servers are idle, and give up weights and KV cache where that is wanted."""
+        tags = [tag for tag in ("kv_cache", "weights") if tag not in self._away]
+        try:
+            if "kv_cache" in tags:
+                # A server that is not idle does not refuse to release memory: it dies.
+                self.flush()
+            if self.options.release_memory:
+                self._memory("/release_memory_occupation", tags)
+                self._away.update(tags)
+        except (SglangError, ServerDied) as fault:
+            if not self._failed:
+                raise
+            # What failed is being raised already, and this follows from it.
+            log.warning("%s", fault)
+
+    def wake_for_weights(self) -> None:
+        """Take back the memory of the weights alone, so that they can be updated."""
+        self._resume([tag for tag in ("weights",) if tag in self._away])
+
+    def wake(self) -> None:
+        """Take back everything that is away."""
+        self._resume([tag for tag in ("weights", "kv_cache") if tag in self._away])
+
+    def health(self) -> bool:
+        """Whether every server can answer; asks for a token only while nothing is away."""
+        path = "/model_info" if self._away else "/health_generate"
+        for client in self.clients:
+            try:
+                client.request("GET", path, timeout=CONTROL_SECONDS)
+            except SglangError as fault:
+                log.warning("%s", fault)
+                return False
+        return True
+
+    def revive(self) -> int:
+        """See `RolloutEngine.revive`.
+
+        Raises:
+            RunError: a server does not come up again.
+        """
+        dead = [server for server in self.servers if not server.alive()]
+        for server in dead:
+            log.warning("starting SGLang server %s again; its last lines were:\n%s", server.address, server.tail())
+            server.stop()
+            server.start()
+        if dead:
+            self._away.clear()
+        self._failed = False
+        self.sleep()
+        return len(dead)
+
+    def close(self) -> None:
+        """End the servers that this engine owns."""
+        for server in self.servers:
+            server.stop()
+
+    def flush(self) -> None:
+        """Empty the servers' prefix caches, which also proves that they are idle.
+
+        Raises:
+            RunError: a server stays busy.
+        """
+        patience = ENDING_SECONDS if self._failed else min(MEMORY_SECONDS, self.options.request_timeout)
+        deadline = time.monotonic() + patience
+        for client in self.clients:
+            while True:
+                try:
+                    self._tell(client, "/flush_cache", None, CONTROL_SECONDS)
+                    break
+                except StatusFault as busy:
+                    if busy.status != 400 or time.monotonic() > deadline:
+                        raise
+                time.sleep(self.options.backoff)
+
+    def _resume(self, tags: list[str]) -> None:
+        self._memory("/resume_memory_occupation", tags)
+        self._away.difference_update(tags)
+
+    def _memory(self, path: str, tags: list[str]) -> None:
+        for client in self.clients if tags else ():
+            self._tell(client, path, {"tags": tags}, MEMORY_SECONDS)
+
+    def _tell(self, client: SglangClient, path: str, payload: dict[str, Any] | None, timeout: float) -> None:
+        """Have a server do something.
+
+        Raises:
+            ServerDied: it has ended.
+            SglangError: it did not do it.
+        """
+        try:
+            client.request("POST", path, payload, timeout=timeout)
+        except ConnectionFault as fault:
+            server = self._server_of(client)
+            if server is not None and server.ends_within(ENDING_SECONDS):
+                raise server.died(f"before {path}") from fault
+            raise
+
+    def _generate(self, requests: Sequence[Request], batch: _Batch) -> None:
+        """Fill `batch.done`; after an error nothing of this call runs any more."""
+        workers = self.options.concurrency
+        pools = [ThreadPoolExecutor(workers, thread_name_prefix="sglang") for _ in self.clients]
+        waiting: list[Future[None]] = []
+        try:
+            for i, request in enumerate(requests):
+                if i not in batch.done:
+                    server = i % len(self.clients)
+                    waiting.append(pools[server].submit(self._complete, self.clients[server], batch, i, request))
+            finished, _ = wait(waiting, return_when=FIRST_EXCEPTION)
+            for future in finished:
+                future.result()
+        finally:
+            batch.cancelled.set()
+            for pool in pools:
+                pool.shutdown(cancel_futures=True)
+
+    def _complete(self, client: SglangClient, batch: _Batch, index: int, request: Request) -> None:
+        """Ask until the response of one sample is complete."""
+        sample, limit = f"sample {index} of {batch.size}", batch.sampling.max_new_tokens
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        for attempt in range(ABORT_TRIES):
+            if attempt:
+                self._pause(batch, attempt)
+            payload = generate_payload(
+                f"{batch.call}-{index}-{attempt}",
+                [*request.prompt_tokens, *tokens],
+                request.seed,
+                limit - len(tokens),
+                batch.sampling,
+            )
+            part = self._ask(client, batch, payload, sample, limit - len(tokens))
+            if part.finish_reason != "abort":
+                batch.done[index] = Generation(tokens + part.tokens, log_probs + part.log_probs, part.finish_reason)
+                return
+            log.warning("%s was aborted after %d tokens", sample, len(tokens) + len(part.tokens))
+            # A stop string may lie across the seam, where the server would not see it.
+            if self.options.partial and not batch.sampling.stop and len(tokens) + len(part.tokens) < limit:
+                tokens, log_probs = tokens + part.tokens, log_probs + part.log_probs
+        raise RunError(
+            Problem(
+                id="sglang-aborted",
+                message=f"SGLang server {client.address} aborted {sample} {ABORT_TRIES} times",
+                where=f"http://{client.address}/generate",
+                got=f"{ABORT_TRIES} aborts",
+                expected="a complete response",
+                fix="let nothing else abort requests on this server, or raise its memory: --sglang-mem-fraction-static",
+            )
+        )
+
+    def _ask(self, client: SglangClient, batch: _Batch, payload: dict[str, Any], sample: str, limit: int) -> Part:
+        """One request, repeated under a new id where the connection broke."""
+        rid = payload["rid"]
+        for attempt in range(CONNECTION_TRIES):
+            payload["rid"] = f"{rid}-{attempt}"
+            try:
+                reply = client.request(
+                    "POST",
+                    "/generate",
+                    payload,
+                    timeout=self.options.request_timeout,
+                    cancelled=batch.cancelled.is_set,
+                )
+                return read_part(
+                    reply,
+                    sample=sample,
+                    max_new_tokens=limit,
+                    vocab_size=self._vocab_size,
+                    version=str(self.weight_version),
+                )
+            except (CancelledFault, DeadlineFault):
+                _abort(client, payload["rid"])
+                raise
+            except ConnectionFault as fault:
+                is_last = attempt == CONNECTION_TRIES - 1
+                server = self._server_of(client)
+                if server is not None and server.ends_within(ENDING_SECONDS if is_last else 0):
+                    raise server.died("while it generated") from fault
+                if is_last:
+                    raise
+                log.warning("%s: %s (%s), asking again", sample, fault, fault.got)
+                # It may still be running there: its answer is not wanted any more.
+                _abort(client, payload["rid"])
+            self._pause(batch, attempt + 1)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _pause(self, batch: _Batch, attempt: int) -> None:
+        batch.cancelled.wait(min(30.0, self.options.backoff * 2 ** (attempt - 1)))
+
+    def _server_of(self, client: SglangClient) -> LocalServer | None:
+        return self.servers[self.clients.index(client)] if self.servers else None
+
+
+def _abort(client: SglangClient, rid: str) -> None:
+    """Tell a server that a request is not wanted; where it cannot be told, the request ends by itself."""
+    try:
+        client.request("POST", "/abort_request", {"rid": rid}, timeout=ENDING_SECONDS)
+    except SglangError as fault:
+        log.info("%s", fault)

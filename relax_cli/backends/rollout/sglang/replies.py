@@ -1,0 +1,127 @@
+"""What is sent to `/generate` for one sample, and what is believed of the reply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from relax_cli.backends.rollout.protocol import SamplingParams
+from relax_cli.errors import Problem, RunError
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one reply adds to a response."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    """`abort`: the response is not complete, whatever tokens there are."""
+
+
+def generate_payload(
+    rid: str, tokens: Sequence[int], seed: int, max_new_tokens: int, sampling: SamplingParams
+) -> dict[str, Any]:
+    """The body of `/generate`: one sample, continued from token ids.
+
+    Args:
+        rid: unique over everything the server runs now.
+        seed: used by servers that run with `--sglang-enable-deterministic-inference`, ignored by others.
+    """
+    return {
+        "rid": rid,
+        "input_ids": list(tokens),
+        "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop": list(sampling.stop),
+            "sampling_seed": seed,
+            # The text is not used, but nothing that was sampled may be trimmed from the ids either.
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        },
+    }
+
+
+def read_part(reply: Any, *, sample: str, max_new_tokens: int, vocab_size: int, version: str) -> Part:
+    """The tokens of a reply, once nothing about them is in doubt.
+
+    Args:
+        sample: how errors name the sample.
+        version: the weights that must have sampled every token.
+
+    Raises:
+        RunError: the reply contradicts itself, the request or the version.
+    """
+    meta = reply.get("meta_info") if isinstance(reply, dict) else None
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    kind = reason.get("type") if isinstance(reason, dict) else None
+    if not isinstance(meta, dict) or kind not in ("stop", "length", "abort"):
+        raise _bad_reply(sample, "it has no finish reason that is known", str(reason))
+    tokens, triples = reply.get("output_ids") or [], meta.get("output_token_logprobs") or []
+    wrong = _contradiction(tokens, triples, max_new_tokens, vocab_size)
+    if kind == "abort":
+        # Nothing of an aborted response is needed: tokens that do not add up are left out.
+        tokens, triples = ([], []) if wrong else (tokens, triples)
+    elif wrong or not tokens:
+        raise _bad_reply(sample, *(wrong or ("a complete response has no tokens", "0 tokens")))
+    if tokens:
+        _check_version(meta, sample, version)
+    return Part(list(tokens), [float(triple[0]) for triple in triples], kind)
+
+
+def _contradiction(tokens: Any, triples: Any, limit: int, vocab_size: int) -> tuple[str, str] | None:
+    """What is wrong with token ids and log-probabilities, and where it shows."""
+    if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < vocab_size for t in tokens):
+        return "its token ids are not in the vocabulary", str(tokens)[:100]
+    if len(tokens) > limit:
+        return f"it has more than the {limit} tokens asked for", f"{len(tokens)} tokens"
+    if not isinstance(triples, list) or not all(isinstance(t, list) and len(t) >= 2 for t in triples):
+        return "its log-probabilities are not pairs of a number and a token", str(triples)[:100]
+    if len(triples) != len(tokens):
+        return "tokens and log-probabilities differ in number", f"{len(triples)} for {len(tokens)} tokens"
+    if [triple[1] for triple in triples] != tokens:
+        return "the log-probabilities belong to other tokens", str([triple[1] for triple in triples])[:100]
+    values = [triple[0] for triple in triples]
+    # JSON has no infinities: such a value arrives as null.
+    bad = [value for value in values if type(value) not in (int, float) or not math.isfinite(value)]
+    return ("a log-probability is not finite", str(bad[0])) if bad else None
+
+
+def _check_version(meta: dict[str, Any], sample: str, version: str) -> None:
+    spans = meta.get("weight_versions")
+    # Where weights changed while it was generated, the server says which tokens are of which.
+    parts = (
+        [span.get("version") if isinstance(span, dict) else span for span in spans] if isinstance(spans, list) else []
+    )
+    seen = {str(part) for part in (meta.get("weight_version"), *parts)}
+    if seen != {version}:
+        raise RunError(
+            Problem(
+                id="sglang-stale-weights",
+                message=f"{sample} was generated with other weights than the last published ones",
+                where="meta_info.weight_version",
+                got=", ".join(sorted(seen)),
+                expected=version,
+                fix="let nothing else update or restart this server; resume the run with the command it printed",
+            )
+        )
+
+
+def _bad_reply(sample: str, what: str, got: str) -> RunError:
+    return RunError(
+        Problem(
+            id="sglang-reply",
+            message=f"the SGLang reply for {sample} cannot be trained on: {what}",
+            where="/generate",
+            got=got,
+            expected="token ids, one finite log-probability for each, and a finish reason",
+            fix="use a version of sglang that `relax doctor` lists as tested",
+        )
+    )

@@ -1,0 +1,200 @@
+"""One SGLang server on this machine: started, watched while it loads, ended with everything it started."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from relax_cli.backends.rollout.sglang import guard
+from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault
+from relax_cli.config.schema import SglangSection
+from relax_cli.config.sglang_options import as_arguments
+from relax_cli.errors import Problem, RunError
+
+START_SECONDS = 1800.0
+"""Deadline of loading a model; large ones come slowly from a network disk."""
+HEALTH_SECONDS = 30.0
+POLL_SECONDS = 0.5
+TAIL_BYTES = 16384
+TAIL_LINES = 8
+
+OTHER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Settings of the training processes' allocator: expandable segments exclude the server's memory saver."""
+PACKAGES_OF_HERE = ("PYTHONPATH", "PYTHONHOME")
+UNSCALED_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""Would make log-probabilities ignore the temperature, which training does not."""
+
+log = logging.getLogger(__name__)
+
+
+class ServerDied(RunError):
+    """A server of this run ended by itself while it was in use."""
+
+
+def launch_command(
+    model_folder: Path, section: SglangSection, *, host: str, seed: int, memory_saver: bool
+) -> Callable[[int], list[str]]:
+    """The command line of a server, once its port is known.
+
+    Args:
+        seed: of sampling without per-request seeds.
+        memory_saver: let `sleep` give up memory, and keep weights in host memory meanwhile.
+    """
+    arguments = {
+        "model_path": str(model_folder),
+        "host": host,
+        "tp_size": section.rollout_num_gpus_per_engine,
+        "random_seed": seed,
+        "mem_fraction_static": section.sglang_mem_fraction_static,
+        "enable_memory_saver": memory_saver,
+        # Weights have to survive a sleep: an evaluation may follow without a new publication.
+        "enable_weights_cpu_backup": memory_saver,
+        **section.sglang_options,
+    }
+    python = section.sglang_python or sys.executable
+    return lambda port: [python, "-m", "sglang.launch_server", *as_arguments({**arguments, "port": port})]
+
+
+def server_environment(environment: Mapping[str, str], *, other_python: bool = False) -> dict[str, str]:
+    """A worker's environment without what is meant for the training processes alone.
+
+    Args:
+        other_python: the server runs in a Python environment of its own.
+    """
+    left_out = {*OTHER_ALLOCATOR, UNSCALED_LOG_PROBS, *(PACKAGES_OF_HERE if other_python else ())}
+    return {name: value for name, value in environment.items() if name not in left_out}
+
+
+class LocalServer:
+    """A server of this run. It ends when this process ends, however that happens."""
+
+    def __init__(
+        self,
+        command: Callable[[int], list[str]],
+        log_file: Path,
+        *,
+        host: str = "127.0.0.1",
+        environment: Mapping[str, str],
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        """
+        Args:
+            command: the command line for a port.
+            log_file: gets everything the server prints, appended.
+            host: address of this machine where it listens.
+            environment: of the server, complete.
+        """
+        self.port = free_port(host)
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self._command = command
+        self.log_file = log_file
+        self._environment = dict(environment)
+        self._start_seconds = start_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server and wait until it generates.
+
+        Raises:
+            RunError: it ended while it was starting, or is not ready in time.
+        """
+        assert not self.alive(), "the server runs already"
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, *self._command(self.port)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                # Away from the terminal's Ctrl-C, but in the session by which a run finds what it has started.
+                process_group=0,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the process has ended, or does so in this time."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """End the server, by force if need be; safe to call twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(guard.PATIENCE + 5)
+        except subprocess.TimeoutExpired:
+            log.warning("SGLang server %s does not end: killing it", self.address)
+            process.kill()
+            process.wait()
+
+    def died(self, doing: str) -> ServerDied:
+        """The error of a server that ended by itself."""
+        code = self._process.poll() if self._process is not None else None
+        what = f"ended {doing}, exit code {code}"
+        return ServerDied(_problem("sglang-server-died", self, what, "a server that keeps running"))
+
+    def tail(self) -> str:
+        """The last lines of the log."""
+        with self.log_file.open("rb") as lines:
+            lines.seek(max(0, self.log_file.stat().st_size - TAIL_BYTES))
+            text = lines.read().decode(errors="replace")
+        return "\n".join([line for line in text.splitlines() if line.strip()][-TAIL_LINES:])
+
+    def _wait_until_ready(self) -> None:
+        client = SglangClient(self.address)
+        deadline = time.monotonic() + self._start_seconds
+        while time.monotonic() < deadline:
+            if not self.alive():
+                raise self.died("while it was starting")
+            try:
+                client.request("GET", "/health_generate", timeout=HEALTH_SECONDS)
+                return
+            except StatusFault as starting:
+                if starting.status != 503:
+                    raise
+            except (ConnectionFault, DeadlineFault):
+                pass  # It listens only after the model is loaded.
+            time.sleep(POLL_SECONDS)
+        expected = f"an answer within {self._start_seconds:g} s of its start"
+        raise RunError(_problem("sglang-server-slow", self, "is not ready", expected))
+
+
+def _problem(rule: str, server: LocalServer, what: str, expected: str) -> Problem:
+    return Problem(
+        id=rule,
+        message=f"SGLang server {server.address} {what}",
+        where=str(server.log_file),
+        got=server.tail(),
+        expected=expected,
+        fix=f"tail -n 60 {server.log_file}",
+    )
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of this machine's address `host` that nobody listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

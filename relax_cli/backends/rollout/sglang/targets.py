@@ -1,0 +1,52 @@
+"""Where weights go: what an engine says of its servers to the actor that sends to them. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WeightTarget:
+    """One SGLang server."""
+
+    address: str
+    """`HOST:PORT` as the actor reaches it."""
+    node: str
+    """`this_node()` where the server runs; the host of its address where that is another machine."""
+    first_rank: int | None
+    """Actor rank in whose bundle (so on whose GPU) the server's first tensor-parallel rank is; the next ranks follow.
+    None where nothing is known of its GPUs: a server that was there before the run."""
+    ranks: int
+    """Tensor-parallel size of the server."""
+
+
+def this_node() -> str:
+    """Name of this machine, the same in all its processes."""
+    return socket.gethostname()
+
+
+def node_of(address: str) -> str:
+    """The `WeightTarget.node` of a running server at `HOST:PORT`: this machine where the host is one of its names."""
+    host = address.rpartition(":")[0].strip("[]")
+    return this_node() if is_this_machine(host) else host
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a host name or address is this machine's."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if address.is_loopback:
+        return True
+    # Only an address of this machine can be bound here.
+    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True

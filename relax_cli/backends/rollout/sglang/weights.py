@@ -1,0 +1,290 @@
+"""Brings one version of the policy's weights from the actor's ranks to every SGLang server.
+
+    begin → for each bucket: gathered (by the caller), delivered, agreed on by all ranks → end → version read back
+
+A failure on any rank ends the update on all of them, with an error that names the server and the bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from safetensors import SafetensorError
+
+from relax_cli.backends.device import Device
+from relax_cli.backends.megatron.weight_buckets import Bucket
+from relax_cli.backends.rollout.sglang.at_once import all_at_once
+from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError, StatusFault
+from relax_cli.backends.rollout.sglang.served import check_served
+from relax_cli.backends.rollout.sglang.targets import WeightTarget, this_node
+from relax_cli.backends.rollout.sglang.transports import (
+    LEAVING_SECONDS,
+    DistributedTransport,
+    TensorTransport,
+    Transport,
+    Way,
+)
+from relax_cli.checkpoint.hf import write_hf
+from relax_cli.errors import Problem, RunError
+
+
+class Ranks(Protocol):
+    """The ranks that send together."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on each of them; all call it."""
+
+
+@dataclass(frozen=True)
+class SendOptions:
+    """How weights are sent."""
+
+    transport: Literal["auto", "tensor", "distributed", "disk"]
+    bucket_bytes: int
+    """Most bytes of a bucket, unless one tensor is larger."""
+    timeout: float
+    """Seconds in which a server has to take a bucket."""
+    folder: Path
+    """Where `disk` puts the weights."""
+    template: Path
+    """Model folder whose config and tokenizer files `disk` copies."""
+
+
+class WeightSender:
+    """Sends to the same servers again and again. One instance per rank; all ranks make the same calls."""
+
+    def __init__(self, targets: Sequence[WeightTarget], ranks: Ranks, device: Device, options: SendOptions) -> None:
+        """
+        Raises:
+            RunError: a server cannot be reached in the way that was asked for.
+        """
+        self.targets = tuple(targets)
+        self.ranks = ranks
+        self.options = options
+        self._clients = {target.address: SglangClient(target.address) for target in targets}
+        nodes = ranks.gather(this_node())
+        self.ways = {target: choose_way(target, options.transport, device, nodes) for target in targets}
+        sharing = {t: sharing_ranks(t, ranks.size) for t, way in self.ways.items() if way == "tensor"}
+        spread = [t for t, way in self.ways.items() if way == "distributed"]
+        self._transports: list[Transport] = []
+        if sharing:
+            self._transports.append(TensorTransport(sharing, ranks.rank, device, self._client, options.timeout))
+        if spread:
+            self._transports.append(DistributedTransport(spread, ranks.rank, device, self._client, options.timeout))
+        self._in_session: list[WeightTarget] = []
+
+    def send(self, buckets: Callable[[], Iterator[Bucket]], version: int) -> None:
+        """Replace the weights of every server.
+
+        Args:
+            buckets: all weights, once; iterating is a collective of all ranks.
+
+        Raises:
+            RunError: names the server and the bucket; that server's weights are a mixture now.
+        """
+        if "disk" in self.ways.values():
+            self._send_by_disk(buckets, version)
+        else:
+            try:
+                self._send_buckets(buckets(), version)
+            except RunError:
+                self._abandon()
+                raise
+        self._agreed(version, "reading the version back", partial(self._check_version, version))
+
+    def _send_buckets(self, buckets: Iterator[Bucket], version: int) -> None:
+        self._agreed(version, "beginning", self._begin)
+        for transport in self._transports:
+            self._agreed(version, "preparing", partial(transport.open, version))
+        for bucket in buckets:
+            # A server that has a part of the weights must not claim the new version.
+            marks = {"flush_cache": bucket.is_last} | ({"weight_version": str(version)} if bucket.is_last else {})
+            doing = f"bucket {bucket.number} of {bucket.count}"
+            for transport in self._transports:
+                packs = self._agreed(version, doing, partial(transport.pack, bucket))
+                self._agreed(version, doing, partial(transport.deliver, bucket, packs, marks))
+                transport.release()
+        for transport in self._transports:
+            self._agreed(version, "closing", transport.close)
+        self._agreed(version, "ending", self._end)
+
+    def _send_by_disk(self, buckets: Callable[[], Iterator[Bucket]], version: int) -> None:
+        """A model folder that servers read; needs no session. All of them go this way."""
+        folder = self.options.folder / f"v{version}"
+        try:
+            self._agreed(version, "writing", partial(self._write, buckets(), folder))
+            fields = {"model_path": str(folder), "load_format": "auto", "flush_cache": True}
+            marks = {"weight_version": str(version)}
+            post = partial(self._tell_all, "/update_weights_from_disk", {**fields, **marks}, self.options.timeout)
+            self._agreed(version, f"loading {folder} (the server has to see this folder)", post)
+        finally:
+            if self.ranks.rank == 0 and folder.exists():
+                shutil.rmtree(folder)
+
+    def _write(self, buckets: Iterator[Bucket], folder: Path) -> None:
+        """Write the folder, on the first rank; it has its name only when it is complete."""
+        partly = folder.with_name(f"{folder.name}.tmp")
+        try:
+            if self.ranks.rank == 0:
+                for old in (partly, folder):  # of a run that was killed
+                    shutil.rmtree(old, ignore_errors=True)
+                write_hf(partly, (pair for bucket in buckets for pair in bucket.tensors), self.options.template)
+                partly.rename(folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partly, ignore_errors=True)
+            raise _disk_failed(folder, error) from error
+        finally:
+            _take_part(buckets)
+
+    def _begin(self) -> None:
+        """Open a session on every server; one that does not know of sessions goes without."""
+        for target in self.targets if self.ranks.rank == 0 else ():
+            try:
+                self._tell(target, "/begin_weight_update")
+            except StatusFault as fault:
+                if fault.status == 404:
+                    continue
+                if fault.status != 400:
+                    raise
+                # A run that was killed may have left one open.
+                self._tell(target, "/end_weight_update")
+                self._tell(target, "/begin_weight_update")
+            self._in_session.append(target)
+
+    def _end(self) -> None:
+        while self._in_session:
+            self._tell(self._in_session[-1], "/end_weight_update")
+            self._in_session.pop()
+
+    def _abandon(self) -> None:
+        """After a failure: leave groups and sessions, so that a server that lives can be sent weights again."""
+        for transport in self._transports:
+            transport.abandon()
+        while self._in_session:
+            target = self._in_session.pop()
+            # It may be what failed; the failure itself is raised.
+            with contextlib.suppress(SglangError):
+                self._client(target).request("POST", "/end_weight_update", {}, timeout=LEAVING_SECONDS)
+
+    def _check_version(self, version: int) -> None:
+        for target in self.targets if self.ranks.rank == 0 else ():
+            check_served(self._client(target), version)
+
+    def _tell(self, target: WeightTarget, path: str) -> None:
+        self._client(target).request("POST", path, {}, timeout=self.options.timeout)
+
+    def _tell_all(self, path: str, payload: Mapping[str, Any], timeout: float) -> None:
+        if self.ranks.rank == 0:
+            all_at_once(
+                [partial(c.request, "POST", path, dict(payload), timeout=timeout) for c in self._clients.values()]
+            )
+
+    def _client(self, target: WeightTarget) -> SglangClient:
+        return self._clients[target.address]
+
+    def _agreed(self, version: int, doing: str, action: Callable[[], Any]) -> list[Any]:
+        """Do something on every rank; the results of all.
+
+        Raises:
+            RunError: it failed on a rank; raised on all of them.
+        """
+        result, failure = None, None
+        try:
+            result = action()
+        except RunError as error:
+            failure = error
+        outcomes = self.ranks.gather((result, failure))
+        for _, failed in outcomes:
+            if failed is not None:
+                raise _with_place(failed, version, doing)
+        return [value for value, _ in outcomes]
+
+
+def choose_way(
+    target: WeightTarget, wanted: Literal["auto", "tensor", "distributed", "disk"], device: Device, nodes: Sequence[str]
+) -> Way:
+    """How weights reach a server.
+
+    Args:
+        nodes: `this_node()` of every rank of the actor.
+
+    Raises:
+        RunError: not in the way that was asked for.
+    """
+    if wanted == "disk":
+        return "disk"
+    shares_gpus = target.first_rank is not None and target.first_rank + target.ranks <= len(nodes)
+    same_node = all(nodes[rank] == target.node for rank in sharing_ranks(target, len(nodes)))
+    if wanted == "distributed" and device.kind == "cuda" and target.first_rank is not None:
+        raise _no_way(target, wanted, "it shares GPUs with the actor, and NCCL takes one rank per GPU")
+    if wanted == "distributed":
+        return "distributed"
+    if same_node and (shares_gpus or device.kind == "cpu"):
+        return "tensor"
+    if wanted == "tensor":
+        reason = "nothing is known of its GPUs" if same_node else f"it runs on {target.node}"
+        raise _no_way(target, wanted, f"it shares no memory with the actor on {nodes[0]}: {reason}")
+    return "distributed"
+
+
+def sharing_ranks(target: WeightTarget, actor_ranks: int) -> list[int]:
+    """The actor rank that shares memory with each rank of a server; on a CPU any rank of the node does."""
+    return [((target.first_rank or 0) + i) % actor_ranks for i in range(target.ranks)]
+
+
+def _take_part(buckets: Iterator[Bucket]) -> None:
+    """Gather what is left of the weights: the other ranks wait for this one."""
+    for _ in buckets:
+        pass
+
+
+def _with_place(error: RunError, version: int, doing: str) -> RunError:
+    cause = error.problems[0]
+    return RunError(
+        Problem(
+            id=cause.id if cause.id in ("sglang-update-group", "sglang-weights-disk") else "sglang-weights",
+            message=f"weights of version {version} were not sent ({doing}): {cause.message}",
+            fix=cause.fix,
+            option=cause.option,
+            where=cause.where,
+            got=cause.got,
+            expected=cause.expected or "all servers with the same weights",
+        )
+    )
+
+
+def _no_way(target: WeightTarget, wanted: str, why: str) -> RunError:
+    return RunError(
+        Problem(
+            id="sglang-transport",
+            message=f"weights cannot go to SGLang server {target.address} by {wanted}: {why}",
+            option="--update-weight-transport",
+            where=f"http://{target.address}",
+            got=wanted,
+            expected="auto, or disk",
+            fix="drop --update-weight-transport, or use --update-weight-transport disk",
+        )
+    )
+
+
+def _disk_failed(folder: Path, error: Exception) -> RunError:
+    return RunError(
+        Problem(
+            id="sglang-weights-disk",
+            message=f"weights for the SGLang servers cannot be written: {error}",
+            where=str(folder),
+            fix="make room in the run folder, or use another --update-weight-transport",
+            option="--update-weight-transport",
+        )
+    )

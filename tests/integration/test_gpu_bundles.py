@@ -1,0 +1,115 @@
+"""Placement on GPUs and workers that fail, with a real Ray that believes in two GPUs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from relax_cli.engine.bundles import server_places
+from relax_cli.engine.launch import SHARE, RayRole, disregard, find_places
+from relax_cli.errors import Problem, RunError
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Address of a Ray with two GPUs that are none."""
+    context = ray.init(
+        address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+    yield context.address_info["gcs_address"]
+    ray.shutdown()
+
+
+@ray.remote
+class Seer:
+    """Tells what the worker of a role would see."""
+
+    def gpus(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def seen_in(group: Any, bundle: int) -> Any:
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+    return Seer.options(num_cpus=SHARE, num_gpus=SHARE, scheduling_strategy=strategy).remote()
+
+
+@ray.remote(num_cpus=SHARE)
+class Failing:
+    """A worker whose method fails as it is told: after some seconds, so that all ranks can have begun."""
+
+    def run(self, method: str, seconds: float) -> None:
+        time.sleep(seconds)
+        raise RunError(Problem(id=f"{method}-failed", message="failed", fix="look"))
+
+
+class Delayed:
+    """Stands before a worker and passes on another number of seconds."""
+
+    def __init__(self, worker: Any, seconds: float) -> None:
+        self.run = self
+        self.remote = lambda method: worker.run.remote(method, seconds)
+
+
+@pytest.fixture
+def overlooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Errors that Ray would print because nobody read them."""
+    found: list[str] = []
+    monkeypatch.setattr("ray._private.worker._unhandled_error_handler", lambda error: found.append(str(error)))
+    return found
+
+
+def test_ranks_that_fail_after_the_first_print_nothing(cluster: str, tmp_path: Path, overlooked: list[str]) -> None:
+    workers = [Failing.remote() for _ in range(3)]
+    warm = [worker.run.remote("warm", 0.0) for worker in workers]
+    disregard(warm)
+    ray.wait(warm, num_returns=len(warm))
+    # Without care both would be printed: what failed before and what fails later.
+    delayed = [Delayed(worker, seconds) for worker, seconds in zip(workers, (0.0, 0.0, 1.0), strict=True)]
+    with pytest.raises(RunError) as caught:
+        RayRole("rollout", delayed, tmp_path).run("generate")
+    assert caught.value.problems[0].id == "generate-failed"
+    # Ray looks when a reference goes; the error and its frames hold them.
+    del caught
+    gc.collect()
+    time.sleep(2.0)
+    assert overlooked == []
+    # The same calls, dropped: Ray does notice.
+    for worker in delayed:
+        worker.remote("generate")
+    deadline = time.monotonic() + 30
+    while len(overlooked) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(overlooked) == 3
+
+
+def test_a_server_gets_the_gpus_that_the_ranks_of_its_bundles_see(cluster: str) -> None:
+    group = placement_group([{"CPU": 1, "GPU": 1}] * 2, strategy="PACK")
+    ray.get(group.ready())
+    places = find_places(group)
+    assert [place.gpu for place in places] == ["0", "1"]
+    assert len({place.node for place in places}) == 1
+    # Roles that take turns share the GPU of their bundle.
+    roles = [[seen_in(group, place.bundle) for place in places] for _ in range(2)]
+    assert [ray.get([worker.gpus.remote() for worker in role]) for role in roles] == [["0", "1"]] * 2
+    (server,) = server_places(places, 2, 1)
+    assert [place.gpu for place in server] == ["0", "1"]
+
+
+def test_the_gpus_of_a_cluster_can_be_asked_for(cluster: str) -> None:
+    code = "from relax_cli.engine.launch import cluster_gpus; print(cluster_gpus())"
+    environment = os.environ | {"RAY_ADDRESS": cluster}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert told.stdout.strip() == "2"

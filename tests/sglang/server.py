@@ -1,0 +1,363 @@
+"""A server that speaks the HTTP protocol of SGLang 0.5.22 and 0.5.23, as recorded, over a tiny real model.
+
+It is as strict as the real one where that kills or refuses: ids outside the vocabulary, memory released while
+busy, updates outside a session. `python tests/sglang/server.py --model-path DIR --port N` runs it as a process;
+`running_server` runs it in a thread. Faults are ordered by `Faults` or by POST /_faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from faults import Fault, Faults, from_json
+from receiver import WeightReceiver
+from serving import ServedModel
+from spoiling import spoilt
+
+SAMPLING_KEYS = frozenset(
+    re.findall(
+        r"\w+",
+        "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
+        "presence_penalty repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos "
+        "skip_special_tokens spaces_between_special_tokens no_stop_trim stream_interval logit_bias sampling_seed "
+        "custom_params beam_width watermark choice",
+    )
+)
+
+
+class Crashed(BaseException):
+    """The server is dead: it answers nothing any more, not even 500."""
+
+
+class ContractServer:
+    """State and routes of one server."""
+
+    def __init__(self, folder: Path, faults: Faults, *, tp: int = 1, backup: bool = True, in_process: bool = True):
+        self.model = ServedModel(folder)
+        self.folder = folder
+        self.faults = faults
+        self.receiver = WeightReceiver(tp)
+        self.backup = backup
+        self.in_process = in_process
+        self.version = "default"
+        self.session_open = False
+        self.away: set[str] = set()
+        self.running: dict[str, asyncio.Event] = {}
+        self.dead = False
+        self.started = time.monotonic()
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        """Every request: path and body."""
+        self.app = FastAPI()
+        for path, methods, route in self._routes():
+            self.app.add_api_route(path, route, methods=methods)
+
+    def _routes(self) -> list[tuple[str, list[str], Callable[..., Any]]]:
+        both = ["GET", "POST"]
+        return [
+            ("/generate", ["POST"], self.generate),
+            ("/health", ["GET"], self.health),
+            ("/health_generate", ["GET"], self.health),
+            ("/model_info", ["GET"], self.model_info),
+            ("/server_info", ["GET"], self.server_info),
+            ("/flush_cache", both, self.flush_cache),
+            ("/abort_request", ["POST"], self.abort_request),
+            ("/pause_generation", ["POST"], self.pause_generation),
+            ("/continue_generation", ["POST"], self.continue_generation),
+            ("/begin_weight_update", ["POST"], self.begin_weight_update),
+            ("/end_weight_update", ["POST"], self.end_weight_update),
+            ("/update_weights_from_tensor", ["POST"], self.update_from_tensor),
+            ("/init_weights_update_group", ["POST"], self.init_group),
+            ("/destroy_weights_update_group", ["POST"], self.destroy_group),
+            ("/update_weights_from_distributed", ["POST"], self.update_from_distributed),
+            ("/update_weights_from_disk", ["POST"], self.update_from_disk),
+            ("/release_memory_occupation", both, self.release_memory),
+            ("/resume_memory_occupation", both, self.resume_memory),
+            ("/_faults", ["POST"], self.set_faults),
+        ]
+
+    # Generation
+
+    async def generate(self, request: Request) -> Response:
+        body = await self._body(request)
+        items = body.get("input_ids")
+        if not isinstance(items, list) or not items:
+            return _error("input_ids should be a list")
+        many = isinstance(items[0], list)
+        params = body.get("sampling_params") or {}
+        unknown = sorted(set(params) - SAMPLING_KEYS)
+        if unknown:
+            return JSONResponse({"error": f"unknown field `{unknown[0]}`"}, 400)
+        rids = body["rid"] if isinstance(body.get("rid"), list) else [body.get("rid") or os.urandom(8).hex()]
+        if len(rids) < len(items) and many:
+            rids = [f"{rids[0]}_{i}" for i in range(len(items))]
+        if any(rid in self.running for rid in rids):
+            return _error(f"Duplicate request ID detected: {rids[0]}")
+        prompts = items if many else [items]
+        # One fault for the whole HTTP request.
+        fault = self.faults.next()
+        answers = await asyncio.gather(*(self._one(r, p, params, fault) for r, p in zip(rids, prompts, strict=True)))
+        return spoilt(answers if many else answers[0], fault, many)
+
+    async def _one(self, rid: str, prompt: list[int], params: dict[str, Any], fault: Fault) -> dict[str, Any]:
+        spec = self.model.spec
+        if self.away or min(prompt) < 0 or max(prompt) >= spec.vocab_size or fault.kind == "crash":
+            self.crash()
+        aborted = self.running[rid] = asyncio.Event()
+        version = self.version
+        try:
+            result = await asyncio.wrap_future(self.model.submit(tuple(prompt), params))
+            tokens, triples = (
+                result.tokens,
+                [[p, t, None] for p, t in zip(result.log_probs, result.tokens, strict=True)],
+            )
+            reason: dict[str, Any] = {"type": "length", "length": len(tokens)}
+            if result.finish_reason == "stop":
+                reason = {"type": "stop", "matched": tokens[-1]}
+            if fault.kind == "slow":
+                await asyncio.wait({asyncio.create_task(aborted.wait())}, timeout=fault.seconds)
+            if fault.kind == "abort" or aborted.is_set():
+                kept = min(fault.tokens, len(tokens) - 1)
+                tokens, triples = tokens[:kept], triples[:kept]
+                reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        finally:
+            del self.running[rid]
+        meta: dict[str, Any] = {
+            "id": rid,
+            "finish_reason": reason,
+            "prompt_tokens": len(prompt),
+            "weight_version": version,
+            "num_retractions": 0,
+            "completion_tokens": len(tokens),
+            "cached_tokens": 0,
+            "output_token_logprobs": triples,
+        }
+        return {"text": "", "output_ids": list(tokens), "meta_info": meta}
+
+    async def abort_request(self, request: Request) -> Response:
+        body = await self._body(request)
+        for rid, aborted in self.running.items():
+            if body.get("abort_all") or rid == body.get("rid"):
+                aborted.set()
+        return Response()
+
+    async def pause_generation(self, request: Request) -> Response:
+        body = await self._body(request)
+        if body.get("mode", "abort") == "abort":
+            for aborted in self.running.values():
+                aborted.set()
+        return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, request: Request) -> Response:
+        await self._body(request)
+        return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
+
+    # What the server says of itself
+
+    async def health(self, request: Request) -> Response:
+        await self._body(request)
+        if time.monotonic() - self.started < self.faults.starting:
+            return Response(status_code=503)
+        if "weights" in self.away or "kv_cache" in self.away:
+            self.crash()
+        return Response()
+
+    async def model_info(self, request: Request) -> Response:
+        await self._body(request)
+        return JSONResponse(
+            {
+                "model_path": str(self.folder),
+                "served_model_name": str(self.folder),
+                "is_generation": True,
+                "weight_version": self.version,
+                "model_type": self.model.spec.family,
+            }
+        )
+
+    async def server_info(self, request: Request) -> Response:
+        await self._body(request)
+        return JSONResponse({"version": "contract", "tp_size": self.receiver.tp, "model_path": str(self.folder)})
+
+    async def flush_cache(self, request: Request) -> Response:
+        await self._body(request)
+        if self.running or self.faults.count_down("busy_flushes"):
+            return PlainTextResponse("Flush cache failed.\n", 400)
+        return PlainTextResponse("Cache flushed.\n")
+
+    # Weights
+
+    async def begin_weight_update(self, request: Request) -> Response:
+        await self._body(request)
+        if self.faults.older:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        if self.faults.count_down("refused_begins"):
+            return _done(False, "begin was refused")
+        if self.session_open:
+            return _done(False, "a weight-update session is already open; call end_weight_update() first")
+        self.session_open = True
+        return _done(True, "Success")
+
+    async def end_weight_update(self, request: Request) -> Response:
+        await self._body(request)
+        if self.faults.older:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        if not self.session_open:
+            return _done(False, "no weight-update session is open; call begin_weight_update() first")
+        self.session_open = False
+        return _done(True, "Success")
+
+    async def update_from_tensor(self, request: Request) -> Response:
+        body = await self._body(request)
+        sent = body["serialized_named_tensors"]
+        if not isinstance(sent, list):
+            return _error("serialized_named_tensors should be a list")
+
+        def take() -> None:
+            self.model.update(self.receiver.apply_tensors(sent, body.get("load_format")))
+
+        return await self._update("update_weights_from_tensor", body, take)
+
+    async def init_group(self, request: Request) -> Response:
+        body = await self._body(request)
+        await asyncio.to_thread(self.receiver.init_group, body)
+        return _done(True, "Succeeded to initialize custom process group.")
+
+    async def destroy_group(self, request: Request) -> Response:
+        body = await self._body(request)
+        await asyncio.to_thread(self.receiver.destroy_group, body)
+        return _done(True, "Succeeded to destroy custom process group.")
+
+    async def update_from_distributed(self, request: Request) -> Response:
+        body = await self._body(request)
+        return await self._update(
+            "update_weights_from_distributed", body, lambda: self.model.update(self.receiver.receive(body))
+        )
+
+    async def update_from_disk(self, request: Request) -> Response:
+        body = await self._body(request)
+        return await self._update(None, body, lambda: self.model.replace(Path(body["model_path"])))
+
+    async def _update(self, needs_session: str | None, body: dict[str, Any], take: Callable[[], None]) -> Response:
+        if needs_session and not self.session_open and not self.faults.older:
+            return _done(False, f"{needs_session} must run between begin_weight_update() and end_weight_update()")
+        if "weights" in self.away:
+            self.crash()
+        await asyncio.to_thread(take)
+        await asyncio.to_thread(self.model.apply)
+        if body.get("flush_cache", True) and self.running:
+            return _done(False, "Weights were updated, but the cache was not flushed because requests are running")
+        if body.get("weight_version") is not None and not self.faults.count_down("ignored_updates"):
+            self.version = body["weight_version"]
+        return _done(True, "Success")
+
+    # Memory
+
+    async def release_memory(self, request: Request) -> Any:
+        tags = set((await self._body(request)).get("tags") or ("kv_cache", "weights", "cuda_graph"))
+        if self.running:
+            self.crash()
+        self.away |= tags
+        if "weights" in tags and not self.backup:
+            await asyncio.to_thread(self.model.lose)
+
+    async def resume_memory(self, request: Request) -> Any:
+        tags = set((await self._body(request)).get("tags") or ("kv_cache", "weights", "cuda_graph"))
+        if tags - self.away:
+            self.crash()
+        self.away -= tags
+
+    # The end of it
+
+    def crash(self) -> None:
+        """Die as the real server does when its scheduler fails an assertion."""
+        print("Scheduler hit an exception: AssertionError", file=sys.stderr, flush=True)
+        if not self.in_process:
+            os._exit(9)
+        self.dead = True
+        raise Crashed
+
+    async def set_faults(self, request: Request) -> Response:
+        self.faults = from_json(await request.json())
+        return Response()
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        raw = await request.body()
+        body: dict[str, Any] = json.loads(raw) if raw else {}
+        self.requests.append((request.url.path, body))
+        return body
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI: a dead server closes every connection, and a `Hangup` its own."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope["hang_up"] = send.__self__.transport.abort
+        if self.dead:
+            scope["hang_up"]()
+            return
+        try:
+            await self.app(scope, receive, send)
+        except Crashed:
+            scope["hang_up"]()
+
+
+def _error(message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, 400)
+
+
+def _done(success: bool, message: str) -> Response:
+    return JSONResponse({"success": success, "message": message}, 200 if success else 400)
+
+
+@contextmanager
+def running_server(folder: Path, faults: Faults | None = None, **options: Any) -> Iterator[tuple[ContractServer, str]]:
+    """A server in a thread of this process, and its address."""
+    contract = ContractServer(folder, faults or Faults(), **options)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(contract, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield contract, f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def main() -> None:
+    """Run as a process; options that only the real server has are taken and ignored."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--enable-weights-cpu-backup", action="store_true")
+    known, _ = parser.parse_known_args()
+    faults = from_json(json.loads(os.environ.get("CONTRACT_FAULTS", "{}")))
+    contract = ContractServer(
+        known.model_path, faults, tp=known.tp_size, backup=known.enable_weights_cpu_backup, in_process=False
+    )
+    print("The server is fired up and ready to roll!", flush=True)
+    uvicorn.run(contract, host=known.host, port=known.port, log_level="info", lifespan="off")
+
+
+if __name__ == "__main__":
+    main()

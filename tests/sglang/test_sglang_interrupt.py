@@ -1,0 +1,39 @@
+"""Ctrl-C while responses are awaited."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from faults import Fault, Faults
+from server import running_server
+from tiny_models import VOCAB, save_tiny_model
+
+from relax_cli.backends.rollout.protocol import Request, SamplingParams
+from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
+from relax_cli.backends.rollout.sglang.targets import WeightTarget
+
+
+def test_an_interrupt_aborts_what_is_running_and_does_not_wait_for_it(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with running_server(tmp_path, Faults(generate=[Fault("slow", seconds=300)] * 3)) as (contract, address):
+        contract.version = "0"
+        target = WeightTarget(address, "here", None, 1)
+        engine = SglangEngine([target], vocab_size=VOCAB, max_positions=128, options=EngineOptions(concurrency=2))
+        requests = [Request((1, 2), seed) for seed in range(3)]
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(requests, SamplingParams(4, 1.0, 1.0, -1, ()))
+        assert time.monotonic() - started < 60
+        aborted = {body["rid"] for path, body in contract.requests if path == "/abort_request"}
+        asked = {body["rid"] for path, body in contract.requests if path == "/generate"}
+        assert aborted == asked
+        assert len(asked) == 2  # The third was never sent.
+        while contract.running:
+            time.sleep(0.01)
+        engine.sleep()

@@ -1,0 +1,125 @@
+"""Whole PPO runs that generate on servers: equal to the run of the embedded engine, on servers of both kinds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fake_package import write_package
+from faults import Fault, Faults, to_json
+from local_runs import Finished, train
+from server import running_server
+
+from relax_cli.config import sglang_options
+from relax_cli.errors import RunError
+from relax_cli.quickstart.task import prepare
+
+SMALL = (
+    "batch.rollout_batch_size=32",
+    "batch.micro_batch_size=16",
+    "batch.num_rollout=3",
+    "critic.num_critic_only_steps=1",
+    "parallel.device=cpu",
+)
+CLOCK = ("time", "seconds", "tokens_per_second", "memory")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model and data."""
+    folder = tmp_path_factory.mktemp("task") / "quickstart"
+    prepare(folder, seed=1, steps=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def embedded(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The run that the others are compared with."""
+    return train(task, tmp_path_factory.mktemp("embedded") / "run", "tiny-ppo-cpu", *SMALL)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`sglang` is installed, and is the contract server."""
+    folder = str(write_package(tmp_path / "packages"))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", folder)
+    sglang_options.installed_options.cache_clear()
+    yield
+    sglang_options.installed_options.cache_clear()
+
+
+def numbers(finished: Finished) -> list[dict[str, Any]]:
+    """What `metrics.jsonl` says that does not depend on the clock."""
+    return [{k: v for k, v in step.items() if not any(part in k for part in CLOCK)} for step in finished.metrics]
+
+
+def assert_equal_runs(got: Finished, expected: Finished) -> None:
+    """The same samples, and the same metrics up to rounding."""
+    for mine, theirs in zip(got.samples, expected.samples, strict=True):
+        assert [s["response_token_ids"] for s in mine] == [s["response_token_ids"] for s in theirs]
+        assert [s["finish_reason"] for s in mine] == [s["finish_reason"] for s in theirs]
+        for one, other in zip(mine, theirs, strict=True):
+            assert one["log_probs"] == pytest.approx(other["log_probs"], abs=1e-4)
+    assert len(got.metrics) == len(expected.metrics) == 3
+    for mine, theirs in zip(numbers(got), numbers(expected), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("transport", ["auto", "disk"])
+def test_a_run_on_an_external_server_equals_the_embedded_run(
+    task: Path, embedded: Finished, tmp_path: Path, transport: str
+) -> None:
+    faults = Faults(generate=[Fault("none"), Fault("abort", tokens=1), Fault("disconnect"), Fault("cut")] * 4)
+    with running_server(task / "model", faults) as (contract, address):
+        external = ("sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]")
+        way = f"sglang.update_weight_transport={transport}"
+        got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, *external, way, "rollout.partial_rollout=true")
+        assert contract.version == "3"
+        assert not contract.dead
+        assert faults.generate == []
+        # Nothing of a server that is not ours is stopped or put to sleep.
+        assert not any("memory_occupation" in path for path, _ in contract.requests)
+    assert_equal_runs(got, embedded)
+
+
+def test_a_run_that_starts_its_server_equals_the_embedded_run(
+    task: Path, embedded: Finished, tmp_path: Path, package: None
+) -> None:
+    got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, "rollout.rollout_engine=sglang")
+    assert_equal_runs(got, embedded)
+    log = (tmp_path / "run" / "logs" / "sglang-0.log").read_text()
+    assert "POST /release_memory_occupation" in log
+    assert "POST /resume_memory_occupation" in log
+    assert "AssertionError" not in log
+    assert not [p for p in psutil.Process().children(recursive=True) if "launch_server" in " ".join(p.cmdline())]
+
+
+def test_a_server_that_crashes_is_started_again_with_the_newest_weights(
+    task: Path, embedded: Finished, tmp_path: Path, package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It dies in the second step, and the next one in the third.
+    faults = Faults(generate=[Fault("none")] * 40 + [Fault("crash")])
+    monkeypatch.setenv("CONTRACT_FAULTS", json.dumps(to_json(faults)))
+    got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, "rollout.rollout_engine=sglang")
+    assert [step.pop("rollout/server_restarts", 0) for step in got.metrics] == [0, 1, 1]
+    assert_equal_runs(got, embedded)
+
+
+def test_a_server_that_dies_again_ends_the_run_with_its_last_lines(
+    task: Path, tmp_path: Path, package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(generate=[Fault("crash")])
+    monkeypatch.setenv("CONTRACT_FAULTS", json.dumps(to_json(faults)))
+    with pytest.raises(RunError, match="ended while it generated") as caught:
+        train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, "rollout.rollout_engine=sglang")
+    problem = caught.value.problems[0]
+    assert problem.id == "sglang-server-died"
+    assert "Scheduler hit an exception: AssertionError" in problem.got
+    assert problem.where == os.fspath(tmp_path / "run" / "logs" / "sglang-0.log")
+    assert not [p for p in psutil.Process().children(recursive=True) if "launch_server" in " ".join(p.cmdline())]

@@ -1,0 +1,234 @@
+"""Servers of a run: their command line, what is said when they fail, and that they end with their owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relax_cli.backends.rollout.protocol import Request, SamplingParams
+from relax_cli.backends.rollout.sglang import guard
+from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
+from relax_cli.backends.rollout.sglang.server import LocalServer, ServerDied, launch_command, server_environment
+from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.config.schema import SglangSection
+from relax_cli.errors import RunError
+
+SERVER = """
+import http.server, os, signal, sys
+port, pid_file, health = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+open(pid_file, "w").write(str(os.getpid()))
+print("loading the model", flush=True)
+count = 0
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        global count
+        count += 1
+        self.send_response(503 if count <= health else 200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def do_POST(self):
+        if self.path == "/generate":
+            print("CUDA error: out of memory", flush=True)
+            os._exit(7)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., LocalServer]:
+    """A server that is a small script; `pid` in the test's folder tells its process."""
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+
+    def build(*, starting: int = 0, code: str | None = None, seconds: float = 120.0) -> LocalServer:
+        def command(port: int) -> list[str]:
+            if code is not None:
+                return [sys.executable, "-c", code]
+            return [sys.executable, str(script), str(port), str(tmp_path / "pid"), str(starting)]
+
+        return LocalServer(
+            command, tmp_path / "logs" / "sglang-0.log", environment=dict(os.environ), start_seconds=seconds
+        )
+
+    return build
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait for the end of a process, not for ever."""
+    deadline = time.monotonic() + 60
+    while runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(pid)
+
+
+def test_a_server_is_ready_once_it_generates_and_gone_once_stopped(
+    make: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    server = make(starting=2)
+    server.start()
+    assert server.alive()
+    assert "loading the model" in server.log_file.read_text()
+    pid = int((tmp_path / "pid").read_text())
+    assert runs(pid)
+    server.stop()
+    assert not server.alive()
+    assert not runs(pid)
+    server.stop()
+
+
+def test_a_server_that_ends_while_starting_is_reported_with_its_last_lines(make: Callable[..., LocalServer]) -> None:
+    server = make(code="import sys; print('unrecognized arguments: --foo'); sys.exit(3)")
+    with pytest.raises(RunError, match="ended while it was starting, exit code 3") as caught:
+        server.start()
+    problem = caught.value.problems[0]
+    assert problem.id == "sglang-server-died"
+    assert "unrecognized arguments: --foo" in problem.got
+    assert problem.where == str(server.log_file)
+    assert problem.fix == f"tail -n 60 {server.log_file}"
+
+
+def test_a_server_that_never_answers_is_ended(make: Callable[..., LocalServer]) -> None:
+    server = make(code="import os, time; print(os.getpid(), flush=True); time.sleep(600)", seconds=3.0)
+    with pytest.raises(RunError) as caught:
+        server.start()
+    assert caught.value.problems[0].id == "sglang-server-slow"
+    wait_until_gone(int(server.log_file.read_text()))
+
+
+def test_a_server_that_dies_while_it_generates_ends_the_call(make: Callable[..., LocalServer]) -> None:
+    server = make()
+    server.start()
+    options = EngineOptions(backoff=0.5)
+    target = WeightTarget(server.address, "here", 0, 1)
+    engine = SglangEngine([target], vocab_size=9, max_positions=99, options=options, servers=[server])
+    with pytest.raises(RunError, match="ended while it generated, exit code 7") as caught:
+        engine.generate([Request((1,), 1)] * 3, SamplingParams(4, 1.0, 1.0, -1, ()))
+    assert "CUDA error: out of memory" in caught.value.problems[0].got
+    engine.close()
+
+
+def test_a_dead_server_is_revived_at_the_same_address_and_sleeps(
+    make: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    server = make()
+    server.start()
+    target = WeightTarget(server.address, "here", 0, 1)
+    options = EngineOptions(release_memory=True, backoff=0.01)
+    engine = SglangEngine([target], vocab_size=9, max_positions=99, options=options, servers=[server])
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    with pytest.raises(ServerDied, match="before /flush_cache, exit code 137"):
+        engine.sleep()
+    with pytest.raises(ServerDied):
+        engine.generate([Request((1,), 1)], SamplingParams(4, 1.0, 1.0, -1, ()))
+    engine.sleep()  # Says nothing: what failed is being raised.
+    assert engine.revive() == 1
+    assert server.alive()
+    assert engine.health()
+    with pytest.raises(AssertionError, match="sleeps"):
+        engine.generate([], SamplingParams(4, 1.0, 1.0, -1, ()))
+    assert engine.revive() == 0
+    engine.close()
+    assert not server.alive()
+
+
+def test_a_server_ends_when_its_owner_is_killed(make: Callable[..., LocalServer], tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from relax_cli.backends.rollout.sglang.server import LocalServer\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "words = lambda port: [sys.executable, str(folder / 'server.py'), str(port), str(folder / 'pid'), '0']\n"
+        "LocalServer(words, folder / 'log', environment=dict(os.environ)).start()\n"
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "ready\n"
+    pid = int((tmp_path / "pid").read_text())
+    assert runs(pid)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    wait_until_gone(pid)
+
+
+def test_a_server_ends_when_its_guard_is_killed(make: Callable[..., LocalServer], tmp_path: Path) -> None:
+    server = make()
+    server.start()
+    assert server._process is not None
+    assert os.getsid(server._process.pid) == os.getsid(0)
+    assert os.getpgid(server._process.pid) != os.getpgid(0)
+    server._process.kill()
+    wait_until_gone(int((tmp_path / "pid").read_text()))
+    server.stop()
+
+
+def test_a_command_that_ignores_sigterm_is_killed_with_its_children() -> None:
+    child = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)"
+    parent = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child + '; time.sleep(600)'!r}]); {child}"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(guard.__file__).parent)!r}); import guard\n"
+        f"guard.PATIENCE = 0.5\nsys.exit(guard.run([sys.executable, '-c', {parent + '; time.sleep(600)'!r}]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert all(runs(pid) for pid in pids)
+    process.stdin.close()
+    assert process.wait(60) == 128 + signal.SIGKILL
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_the_command_line_of_a_server() -> None:
+    section = SglangSection(
+        rollout_num_gpus_per_engine=2,
+        sglang_mem_fraction_static=0.7,
+        sglang_options={"attention_backend": "triton", "disable_radix_cache": True},
+    )
+    words = launch_command(Path("/m"), section, host="10.0.0.1", seed=5, memory_saver=True)(30000)
+    assert words[1:3] == ["-m", "sglang.launch_server"]
+    assert " ".join(words[3:]) == (
+        "--model-path /m --host 10.0.0.1 --tp-size 2 --random-seed 5 --mem-fraction-static 0.7 --enable-memory-saver "
+        "--enable-weights-cpu-backup --attention-backend triton --disable-radix-cache --port 30000"
+    )
+    assert words[0] == sys.executable
+    other = SglangSection(sglang_python="/opt/sgl/bin/python")
+    assert launch_command(Path("/m"), other, host="h", seed=5, memory_saver=False)(1)[0] == "/opt/sgl/bin/python"
+    plain = launch_command(Path("/m"), SglangSection(), host="h", seed=5, memory_saver=False)(1)
+    assert " ".join(plain[3:]) == "--model-path /m --host h --tp-size 1 --random-seed 5 --port 1"
+
+
+def test_a_server_does_not_get_what_is_meant_for_training() -> None:
+    given = {
+        "PATH": "p",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }
+    assert server_environment(given) == {"PATH": "p", "CUDA_VISIBLE_DEVICES": "3"}
+    elsewhere = server_environment({"PATH": "p", "PYTHONPATH": "/here"}, other_python=True)
+    assert elsewhere == {"PATH": "p"}

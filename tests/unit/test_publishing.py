@@ -1,0 +1,77 @@
+"""In which order weights go from the actor to the rollout engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.engine.session import RoleGroup, Roles, Session
+
+TARGETS = [WeightTarget("a:1", "node", 0, 2), WeightTarget("b:1", "node", 2, 2)]
+
+
+class Recorded(RoleGroup):
+    """Two ranks that do nothing and write down what they are asked."""
+
+    def __init__(self, name: str, calls: list[str], answers: dict[str, Any]) -> None:
+        super().__init__(name, ranks=2)
+        self.calls = calls
+        self.answers = answers
+
+    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        self.calls.append(" ".join([self.name, method, *(str(arg) for arg in args if isinstance(arg, int))]))
+        answer = self.answers.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        return lambda: answer or [None] * 2
+
+    def run_on(self, rank: int, method: str, *args: Any) -> Any:
+        raise AssertionError("not used")
+
+
+class RecordedSession(Session):
+    def __init__(self, targets: list[Any], **answers: Any) -> None:
+        self.calls: list[str] = []
+        per_worker = {"weight_targets": [targets[:1], targets[1:]]}
+        self.roles = Roles(
+            rollout=Recorded("rollout", self.calls, per_worker | answers), actor=Recorded("actor", self.calls, answers)
+        )
+
+    def copy_weights(self, version: int) -> None:
+        self.calls.append(f"copied {version}")
+
+    def close(self) -> None: ...
+
+
+def test_servers_have_room_for_weights_while_the_actor_sends_and_for_a_cache_only_later() -> None:
+    session = RecordedSession(TARGETS)
+    session.publish_weights(4)
+    session.publish_weights(5)
+    assert session.calls == ["rollout weight_targets"] + [
+        call.format(version)
+        for version in (4, 5)
+        for call in (
+            "actor wake",
+            "rollout wake_for_weights",
+            "actor send_weights {}",
+            "actor sleep",
+            "rollout weights_updated {}",
+        )
+    ]
+    assert session.targets == TARGETS
+
+
+def test_the_actor_sleeps_also_after_a_failure_and_no_new_version_is_expected() -> None:
+    session = RecordedSession(TARGETS, send_weights=ValueError("refused"))
+    with pytest.raises(ValueError, match="refused"):
+        session.publish_weights(4)
+    assert session.calls[-2:] == ["actor send_weights 4", "actor sleep"]
+
+
+def test_engines_inside_the_workers_get_copies() -> None:
+    session = RecordedSession([])
+    session.publish_weights(4)
+    assert session.calls == ["rollout weight_targets", "copied 4"]
