@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -20,11 +22,10 @@ class Device:
     kind: Literal["cpu", "cuda"]
     torch_device: torch.device
     backend: Literal["gloo", "nccl"]
-
-    @property
-    def training_dtype(self) -> torch.dtype:
-        """Parameter type of a model in training: CPUs without bf16 matrix units are faster in fp32."""
-        return torch.float32 if self.kind == "cpu" else torch.bfloat16
+    training_dtype: torch.dtype
+    """Parameter type of a model in training."""
+    shared_memory: bool
+    """Sleeping models leave, because other roles need the memory; else they stay where they are."""
 
 
 def select_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> Device:
@@ -38,7 +39,8 @@ def select_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
         EnvironmentFault: `cuda` was asked for and there is none.
     """
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
-        return Device("cpu", torch.device("cpu"), "gloo")
+        # CPUs without bf16 matrix units are faster in fp32, and parking would copy from host memory to host memory.
+        return Device("cpu", torch.device("cpu"), "gloo", torch.float32, shared_memory=False)
     if not torch.cuda.is_available():
         raise EnvironmentFault(
             Problem(
@@ -50,33 +52,70 @@ def select_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
                 expected="auto or cpu",
             )
         )
+    # Kernels start in the order in which they were queued, so that communication of one layer overlaps with the
+    # arithmetic of the next as Megatron has planned it. Read when the device is first used.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
-    return Device("cuda", torch.device("cuda", index), "nccl")
+    return Device("cuda", torch.device("cuda", index), "nccl", torch.bfloat16, shared_memory=True)
 
 
 def peak_memory_bytes(device: Device) -> int:
-    """Most memory used so far: resident memory of the process on a CPU, allocated memory on a CUDA device."""
+    """Most memory used so far: resident memory of the process on a CPU, allocated memory on a CUDA device.
+
+    On CUDA since `forget_peak_memory`, where that was called.
+    """
     if device.kind == "cuda":
         return torch.cuda.max_memory_allocated(device.torch_device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def used_memory_bytes(device: Device) -> int:
+    """Memory in use now: allocated by this process on a CUDA device, resident memory of the process on a CPU."""
+    if device.kind == "cuda":
+        return torch.cuda.memory_allocated(device.torch_device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def forget_peak_memory(device: Device) -> None:
+    """Count the peak on a CUDA device from now on; the peak of a CPU process cannot be forgotten."""
+    if device.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats(device.torch_device)
+
+
+def free_unused_memory(device: Device) -> None:
+    """Give memory that the allocator keeps for later back to the device, for other processes."""
+    if device.kind == "cuda":
+        torch.cuda.synchronize(device.torch_device)
+        torch.cuda.empty_cache()
+
+
+def host_buffer(like: Tensor) -> Tensor:
+    """Uninitialised host memory in the shape and type of `like`; page-locked where that speeds up copies."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
 class Parking:
     """Takes the memory of tensors away and gives it back; the tensor objects and every view of them stay valid.
 
-    Between `park` and `restore` the tensors must not be read.
+    Between `park` and `restore` the tensors must not be read. Host buffers are kept for the next time: getting
+    page-locked memory from the system takes longer than the copy.
     """
 
     def __init__(self) -> None:
-        self._storages: list[torch.UntypedStorage] = []
-        self._sizes: list[int] = []
-        self._copies: list[Tensor | None] = []
+        self._parked: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        """Host memory by the place in the order of parking and the size, from the last time."""
 
     @property
     def parked(self) -> bool:
         """Whether memory is away now."""
-        return bool(self._storages)
+        return bool(self._parked)
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of device memory that are away now."""
+        return sum(size for _, size, _ in self._parked)
 
     def park(self, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
         """Move the storages behind `tensors` to host memory; drop those behind `scratch`, which come back zeroed.
@@ -90,30 +129,32 @@ class Parking:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
-                    self._take(storage, keep)
+                    self._parked.append((storage, storage.nbytes(), self._copy(storage) if keep else None))
+        _wait_for(storage for storage, _, _ in self._parked)
+        for storage, _, _ in self._parked:
+            storage.resize_(0)
+        self._buffers = {(i, size): copy for i, (_, size, copy) in enumerate(self._parked) if copy is not None}
 
     def restore(self) -> None:
         """Bring everything back, bit by bit as it was. Does nothing when nothing is parked."""
-        for storage, size, copy in zip(self._storages, self._sizes, self._copies, strict=True):
+        for storage, size, copy in self._parked:
             storage.resize_(size)
             if copy is None:
                 _bytes_of(storage).zero_()
             else:
-                _bytes_of(storage).copy_(copy, non_blocking=copy.is_pinned())
-        if any(storage.device.type == "cuda" for storage in self._storages):
-            torch.cuda.synchronize()
-        self._storages, self._sizes, self._copies = [], [], []
+                _bytes_of(storage).copy_(copy, non_blocking=True)
+        _wait_for(storage for storage, _, _ in self._parked)
+        self._parked = []
 
-    def _take(self, storage: torch.UntypedStorage, keep: bool) -> None:
-        copy = None
-        if keep:
-            on_cuda = storage.device.type == "cuda"
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_cuda)
-            copy.copy_(_bytes_of(storage))
-        self._storages.append(storage)
-        self._sizes.append(storage.nbytes())
-        self._copies.append(copy)
-        storage.resize_(0)
+    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
+        source = _bytes_of(storage)
+        buffer = self._buffers.get((len(self._parked), storage.nbytes()))
+        return (host_buffer(source) if buffer is None else buffer).copy_(source, non_blocking=True)
+
+
+def _wait_for(storages: Iterable[torch.UntypedStorage]) -> None:
+    for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -263,7 +263,6 @@ def build_device():  # type: ignore[no-untyped-def]
     return select_device("cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the patch is active only without CUDA")
 def test_an_untested_megatron_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_support, "TESTED_VERSIONS", ("9.9.9",))
     with pytest.raises(EnvironmentFault) as caught:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_runs import train
 
+from relax_cli.backends import device
+from relax_cli.backends.device import Parking
 from relax_cli.config.resolve import resolve
+from relax_cli.engine.claims import claimed, written_folders
 from relax_cli.engine.local import LocalRole, LocalSession
 from relax_cli.engine.plan import LaunchPlan
-from relax_cli.engine.run import prepare_run, run_folder
+from relax_cli.engine.run import prepare_run
+from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.quickstart.task import prepare
@@ -36,7 +42,7 @@ def session(tmp_path: Path) -> Any:
         critic_load=None,
         status=lambda _: None,
     )
-    with run_folder(run_dir, resumed=False):
+    with claimed(written_folders(config)):
         session = LocalSession(plan)
         yield session, config
         session.close()
@@ -63,6 +69,7 @@ def test_at_most_one_model_role_is_awake_at_any_call_of_a_run(session: Any, monk
         dump_fields=["values"],
         checkpoint_meta={},
         status=lambda _: None,
+        stop=StopRequest(lambda _: None),
     ).run()
     assert max(len(awake) for _, _, awake in seen) == 1
     working = {(name, method): awake for name, method, awake in seen}
@@ -77,3 +84,38 @@ def test_at_most_one_model_role_is_awake_at_any_call_of_a_run(session: Any, monk
     ):
         assert working[name, method] == [name]
     assert not any(role.awake for role in roles.values())
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """The files of the quickstart task."""
+    prepare(tmp_path / "task", seed=1, steps=2)
+    return tmp_path / "task"
+
+
+def test_a_run_whose_models_leave_memory_while_asleep_is_the_same_run(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("batch.rollout_batch_size=16", "batch.micro_batch_size=8", "critic.num_critic_only_steps=0")
+    staying = train(task, tmp_path / "staying", "tiny-ppo-cpu", *small)
+    parked: list[int] = []
+    park, on_cpu = Parking.park, device.select_device
+
+    def watched(self: Parking, *args: Any, **kwargs: Any) -> None:
+        park(self, *args, **kwargs)
+        parked.append(self.parked_bytes)
+
+    monkeypatch.setattr(Parking, "park", watched)
+    monkeypatch.setattr(device, "select_device", lambda *args, **_: replace(on_cpu("cpu"), shared_memory=True))
+    leaving = train(task, tmp_path / "leaving", "tiny-ppo-cpu", *small)
+    assert len(parked) > 6
+    assert min(parked) > 1 << 20
+    assert leaving.samples == staying.samples
+    for one, other in zip(leaving.metrics, staying.metrics, strict=True):
+        assert without_times(one) == without_times(other)
+
+
+def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What must not depend on how long things took."""
+    times = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}
+    return {name: value for name, value in metrics.items() if name not in times}

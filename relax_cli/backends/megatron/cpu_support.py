@@ -1,9 +1,10 @@
-"""What Megatron-core needs to run where CUDA is absent. The only place that changes Megatron's modules.
+"""What Megatron-core needs to train models on a CPU. The only place that changes Megatron's modules.
 
-Three of its modules create small tensors and gradient buffers on "the current CUDA device" by name. Where there is no
-CUDA, the name `torch` inside these three modules is replaced by a view of torch in which the CUDA device is the CPU.
-Everything else a CPU needs goes through public extension points: `use_cpu_initialization`, the layer spec
-(`layers.py`), a save strategy (`checkpointing.py`), and clipping by torch's own functions (`optimizer.py`).
+Some of its modules create small tensors and buffers on "the current CUDA device" by name. In a process whose models
+are on the CPU, the name `torch` inside these modules is replaced by a view of torch in which the CUDA device is the
+CPU, and the functions that read and set the generator of the CUDA device do nothing. Everything else a CPU needs goes
+through public extension points: `use_cpu_initialization`, the layer spec (`layers.py`), the steps of saving and loading
+(`checkpointing.py`), and our own optimizer over Megatron's parameter groups (`optimizer.py`).
 """
 
 from __future__ import annotations
@@ -17,33 +18,37 @@ import torch
 
 from relax_cli.errors import EnvironmentFault, Problem
 
-TESTED_VERSIONS = ("0.16.0", "0.16.1")
-"""Versions of megatron-core whose sources the patch below was written against."""
+TESTED_VERSIONS = ("0.16.0", "0.16.1", "0.19.2")
+"""Versions of megatron-core that train the same numbers, bit by bit, with the patch below."""
 
 PATCHED_MODULES = (
     "megatron.core.distributed.param_and_grad_buffer",  # gradient buffers
     "megatron.core.optimizer.optimizer",  # the constant loss scale of FP32Optimizer
     "megatron.core.pipeline_parallel.schedules",  # the token counter
+    "megatron.core.tensor_parallel.layers",  # sequence parallelism
+    "megatron.core.tensor_parallel.mappings",  # sequence parallelism
+    "megatron.core.utils",  # the buffer that sequence parallelism gathers into
 )
+
+RANDOM_MODULE = "megatron.core.tensor_parallel.random"
+"""Saves and restores the CUDA generator around activations that are computed again."""
 
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
 """Functions of torch these modules call with `device="cuda"`."""
 
 
 def install() -> None:
-    """Make Megatron-core's training stack run without CUDA. Does nothing with CUDA, or when already done.
+    """Make Megatron-core's training stack run on the CPU, in this process for good. Does nothing when already done.
 
     Raises:
-        EnvironmentFault: no CUDA, and a megatron-core version that this was not written for.
+        EnvironmentFault: a megatron-core version that this was not written for.
     """
-    if torch.cuda.is_available():
-        return
     version = importlib.import_module("megatron.core").__version__
     if version not in TESTED_VERSIONS:
         raise EnvironmentFault(
             Problem(
                 id="megatron-version-untested",
-                message=f"megatron-core {version} has not been tested without CUDA",
+                message=f"megatron-core {version} has not been tested on a CPU",
                 fix=f"pip install megatron-core=={TESTED_VERSIONS[-1]}",
                 got=version,
                 expected=" or ".join(TESTED_VERSIONS),
@@ -54,6 +59,20 @@ def install() -> None:
         module = importlib.import_module(name)
         if module.torch is torch:
             module.torch = view  # type: ignore[attr-defined]
+    random = importlib.import_module(RANDOM_MODULE)
+    random._get_cuda_rng_state = _no_state  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = _set_nothing  # type: ignore[attr-defined]
+    # The tracker for inference has no states of its own, so that "with the generator of this region" means nothing.
+    random.initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def _no_state(*_: Any, **__: Any) -> torch.Tensor:
+    """The state of the generator of a CUDA device that is not there. Models here draw nothing in training."""
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _set_nothing(*_: Any, **__: Any) -> None:
+    """Sets the generator of a CUDA device that is not there."""
 
 
 class _CudaOnCpu(types.ModuleType):
@@ -62,6 +81,10 @@ class _CudaOnCpu(types.ModuleType):
     @staticmethod
     def current_device() -> torch.device:
         return torch.device("cpu")
+
+    @staticmethod
+    def current_stream() -> None:
+        """Asked for by megatron-core 0.19, which then waits only for events of CUDA graphs."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)

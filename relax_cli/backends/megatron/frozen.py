@@ -7,32 +7,37 @@ from pathlib import Path
 
 import torch
 
-from relax_cli.backends.device import Device, Parking
+from relax_cli.backends.device import Device, Parking, free_unused_memory
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.model import build_model
 from relax_cli.backends.megatron.records import MicroBatch, ModelOutput, ResponseIndex
-from relax_cli.checkpoint.hf import HfWeights, read_spec
+from relax_cli.checkpoint.hf import HfWeights
+from relax_cli.config.hybrid_spec import read_any_spec
+from relax_cli.config.schema import ParallelSection
 
 
 class FrozenModel:
     """A policy without gradients and optimizer, spread over the ranks that `parallel.initialize` joined."""
 
     def __init__(
-        self, model_folder: Path, *, tensor_parallel: int, device: Device, seed: int, temperature: float = 1.0
+        self, model_folder: Path, *, layout: ParallelSection, device: Device, seed: int, temperature: float = 1.0
     ) -> None:
         """Build from the Hugging Face folder `model_folder`; arguments as for `TrainableModel`.
 
         Raises:
-            ConfigError: the folder is unreadable, unsupported, or does not divide by `tensor_parallel`.
+            ConfigError: the folder is unreadable, unsupported, or does not divide by the tensor-parallel size.
+            EnvironmentFault: TransformerEngine was asked for and does not import.
         """
-        assert tensor_parallel == parallel.tensor_parallel_size(), "parallel.initialize made other groups"
+        ranks = layout.tensor_model_parallel_size
+        assert ranks == parallel.tensor_parallel_size(), "parallel.initialize made other groups"
         self.device = device
-        spec = read_spec(model_folder)
+        spec = read_any_spec(model_folder)
         self.model = build_model(
             "policy",
+            model_folder,
             spec,
             device,
-            tensor_parallel=tensor_parallel,
+            layout=layout,
             temperature=temperature,
             value_head_std=0.0,
             seed=seed,
@@ -46,10 +51,11 @@ class FrozenModel:
         return forward_only(self.model, micro_batches, self.device)
 
     def sleep(self) -> None:
-        """Leave the device's memory to others; on a CPU there is nothing to leave."""
-        if self.device.kind == "cuda":
-            self._parking.park(list(self.model.parameters()), scratch=[])
-            torch.cuda.empty_cache()
+        """Leave the device's memory to others, where roles share it."""
+        if self.device.shared_memory:
+            self._parking.park([*self.model.parameters(), *self.model.buffers()])
+            parallel.drop_scratch_memory()
+            free_unused_memory(self.device)
 
     def wake(self) -> None:
         """Undo `sleep`."""

@@ -1,51 +1,132 @@
-"""Building blocks that fill Megatron's layer spec: attention with rotary positions, RMSNorm, SwiGLU.
+"""Building blocks that fill Megatron's layer specs: attention with rotary positions, RMSNorm, SwiGLU.
 
 They compute what the Hugging Face models compute, on any device, with fewer passes over memory than the composed
-operations: on a CPU these passes, not the matrix products, are what a small model waits for.
+operations: on a CPU these passes, not the matrix products, are what a small model waits for. Where TransformerEngine is
+used, its norms, matrix products and attention take their places; positions and activation stay these.
 Legend: `S` positions, `B` samples, `H` hidden, `n` heads, `d` head size.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from relax_cli.backends.device import Device
 from relax_cli.checkpoint.hf import ModelSpec, inverse_frequencies
+from relax_cli.errors import EnvironmentFault, Problem
+
+LayerKind = Literal["local", "transformer_engine"]
+
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""TransformerEngine's names of norms that it computes together with the matrix product behind, and the local names."""
 
 
-def block_spec(spec: ModelSpec) -> TransformerBlockSubmodules:
-    """Megatron's local transformer layers, and the norm after them, with the parts of this module in them."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
-    parts.mlp.submodules.activation_func = SwiGlu
-    attention = parts.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=RotaryAttention, params={"rotary": RotaryTable(spec)})
-    if spec.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
+def layer_kind(wanted: Literal["auto", "local", "transformer_engine"], device: Device) -> LayerKind:
+    """Which layers to build on `device`; `auto` takes TransformerEngine on CUDA where it imports.
+
+    Raises:
+        EnvironmentFault: TransformerEngine was asked for and does not import.
+    """
+    if wanted == "local" or device.kind == "cpu":
+        return "local"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:  # an OSError is a shared library of another CUDA version
+        if wanted == "auto":
+            return "local"
+        raise EnvironmentFault(
+            Problem(
+                id="transformer-engine-missing",
+                message=f"TransformerEngine does not import: {str(error).splitlines()[0]}",
+                fix="pip install 'relax-cli[gpu]', or --transformer-impl local",
+                option="--transformer-impl",
+                got=wanted,
+                expected="auto or local on this machine",
+            )
+        ) from error
+    return "transformer_engine"
+
+
+def local_name(name: str) -> str:
+    """The name that a parameter of the model has in local layers, whichever layers it is from."""
+    for fused, local in FUSED_NORMS.items():
+        if name.endswith(f".{fused}"):
+            return name.removesuffix(fused) + local
+    return name
+
+
+def block_spec(spec: ModelSpec, kind: LayerKind) -> TransformerBlockSubmodules:
+    """Megatron's transformer layers of that kind, and the norm after them, with the parts of this module in them."""
+    if kind == "local":
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+        final_norm: Any = RmsNorm
+        inner_attention = None
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
+        if spec.qk_norm:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    else:
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
+        final_norm = gpt_layer_specs.TENorm
+        inner_attention = layer.submodules.self_attention.submodules.core_attention
+    _mlp_parts(layer.submodules.mlp).activation_func = SwiGlu
+    layer.submodules.self_attention.submodules.core_attention = _attention_class(RotaryTable(spec), inner_attention)
     last = replace(layer, module=ResponseLayer)
-    return TransformerBlockSubmodules(layer_specs=[layer] * (spec.num_layers - 1) + [last], layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * (spec.num_layers - 1) + [last], layer_norm=final_norm)
+
+
+def _mlp_parts(mlp: Any) -> Any:
+    """The parts of an MLP's spec, which megatron-core 0.19 turned from a record into a function with arguments."""
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
+def _attention_class(table: RotaryTable, inner_class: Any) -> type[RotaryAttention]:
+    """A class, because every version of megatron-core takes one in a spec, and calls it with its own arguments only."""
+
+    class Attention(RotaryAttention):
+        rotary = table
+        inner_attention = inner_class
+
+    return Attention
 
 
 class ResponseLayer(TransformerLayer):  # type: ignore[misc]
     """The last layer: after its attention only the states that predict response tokens go on.
 
     Their positions travel as `context`, Megatron's argument for cross-attention, which these models do not have.
+    Under sequence parallelism every rank picks from all states, and goes on with its own share of the picked ones.
     """
 
     def forward(self, *args: Any, context: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        """Hidden states `[S, B, H]` and N positions in them, flattened, to `[N, 1, H]`."""
+        """Hidden states `[S, B, H]` and N positions in them, flattened, to `[N, 1, H]`.
+
+        Under sequence parallelism with t ranks, `[S / t, B, H]` to `[N / t, 1, H]`.
+        """
         hidden_SBH, _ = self._forward_attention(*args, **kwargs)
-        return self._forward_mlp(hidden_SBH.flatten(0, 1).index_select(0, context).unsqueeze(1)), None
+        if self.config.sequence_parallel:
+            # The gradient is whole and the same on every rank, so each takes its share instead of adding them up.
+            hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, tensor_parallel_output_grad=False)
+        picked_N1H = hidden_SBH.flatten(0, 1).index_select(0, context).unsqueeze(1)
+        if self.config.sequence_parallel:
+            picked_N1H = scatter_to_sequence_parallel_region(picked_N1H)
+        return self._forward_mlp(picked_N1H), None
 
 
 class RotaryTable:
@@ -71,18 +152,19 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
     Right padding needs no mask: a causal position never sees what comes after it.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        rotary: RotaryTable,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
+    rotary: RotaryTable
+    inner_attention: Any = None
+    """Class of another module that computes the attention; torch's own does it when None."""
+
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **options: Any) -> None:
         super().__init__(config=config)
         assert config.context_parallel_size == 1, "context parallelism is not implemented"
-        self.rotary = rotary
         self.softmax_scale = softmax_scale
+        self.inner = None
+        if self.inner_attention is not None:
+            self.inner = self.inner_attention(
+                config=config, layer_number=layer_number, softmax_scale=softmax_scale, **options
+            )
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -92,6 +174,8 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
         assert kwargs.get("packed_seq_params") is None, "right-padded only"
         cos, sin = self.rotary(query)
         query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)  # type: ignore[no-untyped-call]
+        if self.inner is not None:
+            return self.inner(query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         q_BnSd, k_BnSd, v_BnSd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out_BnSd = F.scaled_dot_product_attention(
             q_BnSd,
@@ -123,8 +207,9 @@ class RmsNorm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        assert not config.sequence_parallel, "sequence parallelism is not implemented"
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron then adds up the gradients of ranks that have seen other positions.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

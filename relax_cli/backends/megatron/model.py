@@ -5,25 +5,37 @@ Legend: `B` samples, `S` prompt + response, `T` response tokens, `N` response to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.layers import block_spec
+from relax_cli.backends.megatron.bridge import NEVER, BridgedModel
+from relax_cli.backends.megatron.layers import LayerKind, block_spec, layer_kind, local_name
 from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
 from relax_cli.backends.megatron.records import ModelOutput, ResponseIndex
-from relax_cli.checkpoint.convert import OUTPUT, hf_to_megatron
+from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
+from relax_cli.checkpoint.convert import OUTPUT, padded_vocab, rank_tensors
 from relax_cli.checkpoint.hf import ModelSpec
+from relax_cli.config.model_spec import BRIDGE_FAMILIES
+from relax_cli.config.schema import ParallelSection
+
+EXTRA_STATE = "_extra_state"
+"""TransformerEngine's calibration of fp8 matrix products; empty in other types, and absent from local layers."""
 
 
-def transformer_config(spec: ModelSpec, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's description of `spec`."""
+def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device) -> TransformerConfig:
+    """Megatron's description of `spec`, split and recomputed as `layout` says."""
+    dtype = device.training_dtype
+    full, selective = (layout.recompute_granularity == kind for kind in ("full", "selective"))
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -42,11 +54,18 @@ def transformer_config(spec: ModelSpec, tensor_parallel: int, dtype: torch.dtype
         qk_layernorm=spec.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=tensor_parallel,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        # One rank has nothing to split, and Megatron refuses it.
+        sequence_parallel=layout.sequence_parallel and layout.tensor_model_parallel_size > 1,
+        recompute_granularity=layout.recompute_granularity,
+        # Options of the other granularity have no effect, and Megatron refuses them.
+        recompute_method=layout.recompute_method if full else None,
+        recompute_num_layers=layout.recompute_num_layers if full else None,
+        recompute_modules=list(layout.recompute_modules) or None if selective else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=True,
+        use_cpu_initialization=device.kind == "cpu",
         # Weights come from the model folder. Initialisation stays on, because it also marks parameters as sharded.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
@@ -66,36 +85,62 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
     head_from_folder: bool
     """Whether the output layer comes with the Hugging Face weights."""
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, *, tied: bool) -> None:
+    def __init__(self, spec: ModelSpec, config: TransformerConfig, kind: LayerKind, *, tied: bool) -> None:
         super().__init__(
             config,
-            block_spec(spec),
-            vocab_size=spec.vocab_size,
+            block_spec(spec, kind),
+            vocab_size=padded_vocab(spec, config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
             # Rotary positions are applied inside the attention of the layer spec.
             position_embedding_type="none",
             share_embeddings_and_output_weights=tied,
         )
+        self.spec = spec
 
     def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput:
         """Right-padded token ids to what the model says about the response tokens."""
+        states_N = response.states_N
+        if self.config.sequence_parallel:
+            # Positions and picked states are shared out evenly; `_postprocess` drops what is added here.
+            ranks = self.config.tensor_model_parallel_size
+            tokens_BS = F.pad(tokens_BS, (0, -tokens_BS.size(1) % ranks))
+            states_N = F.pad(states_N, (0, -states_N.numel() % ranks if states_N.numel() else ranks))
         output: ModelOutput = super().forward(
-            tokens_BS, None, None, labels=response, extra_block_kwargs={"context": response.states_N}
+            tokens_BS, None, None, labels=response, extra_block_kwargs={"context": states_N}
         )
         return output
 
+    def parameters_by_name(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters by the names that `checkpoint.convert` knows."""
+        return {local_name(name): parameter for name, parameter in self.named_parameters()}
+
+    def sharded(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """What of this model goes into a checkpoint, the same whichever layers it is built of."""
+        state: dict[str, Any] = self.sharded_state_dict(metadata=metadata)
+        return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+
+    def load_sharded(self, state: dict[str, Any]) -> None:
+        """Take over what `sharded` asked a checkpoint for."""
+        missing, unexpected = self.load_state_dict(state, strict=False)
+        left = [name for name in [*missing, *unexpected] if not name.endswith(EXTRA_STATE)]
+        assert not left, left
+
+    def hf_buckets(self, limit: int) -> Iterator[Bucket]:
+        """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time."""
+        shards = {name: parameter.detach() for name, parameter in self.parameters_by_name().items()}
+        return hf_buckets(shards, self.spec, limit)
+
     def load_hf(self, weights: Any, spec: ModelSpec) -> None:
         """Copy this rank's part of the Hugging Face tensors `weights` (a mapping) into the parameters."""
-        state = hf_to_megatron(weights, spec, parallel.tensor_parallel_size(), parallel.tensor_parallel_rank())
-        if not self.head_from_folder:
-            state.pop(OUTPUT, None)
-        parameters = dict(self.named_parameters())
-        left = parameters.keys() ^ state.keys()
-        assert all(name.startswith("output_layer.") for name in left), left
-        assert not (left and self.head_from_folder), left
+        ranks, rank = parallel.tensor_parallel_size(), parallel.tensor_parallel_rank()
+        parameters = self.parameters_by_name()
+        left = set(parameters)
         with torch.no_grad():
-            for name, tensor in state.items():
-                parameters[name].copy_(tensor)
+            for name, tensor in rank_tensors(weights, spec, ranks, rank):
+                if name != OUTPUT or self.head_from_folder:
+                    parameters[name].copy_(tensor)
+                    left.remove(name)
+        assert not left if self.head_from_folder else all(name.startswith("output_layer.") for name in left), left
 
 
 class PolicyModel(_ResponseModel):
@@ -103,14 +148,24 @@ class PolicyModel(_ResponseModel):
 
     head_from_folder = True
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, temperature: float) -> None:
-        super().__init__(spec, config, tied=spec.tied)
+    def __init__(self, spec: ModelSpec, config: TransformerConfig, kind: LayerKind, temperature: float) -> None:
+        super().__init__(spec, config, kind, tied=spec.tied)
         self.temperature = temperature
+        ranks = config.tensor_model_parallel_size
+        rows = self.vocab_size // ranks
+        self.tokens_here = max(0, min(rows, spec.vocab_size - parallel.tensor_parallel_rank() * rows))
+        """Rows of the vocabulary on this rank; those after them only make the ranks' slices equally long."""
         self.entropy_grad = False
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits_NV = self.output_layer(hidden_states.squeeze(1), weight=weight)[0].float()
+        if self.config.sequence_parallel:
+            logits_NV = logits_NV[: labels.tokens_N.numel()]
+        if self.tokens_here < logits_NV.size(1):
+            filler_V = torch.arange(logits_NV.size(1), device=logits_NV.device) >= self.tokens_here
+            # Finite, so that probability times logit is 0.
+            logits_NV = logits_NV.masked_fill(filler_V, NEVER)
         if self.temperature != 1.0:
             logits_NV = logits_NV.div_(self.temperature)
         log_probs_N, entropy_N = log_probs_and_entropy(logits_NV, labels.tokens_N, entropy_grad=self.entropy_grad)
@@ -126,9 +181,9 @@ class ValueModel(_ResponseModel):
 
     head_from_folder = False
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, head_std: float, seed: int) -> None:
+    def __init__(self, spec: ModelSpec, config: TransformerConfig, kind: LayerKind, head_std: float, seed: int) -> None:
         # "Tied" keeps Megatron from allocating an output matrix that would be thrown away.
-        super().__init__(spec, config, tied=True)
+        super().__init__(spec, config, kind, tied=True)
         self.share_embeddings_and_output_weights = False
         self.output_layer = torch.nn.Linear(spec.hidden_size, 1, dtype=torch.float32)
         with torch.no_grad():
@@ -138,25 +193,46 @@ class ValueModel(_ResponseModel):
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput:
         states_NH = hidden_states.squeeze(1)
+        if self.config.sequence_parallel:
+            states_NH = gather_from_sequence_parallel_region(states_NH, tensor_parallel_output_grad=False)
+            states_NH = states_NH[: labels.tokens_N.numel()]
         return ModelOutput(values=labels.to_grid(self.output_layer(states_NH.float()).squeeze(-1)))
 
 
 def build_model(
     kind: Literal["policy", "value"],
+    folder: Path,
     spec: ModelSpec,
     device: Device,
     *,
-    tensor_parallel: int,
+    layout: ParallelSection,
     temperature: float,
     value_head_std: float,
     seed: int,
-) -> PolicyModel | ValueModel:
-    """A model on `device` with uninitialised backbone weights, to be filled by `load_hf` or a checkpoint."""
-    config = transformer_config(spec, tensor_parallel, device.training_dtype)
+) -> PolicyModel | ValueModel | BridgedModel:
+    """A model on `device`, to be filled by `load_hf`, which reads the Hugging Face folder `folder`, or a checkpoint.
+
+    Raises:
+        ConfigError: a model of Megatron-Bridge under sequence parallelism.
+        EnvironmentFault: TransformerEngine was asked for, or Megatron-Bridge is needed, and does not import.
+    """
+    if spec.family in BRIDGE_FAMILIES:
+        return BridgedModel(
+            kind,
+            folder,
+            spec,
+            device,
+            layout=layout,
+            temperature=temperature,
+            value_head_std=value_head_std,
+            seed=seed,
+        )
+    config = transformer_config(spec, layout, device)
+    layers = layer_kind(layout.transformer_impl, device)
     model: PolicyModel | ValueModel
     if kind == "policy":
-        model = PolicyModel(spec, config, temperature)
+        model = PolicyModel(spec, config, layers, temperature)
     else:
-        model = ValueModel(spec, config, value_head_std, seed)
+        model = ValueModel(spec, config, layers, value_head_std, seed)
     model.to(device.torch_device)
     return model

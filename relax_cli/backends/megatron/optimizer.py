@@ -1,6 +1,8 @@
-"""Adam behind Megatron's optimizer and scheduler, with clipping by torch's own functions.
+"""Adam over fp32 masters, gradient clipping and Megatron's learning-rate schedule.
 
-Megatron's clipping checks for CUDA tensor types by name; torch's works on every device and returns the same numbers.
+Megatron groups the parameters (no weight decay for norms and biases). Its optimizer classes are not used: they check
+for CUDA tensor types by name, update with another Adam where TransformerEngine or Apex is installed, and leave
+parameters that stay in fp32 under bf16 (a value head) out of the checkpoint's numbering.
 """
 
 from __future__ import annotations
@@ -11,17 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
-from relax_cli.backends.megatron import checkpointing
+from relax_cli.backends.megatron.masters import Masters
 from relax_cli.config.schema import OptimizerSection
 from relax_cli.errors import ConfigError, Problem
-
-GROUP_OPTIONS = ("max_lr", "min_lr", "betas", "eps", "fused")
-"""Options of a parameter group that the configuration decides, also after a checkpoint was loaded."""
 
 
 class Optimizer:
@@ -46,32 +47,25 @@ class Optimizer:
                     expected=f"at most {lr}",
                 )
             )
+        self.model = model
         self.clip_grad = section.clip_grad
-        bf16 = next(model.parameters()).dtype == torch.bfloat16
-        chained = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=lr,
-                min_lr=section.min_lr,
-                weight_decay=section.weight_decay,
-                adam_beta1=section.adam_beta1,
-                adam_beta2=section.adam_beta2,
-                adam_eps=section.adam_eps,
-                clip_grad=section.clip_grad,
-                bf16=bf16,
-                params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            ),
-            [model],
-            use_gloo_process_groups=False,
+        groups = _parameter_groups(model, section, lr)
+        self.masters = Masters(
+            [parameter for group in groups for parameter in group["params"]],
+            on_host=section.optimizer_cpu_offload,
+            shared_out=section.use_distributed_optimizer,
         )
-        assert len(chained.chained_optimizers) == 1, "dense models have one optimizer"
-        self.megatron = chained.chained_optimizers[0]
-        self.adam: torch.optim.Optimizer = self.megatron.optimizer
-        for group in self.adam.param_groups:
-            group["fused"] = True
+        self.adam = torch.optim.AdamW(
+            [{**group, "params": self.masters.values_of(group["params"])} for group in groups],
+            lr=lr,
+            betas=(section.adam_beta1, section.adam_beta2),
+            eps=section.adam_eps,
+            weight_decay=section.weight_decay,
+            fused=True,
+        )
         self._create_state()
         self.scheduler = OptimizerParamScheduler(
-            self.megatron,
+            self.adam,
             init_lr=0.0 if warmup_iters else lr,
             max_lr=lr,
             min_lr=section.min_lr,
@@ -92,16 +86,17 @@ class Optimizer:
 
         A gradient that is not finite leaves parameters, moments and schedule as they are.
         """
-        self.megatron.prepare_grads()
         norm = self._gradient_norm()
         if not math.isfinite(norm):
             self.zero_grad()
             return norm, self.lr, True
         if 0.0 < self.clip_grad < norm:
-            torch.nn.utils.clip_grads_with_norm_(self.megatron.get_parameters(), self.clip_grad, torch.tensor(norm))
+            self._scale_gradients(norm)
+        self.masters.take_gradients()
         # First the schedule, so that the first step of a warm-up already learns.
         self.scheduler.step(1)
-        self.megatron.step_with_ready_grads()
+        self.adam.step()
+        self.masters.set_parameters()
         return norm, self.lr, False
 
     @property
@@ -111,51 +106,74 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        self.megatron.zero_grad()
+        self.masters.drop_gradients()
 
     def reload_parameters(self) -> None:
-        """Refresh fp32 master copies after the model's parameters were set from outside."""
-        self.megatron.reload_model_params()
+        """Refresh the masters after the model's parameters were set from outside."""
+        self.masters.refresh()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that lives on the device: moments and, under bf16, master parameters."""
-        for group in self.adam.param_groups:
-            yield from group["params"]
-        for state in self.adam.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+        """Everything that lives on the device: masters (in fp32 the parameters themselves) and moments."""
+        yield from self.masters.device_tensors()
+        if not self.masters.on_host:
+            for state in self.adam.state.values():
+                yield from (value for value in state.values() if value.dim() > 0)
 
-    def sharded_state(self, model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    def sharded_state(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """State to hand to `checkpointing`, in terms of the model's sharded state."""
-        metadata = checkpointing.sharding_metadata()
-        return {
-            "optimizer": self.megatron.sharded_state_dict(model_state, is_loading, metadata=metadata),
-            "scheduler": self.scheduler.state_dict(),
-        }
+        state = self.masters.sharded(model_state, self.adam)
+        state["state"]["common_step"] = self._steps_taken()
+        return {"optimizer": state, "scheduler": self.scheduler.state_dict()}
 
     def load_state(self, loaded: dict[str, Any]) -> None:
-        """Take over what `checkpointing.load` read."""
-        own = [{name: group[name] for name in GROUP_OPTIONS} for group in self.adam.param_groups]
-        saved = loaded["optimizer"]
-        # Megatron leaves a common step of 0 out; under bf16 Adam's state is one level deeper.
-        saved.get("optimizer", saved)["state"].setdefault("common_step", torch.zeros(()))
-        self.megatron.load_state_dict(saved)
-        for group, options in zip(self.adam.param_groups, own, strict=True):
-            group.update(options)
+        """Take over what `checkpointing.load` read; options of the groups stay those of the configuration."""
+        state = loaded["optimizer"]
+        self.masters.load(state, self.adam)
+        # Checkpoints from before the first optimizer step may have no step.
+        step = float(state["state"].get("common_step", 0.0))
+        for values in self.adam.state.values():
+            values["step"].fill_(step)
         self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(loaded["scheduler"])
 
+    def _steps_taken(self) -> Tensor:
+        steps = {float(state["step"]) for state in self.adam.state.values()} or {0.0}
+        assert len(steps) == 1, "all parameters are updated together"
+        return torch.tensor(steps.pop())
+
     def _gradient_norm(self) -> float:
-        grads = self.megatron.get_main_grads_for_grad_norm()
+        grads = [
+            parameter.main_grad  # type: ignore[attr-defined]
+            for parameter in self.masters.parameters
+            if param_is_not_tensor_parallel_duplicate(parameter, mpu.get_tensor_model_parallel_group())
+        ]
         squared = torch.nn.utils.get_total_norm(grads).square()
-        dist.all_reduce(squared, group=self.megatron.get_grad_stats_parallel_group())
+        dist.all_reduce(squared, group=mpu.get_model_parallel_group())
         return math.sqrt(squared.item())
+
+    def _scale_gradients(self, norm: float) -> None:
+        scale = (self.clip_grad / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
+        for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers):
+            buffer.grad_data.mul_(scale.to(buffer.grad_data.device))
 
     def _create_state(self) -> None:
         """Create Adam's state ahead of the first step: an actor that has only waited for its critic is saved too."""
         for group in self.adam.param_groups:
-            for parameter in group["params"]:
-                self.adam.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            for values in group["params"]:
+                self.adam.state[values] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=values.device),
+                    "exp_avg": torch.zeros_like(values, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(values, memory_format=torch.preserve_format),
                 }
+
+
+def _parameter_groups(model: DistributedDataParallel, section: OptimizerSection, lr: float) -> list[dict[str, Any]]:
+    """Megatron's groups: parameters, their multipliers of weight decay and learning rate, and the rates' bounds."""
+    chained = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=lr, min_lr=section.min_lr, weight_decay=section.weight_decay),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    assert len(chained.chained_optimizers) == 1, "dense models have one optimizer"
+    theirs = chained.chained_optimizers[0].optimizer
+    return [{name: value for name, value in g.items() if name not in theirs.defaults} for g in theirs.param_groups]

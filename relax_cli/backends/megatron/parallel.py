@@ -35,7 +35,8 @@ def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int) -> N
     Raises:
         EnvironmentFault: megatron-core cannot run on this machine (see `cpu_support`).
     """
-    cpu_support.install()
+    if device.kind == "cpu":
+        cpu_support.install()
     assert rank.world_size % tensor_parallel == 0, "ranks divide by the tensor-parallel size: checked before launch"
     if dist.is_initialized():
         here = (
@@ -73,6 +74,11 @@ def shutdown() -> None:
     if dist.is_initialized():
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def drop_scratch_memory() -> None:
+    """Free the buffer that Megatron keeps on the device for gathering under sequence parallelism."""
+    mpu.get_global_memory_buffer().buffer.clear()
 
 
 def data_parallel_rank() -> int:

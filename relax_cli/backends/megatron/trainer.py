@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -19,15 +18,26 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from relax_cli.backends.device import Device, Parking
-from relax_cli.backends.megatron import checkpointing, parallel
+from relax_cli.backends.device import (
+    Device,
+    Parking,
+    forget_peak_memory,
+    free_unused_memory,
+    peak_memory_bytes,
+)
+from relax_cli.backends.megatron import checkpointing, parallel, random_state, start_weights
 from relax_cli.backends.megatron.frozen import forward_only, run_batch
 from relax_cli.backends.megatron.model import build_model
 from relax_cli.backends.megatron.optimizer import Optimizer
 from relax_cli.backends.megatron.records import MicroBatch, ModelOutput, TrainStep
-from relax_cli.checkpoint.convert import megatron_to_hf, merge_shards
-from relax_cli.checkpoint.hf import HfWeights, read_spec
-from relax_cli.config.schema import OptimizerSection
+from relax_cli.backends.megatron.weight_buckets import Bucket
+from relax_cli.checkpoint.hf import HfWeights
+from relax_cli.checkpoint.layout import FileEntry
+from relax_cli.config.hybrid_spec import read_any_spec
+from relax_cli.config.schema import OptimizerSection, ParallelSection
+
+EXPORT_BYTES = 256 << 20
+"""Device memory that exporting takes beside the weights, unless one tensor needs more."""
 
 __all__ = ["LossFunction", "MicroBatch", "ModelOutput", "TrainStep", "TrainableModel"]
 
@@ -47,7 +57,7 @@ class TrainableModel:
         lr: float,
         warmup_iters: int,
         decay_iters: int,
-        tensor_parallel: int,
+        layout: ParallelSection,
         device: Device,
         seed: int,
         temperature: float = 1.0,
@@ -59,22 +69,27 @@ class TrainableModel:
             lr: peak learning rate; the schedule's shape comes from `optimizer`.
             warmup_iters: optimizer steps of linear warm-up.
             decay_iters: optimizer steps after which `min_lr` is reached.
+            layout: how the model is split, built and recomputed; `--resource` is not looked at.
+            device: where it lives, the type it is trained in, and whether sleeping takes it away from there.
             seed: initialises the value head.
             temperature: logits are divided by it, as the rollout engine's are.
             value_head_std: standard deviation of the value head's initial weights; 0 starts with values of 0.
 
         Raises:
-            ConfigError: the folder is unreadable, unsupported, or does not divide by `tensor_parallel`.
+            ConfigError: the folder is unreadable, unsupported, or does not divide by the tensor-parallel size.
+            EnvironmentFault: TransformerEngine was asked for and does not import.
         """
-        assert tensor_parallel == parallel.tensor_parallel_size(), "parallel.initialize made other groups"
+        ranks = layout.tensor_model_parallel_size
+        assert ranks == parallel.tensor_parallel_size(), "parallel.initialize made other groups"
         self.kind = kind
         self.device = device
-        self.spec = read_spec(model_folder)
+        self.spec = read_any_spec(model_folder)
         self.model = build_model(
             kind,
+            model_folder,
             self.spec,
             device,
-            tensor_parallel=tensor_parallel,
+            layout=layout,
             temperature=temperature,
             value_head_std=value_head_std,
             seed=seed,
@@ -111,54 +126,99 @@ class TrainableModel:
         """Optimizer steps taken so far, resumed ones included and skipped ones not."""
         return int(self.optimizer.scheduler.num_steps)
 
+    def hf_buckets(self, limit: int) -> Iterator[Bucket]:
+        """Policy: all parameters under their Hugging Face names, complete on every rank, `limit` bytes at a time.
+
+        Tensors are on the device in the type they are trained in; they may share memory with the live parameters.
+        All ranks take every bucket.
+        """
+        assert self.kind == "policy", "a value model has no Hugging Face form"
+        return self.model.hf_buckets(limit)
+
     def hf_state(self) -> dict[str, Tensor] | None:
         """Policy: all parameters under their Hugging Face names, complete, on the first rank; None elsewhere.
 
-        Tensors are on the CPU in the type they are trained in; they may share memory with the live parameters.
+        Tensors are on the CPU in the type they are trained in; they may share memory with the live parameters, but not
+        where sleeping takes that away.
         """
-        assert self.kind == "policy", "a value model has no Hugging Face form"
-        full = {name: _gather(name, parameter.detach()) for name, parameter in self.model.named_parameters()}
-        if parallel.tensor_parallel_rank() or parallel.data_parallel_rank():
-            return None
-        return {name: tensor.cpu() for name, tensor in megatron_to_hf(full, self.spec)}
+        lasts = self.device.kind == "cuda" or not self.device.shared_memory
+        is_first = parallel.tensor_parallel_rank() == 0 and parallel.data_parallel_rank() == 0
+        state: dict[str, Tensor] = {}
+        for bucket in self.hf_buckets(EXPORT_BYTES):
+            if is_first:
+                state |= {name: tensor.cpu() if lasts else tensor.clone() for name, tensor in bucket.tensors}
+        return state if is_first else None
 
     def value_head(self) -> Tensor:
         """Value model: a copy of the weights of its scalar head, on the CPU."""
         assert self.kind == "value", "a policy has no value head"
         return self.model.output_layer.weight.detach().cpu().clone()
 
-    def save(self, folder: Path, common: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule, random state and `common` (plain values, the same on all ranks).
+    def save(self, folder: Path, common: dict[str, Any]) -> list[FileEntry]:
+        """Write model, optimizer, schedule and `common` (plain values, the same on all ranks).
 
-        `folder` exists and is empty.
+        `folder` exists and is empty. Returns what `checkpointing.save` does.
         """
-        checkpointing.save({**self._sharded_state(is_loading=False), "common": common}, folder)
+        return checkpointing.save({**self._sharded_state(), "common": common}, folder)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore what `save` wrote, also at another parallel layout; returns its `common`."""
-        loaded = checkpointing.load(self._sharded_state(is_loading=True), folder)
-        self.model.load_state_dict(loaded["model"])
-        self.optimizer.load_state(loaded)
-        return dict(loaded["common"])
+        loaded = checkpointing.load(self._sharded_state(), folder)
+        with checkpointing.taken_over_from(folder):
+            self.model.load_sharded(loaded["model"])
+            self.optimizer.load_state(loaded)
+            return dict(loaded["common"])
+
+    def load_weights(self, folder: Path) -> None:
+        """Take the model's tensors alone from a checkpoint of any parallel layout; a value model keeps its new head.
+
+        Optimizer, schedule and random state stay as they are.
+
+        Raises:
+            ResumeError: the tensors are those of another model, or unreadable.
+        """
+        start_weights.load_into(self.model, folder, with_head=self.kind == "policy")
+        self.optimizer.reload_parameters()
+
+    def random_state(self) -> dict[str, Any]:
+        """State of this rank's random generators, as plain JSON."""
+        return random_state.capture()
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Undo `random_state`."""
+        random_state.restore(state)
 
     def parallel_layout(self) -> dict[str, int]:
         """Tensor- and data-parallel sizes of this model."""
         return checkpointing.parallel_layout()
 
     def sleep(self) -> None:
-        """Leave the device's memory to others; on a CPU there is nothing to leave."""
-        if self.device.kind == "cuda":
-            parameters = [*self.model.parameters(), *self.optimizer.tensors()]
-            self._parking.park(parameters, scratch=[buffer.grad_data for buffer in self.ddp.buffers])
-            torch.cuda.empty_cache()
+        """Leave the device's memory to others, where roles share it."""
+        if not self.device.shared_memory:
+            return
+        self.optimizer.zero_grad()
+        kept = [*self.model.parameters(), *self.model.buffers(), *self.optimizer.tensors()]
+        self._parking.park(kept, scratch=[buffer.grad_data for buffer in self.ddp.buffers])
+        parallel.drop_scratch_memory()
+        free_unused_memory(self.device)
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`, and count the peak of memory anew."""
+        forget_peak_memory(self.device)
         self._parking.restore()
 
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        model = self.model.sharded_state_dict(metadata=checkpointing.sharding_metadata())
-        return {"model": model, **self.optimizer.sharded_state(model, is_loading=is_loading)}
+    def memory_metrics(self) -> dict[str, float]:
+        """Most device memory since waking, in GB; nothing on a CPU, where the process's peak is not this model's."""
+        return {"peak_memory_gb": peak_memory_bytes(self.device) / 1e9} if self.device.kind == "cuda" else {}
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes that sleeping has taken off the device."""
+        return self._parking.parked_bytes
+
+    def _sharded_state(self) -> dict[str, Any]:
+        model = self.model.sharded(checkpointing.sharding_metadata())
+        return {"model": model, **self.optimizer.sharded_state(model)}
 
     def _forward_backward(self, batches: list[MicroBatch], loss_fn: LossFunction) -> dict[str, float]:
         queue: Sequence[MicroBatch | None] = batches or [None]
@@ -200,12 +260,3 @@ def _idle_batch(device: torch.device) -> MicroBatch:
     """Something to run for a rank without samples: it must still join the reductions."""
     one_B = torch.ones(1, dtype=torch.int64, device=device)
     return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), one_B, one_B)
-
-
-def _gather(name: str, shard: Tensor) -> Tensor:
-    """The unsharded parameter, on every tensor-parallel rank."""
-    if parallel.tensor_parallel_size() == 1:
-        return shard
-    shards = [torch.empty_like(shard) for _ in range(parallel.tensor_parallel_size())]
-    dist.all_gather(shards, shard.contiguous(), group=parallel.tensor_parallel_group())
-    return merge_shards(name, shards)

@@ -1,0 +1,237 @@
+"""Models that Megatron-Bridge builds and converts: the families of `BRIDGE_FAMILIES`, for which we have no converter.
+
+Megatron-Bridge imports only with TransformerEngine, so this runs on CUDA. What it builds is a `GPTModel`, alone or
+inside a model with a vision tower, which is left as it is. Before the output layer only the states that predict
+response tokens go on, as in `model.py`; a value model has a scalar head in the output layer's place.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from relax_cli.backends.device import Device
+from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
+from relax_cli.backends.megatron.records import ModelOutput, ResponseIndex
+from relax_cli.backends.megatron.weight_buckets import Bucket, as_buckets
+from relax_cli.config.backend_checks import bridge_sequence_parallel
+from relax_cli.config.model_spec import ModelSpec
+from relax_cli.config.schema import ParallelSection
+from relax_cli.errors import ConfigError, EnvironmentFault, Problem
+
+NEVER = -1e30
+"""Logit of a token that does not exist."""
+EXTRA_STATE = "_extra_state"
+
+
+def auto_bridge() -> Any:
+    """Megatron-Bridge's `AutoBridge`.
+
+    Raises:
+        EnvironmentFault: the package, or something it needs, does not import.
+    """
+    try:
+        return importlib.import_module("megatron.bridge").AutoBridge
+    except (ImportError, OSError) as error:  # an OSError is a shared library of another CUDA version
+        raise EnvironmentFault(
+            Problem(
+                id="bridge-missing",
+                message=f"Megatron-Bridge does not import: {str(error).splitlines()[0]}",
+                fix="pip install 'relax-cli[bridge]'",
+                option="--hf-checkpoint",
+                expected="megatron-bridge and TransformerEngine for this CUDA version",
+            )
+        ) from error
+
+
+class BridgedModel(MegatronModule):  # type: ignore[misc]
+    """A policy or value model around what Megatron-Bridge built; offers what the models of `model.py` do."""
+
+    def __init__(
+        self,
+        kind: Literal["policy", "value"],
+        folder: Path,
+        spec: ModelSpec,
+        device: Device,
+        *,
+        layout: ParallelSection,
+        temperature: float,
+        value_head_std: float,
+        seed: int,
+    ) -> None:
+        """Build, and load the weights of the Hugging Face folder.
+
+        Raises:
+            ConfigError: sequence parallelism, which selecting response states does not know here.
+            EnvironmentFault: Megatron-Bridge does not import.
+        """
+        refuse_sequence_parallel(layout)
+        self.bridge = auto_bridge().from_hf_pretrained(str(folder), trust_remote_code=False)
+        provider = self.bridge.to_megatron_provider(load_weights=False)
+        configure(provider, layout, device)
+        (inner,) = provider.provide_distributed_model(
+            wrap_with_ddp=False,
+            mixed_precision_wrapper=None,
+            bf16=device.training_dtype == torch.bfloat16,
+            use_cpu_initialization=device.kind == "cpu",
+        )
+        super().__init__(config=inner.config)
+        self.kind = kind
+        self.inner = inner.to(device.torch_device)
+        self.temperature = temperature
+        self.entropy_grad = False
+        self.vocab_size = spec.vocab_size
+        self._sizes: list[int] = []
+        self.bridge.load_hf_weights([self.inner])
+        self._freeze_what_is_not_language()
+        if kind == "value":
+            self._replace_output_layer(spec.hidden_size, value_head_std, seed, device)
+        # What Megatron's schedules ask a model for.
+        self.model_type = self.language_model.model_type
+        self.share_embeddings_and_output_weights = self.language_model.share_embeddings_and_output_weights
+        self._states_N: Tensor | None = None
+        self.language_model.output_layer.register_forward_pre_hook(self._pick_states)
+
+    @property
+    def language_model(self) -> Any:
+        """The `GPTModel`, alone or inside a multimodal model."""
+        return next(module for module in self.inner.modules() if isinstance(module, GPTModel))
+
+    @property
+    def output_layer(self) -> Any:
+        """Where states become logits or values."""
+        return self.language_model.output_layer
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """For Megatron's schedules, which hand over what an earlier stage of a pipeline computed: nothing."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput:
+        """Right-padded token ids to what the model says about the response tokens."""
+        positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device).expand_as(tokens_BS)
+        self._states_N = response.states_N
+        try:
+            out_1NV = self.inner(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None)
+        finally:
+            self._states_N = None
+        out_NV = out_1NV.squeeze(0).float()
+        if self.kind == "value":
+            return ModelOutput(values=response.to_grid(out_NV.squeeze(-1)))
+        first = parallel.tensor_parallel_rank() * out_NV.size(1)
+        if first + out_NV.size(1) > self.vocab_size:
+            token_V = torch.arange(first, first + out_NV.size(1), device=out_NV.device)
+            out_NV = out_NV.masked_fill(token_V >= self.vocab_size, NEVER)
+        if self.temperature != 1.0:
+            out_NV = out_NV / self.temperature
+        log_probs_N, entropy_N = log_probs_and_entropy(out_NV, response.tokens_N, entropy_grad=self.entropy_grad)
+        return ModelOutput(log_probs=response.to_grid(log_probs_N), entropy=response.to_grid(entropy_N))
+
+    def hf_buckets(self, limit: int) -> Iterator[Bucket]:
+        """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time."""
+        if not self._sizes:
+            # Only the bridge knows what it will write, and its sizes stay the same.
+            self._sizes = [tensor.nbytes for _, tensor in self._exported()]
+        return as_buckets(self._exported(), self._sizes, limit)
+
+    def load_hf(self, weights: Any, spec: ModelSpec) -> None:
+        """Nothing: the bridge has loaded the folder when this was built."""
+
+    def sharded(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """What of this model goes into a checkpoint."""
+        state: dict[str, Any] = self.sharded_state_dict(metadata=metadata)
+        return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The inner model's, under the names it has by itself."""
+        state: dict[str, Any] = self.inner.sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Into the inner model."""
+        return self.inner.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def load_sharded(self, state: dict[str, Any]) -> None:
+        """Take over what `sharded` asked a checkpoint for."""
+        missing, unexpected = self.inner.load_state_dict(state, strict=False)
+        left = [name for name in [*missing, *unexpected] if not name.endswith(EXTRA_STATE)]
+        assert not left, left
+
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.bridge.export_hf_weights([self.inner], cpu=False, show_progress=False)
+
+    def _freeze_what_is_not_language(self) -> None:
+        language = {id(parameter) for parameter in self.language_model.parameters()}
+        for parameter in self.inner.parameters():
+            parameter.requires_grad_(id(parameter) in language)
+
+    def _replace_output_layer(self, hidden_size: int, std: float, seed: int, device: Device) -> None:
+        language = self.language_model
+        language.share_embeddings_and_output_weights = False
+        language.output_layer = ScalarHead(hidden_size, std, seed).to(device.torch_device)
+
+    def _pick_states(self, _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self._states_N is not None, "only `forward` runs the model"
+        hidden_SBH, *rest = args
+        picked_N1H = hidden_SBH.flatten(0, 1).index_select(0, self._states_N).unsqueeze(1)
+        return (picked_N1H, *rest)
+
+
+class ScalarHead(torch.nn.Linear):
+    """A value head that is called like Megatron's output layer."""
+
+    def __init__(self, hidden_size: int, std: float, seed: int) -> None:
+        super().__init__(hidden_size, 1, dtype=torch.float32)
+        with torch.no_grad():
+            self.weight.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+            self.bias.zero_()
+
+    def forward(self, input_: Tensor, weight: None = None, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        """`[N, 1, H]` to `[N, 1, 1]` in fp32."""
+        assert weight is None, "a value head shares no weights with the embedding"
+        return super().forward(input_.float()), None
+
+
+def configure(provider: Any, layout: ParallelSection, device: Device) -> None:
+    """Tell a model provider of Megatron-Bridge how the model is split, stored and recomputed."""
+    full, selective = (layout.recompute_granularity == kind for kind in ("full", "selective"))
+    settings = {
+        "tensor_model_parallel_size": layout.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "params_dtype": device.training_dtype,
+        "pipeline_dtype": device.training_dtype,
+        "bf16": device.training_dtype == torch.bfloat16,
+        "recompute_granularity": layout.recompute_granularity,
+        "recompute_method": layout.recompute_method if full else None,
+        "recompute_num_layers": layout.recompute_num_layers if full else None,
+        "recompute_modules": list(layout.recompute_modules) or ["core_attn"] if selective else None,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Heads that predict further tokens would be trained by nothing.
+        "mtp_num_layers": None,
+        # Losses arrive divided by global denominators already, and gradients are summed into Megatron's buffers.
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,
+    }
+    for name, value in settings.items():
+        assert hasattr(provider, name), f"this version of Megatron-Bridge has no {name}"
+        setattr(provider, name, value)
+    provider.finalize()
+
+
+def refuse_sequence_parallel(layout: ParallelSection) -> None:
+    """Raises ConfigError where sequence parallelism would split what response states are picked from."""
+    if layout.sequence_parallel and layout.tensor_model_parallel_size > 1:
+        raise ConfigError(bridge_sequence_parallel())

@@ -1,0 +1,167 @@
+"""The fp32 numbers that Adam updates: which of them this rank holds, and where.
+
+Parameters in fp32 are updated themselves. Parameters in lower precision have a master copy. With
+`--optimizer-cpu-offload` every parameter has one, in host memory, together with its moments. With
+`--use-distributed-optimizer` each data-parallel rank holds masters and moments of its share of the parameters only, and
+sends the updated parameters to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
+from torch import Tensor
+
+from relax_cli.backends.device import host_buffer
+from relax_cli.backends.megatron import parallel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Master:
+    """One parameter that this rank updates."""
+
+    index: int
+    """Place among all parameters of the model."""
+    parameter: torch.nn.Parameter
+    values: Tensor
+    """fp32; the parameter itself where that is fp32 and stays on its device."""
+    host_grad: Tensor | None
+    """Where the gradient is copied to for an update in host memory."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the parameter has to be set after an update."""
+        return self.values is not self.parameter
+
+    @property
+    def is_more_exact(self) -> bool:
+        """Whether the master cannot be made from the parameter again."""
+        return self.parameter.dtype != torch.float32
+
+    def take_gradient(self) -> None:
+        """Make the reduced gradient the one that Adam sees."""
+        grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
+        self.values.grad = grad if self.host_grad is None else self.host_grad.copy_(grad, non_blocking=True)
+
+
+class Masters:
+    """The masters of this rank, in the order of the parameters."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_host: bool, shared_out: bool) -> None:
+        self.on_host = on_host
+        self.parameters = list(parameters)
+        self.owners = _owners(self.parameters, parallel.data_parallel_size() if shared_out else 1)
+        self.shared_out = shared_out and parallel.data_parallel_size() > 1
+        mine = parallel.data_parallel_rank() if self.shared_out else 0
+        self.held = [
+            self._master(index, parameter)
+            for index, (parameter, owner) in enumerate(zip(self.parameters, self.owners, strict=True))
+            if owner == mine
+        ]
+        self._by_id = {id(master.parameter): master for master in self.held}
+
+    def values_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+        """What Adam updates in the place of `parameters`; only those of this rank."""
+        return [self._by_id[id(parameter)].values for parameter in parameters if id(parameter) in self._by_id]
+
+    def take_gradients(self) -> None:
+        """Hand the reduced gradients to Adam."""
+        for master in self.held:
+            master.take_gradient()
+        self._wait()
+
+    def drop_gradients(self) -> None:
+        """Adam sees no gradients any more."""
+        for master in self.held:
+            master.values.grad = None
+
+    def set_parameters(self) -> None:
+        """Round the updated masters to the parameters, on every rank."""
+        for master in self.held:
+            if master.is_copy:
+                master.parameter.data.copy_(master.values, non_blocking=True)
+        if self.shared_out:
+            group = parallel.data_parallel_group()
+            sent = [
+                dist.broadcast(parameter.data, dist.get_global_rank(group, owner), group=group, async_op=True)
+                for parameter, owner in zip(self.parameters, self.owners, strict=True)
+            ]
+            for work in sent:
+                work.wait()
+        self._wait()
+
+    def refresh(self) -> None:
+        """Set the masters from parameters that were changed from outside."""
+        for master in self.held:
+            if master.is_copy:
+                master.values.copy_(master.parameter.data)
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        """Masters that take memory on the device; the parameters themselves are among them."""
+        if not self.on_host:
+            yield from (master.values for master in self.held)
+
+    def sharded(self, model_state: dict[str, Any], adam: torch.optim.Optimizer) -> dict[str, Any]:
+        """Moments and masters as `dist_checkpointing` wants them; keys follow the parameters' names, not the ranks."""
+        names = get_param_id_to_sharded_param_map(model_state, iter(self.parameters))
+        moments, masters = {}, {}
+        for master in self.held:
+            like = self._to_write(names[master.index])
+            moments[master.index] = {
+                kind: make_sharded_optimizer_tensor(like, adam.state[master.values][kind], f"optimizer.state.{kind}")
+                for kind in MOMENTS
+            }
+            if master.is_more_exact:
+                prefix = "optimizer.state.fp32_param"
+                masters[master.index] = make_sharded_optimizer_tensor(like, master.values, prefix)
+        return {"state": moments, "masters": masters}
+
+    def load(self, loaded: dict[str, Any], adam: torch.optim.Optimizer) -> None:
+        """Take over what `sharded` asked for; the parameters are loaded already."""
+        for master in self.held:
+            for kind in MOMENTS:
+                adam.state[master.values][kind].copy_(loaded["state"][master.index][kind])
+            # What was loaded may be the master itself: it must not be set from the parameter first.
+            if master.is_more_exact:
+                master.values.copy_(loaded["masters"][master.index])
+            elif master.is_copy:
+                master.values.copy_(master.parameter.data)
+
+    def _to_write(self, like: ShardedTensor | ShardedTensorFactory) -> ShardedTensor | ShardedTensorFactory:
+        """Every data-parallel rank writes what it alone holds, where otherwise the first one writes for all."""
+        if not self.shared_out:
+            return like
+        return replace(like, replica_id=(*like.replica_id[:-1], 0))
+
+    def _master(self, index: int, parameter: torch.nn.Parameter) -> Master:
+        if self.on_host:
+            values = host_buffer(parameter.data.float()).copy_(parameter.data)
+            return Master(index, parameter, values, host_buffer(parameter.data.float()))
+        values = parameter if parameter.dtype == torch.float32 else parameter.detach().float()
+        return Master(index, parameter, values, None)
+
+    def _wait(self) -> None:
+        """Copies between host and device are under way when they return."""
+        if self.on_host and self.parameters[0].is_cuda:
+            torch.cuda.synchronize(self.parameters[0].device)
+
+
+def _owners(parameters: Sequence[Tensor], ranks: int) -> list[int]:
+    """The data-parallel rank that updates each parameter; the same on every rank, and about equally much for each."""
+    load = [0] * ranks
+    owners = [0] * len(parameters)
+    for index in sorted(range(len(parameters)), key=lambda index: -parameters[index].numel()):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += parameters[index].numel()
+    return owners

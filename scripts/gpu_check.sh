@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Prove the GPU back end on one GPU of 80 GB or more, within 8 minutes; see gpu_check.py for the parts.
+#
+#   scripts/gpu_check.sh [--wheels DIR] [options of gpu_check.py]
+#
+# On a machine where relax is installed nothing else is needed. On one without a package registry, carry the wheels of
+# scripts/gpu_check_wheels.txt in a folder: they are installed into a temporary place for this run. torch, transformers,
+# safetensors, tokenizers, psutil, pluggy, typer and rich must be there already.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+if [ "${1:-}" = --wheels ]; then
+    site=$(mktemp -d)
+    trap 'rm -rf "$site"' EXIT
+    python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$2"/*.whl
+    export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+    shift 2
+fi
+python3 "$here/gpu_check.py" "$@"

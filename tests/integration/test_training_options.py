@@ -1,0 +1,341 @@
+"""Options of the Megatron back end change memory or speed, and not what is learnt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import on_ranks, save_tiny_model
+from training_runs import Run, build, loss_fn, micro_batches, rows_of_rank, samples, train
+
+from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.frozen import run_batch
+from relax_cli.backends.megatron.trainer import MicroBatch, TrainableModel
+
+KINDS = ("policy", "value")
+ROWS = list(range(6))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    save_tiny_model(folder, "qwen3", tied=True)
+    return folder
+
+
+def everything(model: TrainableModel) -> list[torch.Tensor]:
+    """Copies of parameters, masters, moments and steps."""
+    masters = [master.values for master in model.optimizer.masters.held]
+    states = [value for state in model.optimizer.adam.state.values() for value in state.values()]
+    return [tensor.detach().clone() for tensor in [*model.model.parameters(), *masters, *states]]
+
+
+def assert_bitwise(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def take_steps(model: TrainableModel, steps: int) -> list[Any]:
+    return [model.train_step(micro_batches(3, ROWS), loss_fn) for _ in range(steps)]
+
+
+def assert_close(results: list[dict], alone: dict) -> None:
+    for result in results:
+        np.testing.assert_allclose(result["losses"], alone["losses"], atol=1e-5)
+        np.testing.assert_allclose(result["grad_norms"], alone["grad_norms"], rtol=1e-4)
+        np.testing.assert_allclose(result["grid"], alone["grid"], atol=2e-5)
+
+
+# Recomputation
+
+RECOMPUTE = {
+    "uniform": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "chunks of two": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    },
+    "block": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    },
+    "attention": {"recompute_granularity": "selective"},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "both parts": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("core_attn", "mlp"),
+        "recompute_num_layers": 1,  # of full recomputation: without effect
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recomputation_changes_no_bit(kind: str, name: str, qwen3: Path) -> None:
+    plain, recomputing = build(Run(kind, qwen3)), build(Run(kind, qwen3, layout=RECOMPUTE[name]))  # type: ignore[arg-type]
+    assert take_steps(plain, 2) == take_steps(recomputing, 2)
+    assert_bitwise(everything(plain), everything(recomputing))
+
+
+def test_recomputation_keeps_less_for_the_backward_pass(qwen3: Path) -> None:
+    kept = {name: kept_bytes(build(Run("policy", qwen3, layout=layout))) for name, layout in RECOMPUTE.items()}
+    everything_kept = kept_bytes(build(Run("policy", qwen3)))
+    assert all(size < everything_kept for size in kept.values()), (kept, everything_kept)
+    assert kept["uniform"] < everything_kept / 3
+    assert kept["both parts"] < min(kept["attention"], kept["mlp"])
+    assert kept["uniform"] < kept["block"]
+
+
+def kept_bytes(model: TrainableModel) -> int:
+    """Memory behind what autograd keeps of a forward pass, without the parameters."""
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        output = run_batch(model.ddp, samples(ROWS))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.model.parameters()}
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    assert output.main.requires_grad
+    return sum(size for place, size in sizes.items() if place not in parameters)
+
+
+# Sequence parallelism
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTE["uniform"]], ids=["", "recomputing"])
+def test_sequence_parallel_ranks_train_like_one(kind: str, recompute: dict, qwen3: Path) -> None:
+    run = Run(kind, qwen3)  # type: ignore[arg-type]
+    alone = train(0, 1, 0, run)
+    layout = {"sequence_parallel": True, **recompute}
+    ranks = on_ranks(2, train, replace(run, tensor_parallel=2, layout=layout))
+    assert_close(ranks, alone)
+    if kind == "policy":
+        for name, tensor in alone["state"].items():
+            np.testing.assert_allclose(ranks[0]["state"][name], tensor, atol=1e-4, err_msg=name)
+    else:
+        assert np.array_equal(ranks[0]["head"], ranks[1]["head"])
+
+
+def test_sequence_parallel_ranks_each_keep_a_part(qwen3: Path) -> None:
+    split, whole = (
+        max(on_ranks(2, kept_on_rank, Run("policy", qwen3, tensor_parallel=2, layout={"sequence_parallel": on})))
+        for on in (True, False)
+    )
+    assert split < whole
+
+
+def kept_on_rank(rank: int, ranks: int, port: int, run: Run) -> int:
+    return kept_bytes(build(run, rank, ranks, port))
+
+
+def test_sequence_parallel_ranks_take_samples_without_a_response(qwen3: Path) -> None:
+    run = Run("policy", qwen3, tensor_parallel=2, layout={"sequence_parallel": True})
+    assert on_ranks(2, step_on_nothing, run) == [0.0, 0.0]
+
+
+def step_on_nothing(rank: int, ranks: int, port: int, run: Run) -> float:
+    model = build(run, rank, ranks, port)
+    one = torch.ones(1, dtype=torch.int64)
+    batch = MicroBatch(torch.tensor([[3, 4, 5]]), one * 3, one * 0)
+    return model.train_step([batch], lambda output, _: (output.log_probs_BT.sum(), {})).grad_norm
+
+
+# A vocabulary that does not divide
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_that_does_not_divide_is_filled_up(tied: bool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama", tied=tied, vocab=97)
+    run = Run("policy", tmp_path)
+    alone, ranks = train(0, 1, 0, run), on_ranks(2, train, replace(run, tensor_parallel=2))
+    assert_close(ranks, alone)
+    assert ranks[0]["state"].keys() == alone["state"].keys()
+    for name, tensor in alone["state"].items():
+        assert ranks[0]["state"][name].shape == tensor.shape
+        np.testing.assert_allclose(ranks[0]["state"][name], tensor, atol=1e-4, err_msg=name)
+
+
+# bf16 with fp32 masters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_weights_follow_fp32_masters(kind: str, qwen3: Path) -> None:
+    model = build(Run(kind, qwen3, bf16=True))  # type: ignore[arg-type]
+    assert {buffer.grad_dtype for buffer in model.ddp.buffers} == {torch.float32}
+    before = [master.values.clone() for master in model.optimizer.masters.held]
+    take_steps(model, 1)
+    more_exact = 0
+    for old, master in zip(before, model.optimizer.masters.held, strict=True):
+        assert master.values.dtype == torch.float32
+        assert not torch.equal(old, master.values)
+        assert torch.equal(master.parameter.detach(), master.values.to(master.parameter.dtype))
+        more_exact += not torch.equal(master.parameter.detach().float(), master.values)
+    assert more_exact > len(before) // 2
+    if kind == "value":
+        assert model.model.output_layer.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_learns_like_fp32(kind: str, qwen3: Path) -> None:
+    low, full = (train(0, 1, 0, Run(kind, qwen3, bf16=bf16, steps=4)) for bf16 in (True, False))  # type: ignore[arg-type]
+    np.testing.assert_allclose(low["losses"], full["losses"], rtol=0.03)
+    np.testing.assert_allclose(low["grad_norms"], full["grad_norms"], rtol=0.1)
+
+
+def test_small_updates_are_not_lost_to_bf16(qwen3: Path) -> None:
+    model = build(Run("policy", qwen3, bf16=True, lr=1e-6))
+    masters = model.optimizer.masters.held
+    before = [(master.values.clone(), master.parameter.detach().clone()) for master in masters]
+    take_steps(model, 3)
+    moved = sum(int((master.values != old).sum()) for master, (old, _) in zip(masters, before, strict=True))
+    visible = sum(int((master.parameter != old).sum()) for master, (_, old) in zip(masters, before, strict=True))
+    assert moved > 20 * max(visible, 1)
+
+
+SAVED = {
+    "bf16": {"bf16": True},
+    "fp32 in host memory": {"optimizer": {"optimizer_cpu_offload": True}},
+    "bf16 in host memory": {"bf16": True, "optimizer": {"optimizer_cpu_offload": True}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SAVED)
+def test_a_resumed_run_has_the_same_masters(kind: str, name: str, qwen3: Path, tmp_path: Path) -> None:
+    straight = build(Run(kind, qwen3, **SAVED[name]))  # type: ignore[arg-type]
+    take_steps(straight, 2)
+    straight.save(tmp_path, {"note": "kept"})
+    resumed = build(Run(kind, qwen3, **SAVED[name]))  # type: ignore[arg-type]
+    assert resumed.load(tmp_path) == {"note": "kept"}
+    assert_bitwise(everything(straight), everything(resumed))
+    assert take_steps(straight, 2) == take_steps(resumed, 2)
+    assert_bitwise(everything(straight), everything(resumed))
+
+
+# The optimizer in host memory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_updates_in_host_memory_change_no_bit(kind: str, bf16: bool, qwen3: Path) -> None:
+    plain = build(Run(kind, qwen3, bf16=bf16))  # type: ignore[arg-type]
+    offloaded = build(Run(kind, qwen3, bf16=bf16, optimizer={"optimizer_cpu_offload": True}))  # type: ignore[arg-type]
+    assert take_steps(plain, 3) == take_steps(offloaded, 3)
+    assert_bitwise(list(plain.model.parameters()), list(offloaded.model.parameters()))
+
+
+def test_a_run_goes_on_with_the_optimizer_in_host_memory(qwen3: Path, tmp_path: Path) -> None:
+    straight = build(Run("value", qwen3, bf16=True))
+    take_steps(straight, 2)
+    straight.save(tmp_path, {})
+    resumed = build(Run("value", qwen3, bf16=True, optimizer={"optimizer_cpu_offload": True}))
+    resumed.load(tmp_path)
+    assert take_steps(straight, 2) == take_steps(resumed, 2)
+
+
+# Shared-out optimizer state
+
+SHARED_OUT = {"use_distributed_optimizer": True}
+
+
+@pytest.mark.parametrize(("kind", "bf16"), [("policy", False), ("value", True)])
+def test_shared_out_optimizer_state_changes_no_bit(kind: str, bf16: bool, qwen3: Path, tmp_path: Path) -> None:
+    run = Run(kind, qwen3, bf16=bf16)  # type: ignore[arg-type]
+    (tmp_path / "replicated").mkdir()
+    (tmp_path / "shared").mkdir()
+    replicated = on_ranks(2, two_halves, run, run, tmp_path / "replicated")
+    shared = replace(run, optimizer=SHARED_OUT)
+    shared_out = on_ranks(2, two_halves, shared, shared, tmp_path / "shared")
+    for one, other in zip(replicated, shared_out, strict=True):
+        assert one["steps"] == other["steps"]
+        assert all(np.array_equal(a, b) for a, b in zip(one["parameters"], other["parameters"], strict=True))
+    held = [result["numbers_held"] for result in shared_out]
+    assert sum(held) == replicated[0]["numbers_held"]
+    assert max(held) < 0.75 * sum(held)
+    # Neither the number of ranks nor sharing out is in a checkpoint.
+    alone = build(run)
+    alone.load(tmp_path / "shared")
+    again = build(run)
+    again.load(tmp_path / "replicated")
+    assert_bitwise(everything(alone), everything(again))
+
+
+def two_halves(rank: int, ranks: int, port: int, first: Run, second: Run, folder: Path) -> dict:
+    """Two steps, a checkpoint, and two more by a model that has loaded it."""
+    model = build(first, rank, ranks, port)
+    batches = micro_batches(2, rows_of_rank(first))
+    steps = [model.train_step(batches, loss_fn) for _ in range(2)]
+    model.save(folder, {})
+    resumed = build(second, rank, ranks, port)
+    resumed.load(folder)
+    steps += [resumed.train_step(batches, loss_fn) for _ in range(2)]
+    held = sum(master.values.numel() for master in model.optimizer.masters.held)
+    parameters = [parameter.detach().float().numpy().copy() for parameter in resumed.model.parameters()]
+    parallel.shutdown()
+    return {"steps": steps, "parameters": parameters, "numbers_held": held}
+
+
+# Sleep
+
+ASLEEP = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "optimizer in host memory": {"bf16": True, "optimizer": {"optimizer_cpu_offload": True}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ASLEEP)
+def test_a_model_that_slept_trains_on_as_if_nothing_happened(kind: str, name: str, qwen3: Path) -> None:
+    sleeper = build(Run(kind, qwen3, parks=True, **ASLEEP[name]))  # type: ignore[arg-type]
+    other = build(Run(kind, qwen3, **ASLEEP[name]))  # type: ignore[arg-type]
+    for _ in range(2):
+        sleeper.sleep()
+        on_device = [*sleeper.model.parameters(), *sleeper.optimizer.tensors()]
+        on_device += [buffer.grad_data for buffer in sleeper.ddp.buffers]
+        assert not any(tensor.untyped_storage().nbytes() for tensor in on_device)
+        assert sleeper.parked_bytes > 0
+        sleeper.wake()
+        assert sleeper.parked_bytes == 0
+        assert_bitwise(everything(sleeper), everything(other))
+        assert take_steps(sleeper, 1) == take_steps(other, 1)
+    assert_bitwise(everything(sleeper), everything(other))
+
+
+def test_sleep_leaves_the_optimizer_in_host_memory_where_it_is(qwen3: Path) -> None:
+    model = build(Run("policy", qwen3, parks=True, bf16=True, optimizer={"optimizer_cpu_offload": True}))
+    take_steps(model, 1)
+    states = [value for state in model.optimizer.adam.state.values() for value in state.values()]
+    in_host = [master.values for master in model.optimizer.masters.held] + states
+    places = [tensor.data_ptr() for tensor in in_host]
+    model.sleep()
+    assert [tensor.data_ptr() for tensor in in_host] == places
+    assert all(tensor.untyped_storage().nbytes() for tensor in in_host)
+    parameters = sum(parameter.nbytes for parameter in model.model.parameters())
+    gradients = sum(buffer.grad_data.nbytes for buffer in model.ddp.buffers)
+    assert model.parked_bytes == parameters + gradients
+    model.wake()
+
+
+def test_nothing_moves_where_roles_share_no_memory(qwen3: Path) -> None:
+    model = build(Run("policy", qwen3))
+    places = [parameter.data_ptr() for parameter in model.model.parameters()]
+    model.sleep()
+    assert model.parked_bytes == 0
+    assert [parameter.data_ptr() for parameter in model.model.parameters()] == places
+    model.wake()
+
+
+def test_the_peak_of_device_memory_is_a_metric_on_cuda_only(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(Run("policy", qwen3))
+    assert model.memory_metrics() == {}
+    model.device = replace(model.device, kind="cuda")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3_000_000_000)
+    assert model.memory_metrics() == {"peak_memory_gb": 3.0}
