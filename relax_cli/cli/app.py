@@ -1,32 +1,127 @@
-"""The `relax` command: its sub-commands, and how every error ends."""
+"""The `relax` command: its sub-commands, and how every error ends.
+
+A sub-command is imported when it is used: `relax --help` needs neither the configuration nor the plugins.
+"""
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from relax_cli.cli import checkpoint, recipes
 from relax_cli.cli.console import Output, is_debug
-from relax_cli.cli.doctor import doctor_command
-from relax_cli.cli.options import ConfigCommand
-from relax_cli.cli.plugins import plugins_app
-from relax_cli.cli.quickstart import quickstart_command
-from relax_cli.cli.train import train_command
-from relax_cli.cli.validate import validate_command
-from relax_cli.config.model import config_model
-from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, ExitCode, RelaxError, Terminated
 
 if TYPE_CHECKING:
+    from relax_cli.config.schema import Config
     from relax_cli.plugin.manager import Plugins
 
 HELP = "Reinforcement-learning post-training of language models."
+
+
+@dataclass(frozen=True)
+class SubCommand:
+    """A sub-command that is not imported yet."""
+
+    summary: str
+    """Its line in `relax --help`; a test compares it with the command's own text."""
+    register: Callable[[typer.Typer, Plugins], object]
+    """Imports the command and adds it to an application."""
+
+
+def _quickstart(app: typer.Typer, plugins: Plugins) -> None:
+    from relax_cli.cli.quickstart import quickstart_command
+
+    app.command("quickstart")(quickstart_command(plugins))
+
+
+def _train(app: typer.Typer, plugins: Plugins) -> None:
+    from relax_cli.cli.options import ConfigCommand
+    from relax_cli.cli.train import train_command
+
+    app.command("train", cls=ConfigCommand)(train_command(_model(plugins), plugins))
+
+
+def _validate_config(app: typer.Typer, plugins: Plugins) -> None:
+    from relax_cli.cli.options import ConfigCommand
+    from relax_cli.cli.validate import validate_command
+
+    app.command("validate-config", cls=ConfigCommand)(validate_command(_model(plugins), plugins))
+
+
+def _doctor(app: typer.Typer, plugins: Plugins) -> None:
+    from relax_cli.cli.doctor import doctor_command
+
+    app.command("doctor")(doctor_command(plugins))
+
+
+def _plugins(app: typer.Typer, plugins: Plugins) -> None:
+    from relax_cli.cli.plugins import plugins_app
+
+    app.add_typer(plugins_app(plugins), name="plugins")
+
+
+def _recipes(app: typer.Typer, plugins: Plugins) -> None:
+    from relax_cli.cli import recipes
+
+    app.add_typer(recipes.app, name="recipes")
+
+
+def _checkpoint(app: typer.Typer, plugins: Plugins) -> None:
+    from relax_cli.cli import checkpoint
+
+    app.add_typer(checkpoint.app, name="checkpoint")
+
+
+COMMANDS = {
+    "quickstart": SubCommand(
+        "Teach a tiny model two-digit addition with PPO on this CPU, in a few minutes.", _quickstart
+    ),
+    "train": SubCommand("Train a model.", _train),
+    "validate-config": SubCommand(
+        "Check a configuration without Ray or a GPU, and show what its run will do.", _validate_config
+    ),
+    "doctor": SubCommand("Check this machine: versions, imports, devices, memory, disk, plugins.", _doctor),
+    "plugins": SubCommand("Estimator and reward plugins.", _plugins),
+    "recipes": SubCommand("Recipes: ready configurations for `relax train --recipe`.", _recipes),
+    "checkpoint": SubCommand("Checkpoints: what a run would resume from, and whether they are whole.", _checkpoint),
+}
+
+
+class LazyCommands(MutableMapping[str, Any]):
+    """Commands by name; those of `COMMANDS` are imported when they are looked up."""
+
+    def __init__(self, plugins: Callable[[], Plugins]) -> None:
+        self._plugins = plugins
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+            COMMANDS[name].register(holder, self._plugins())
+            self._loaded[name] = typer.main.get_group(holder).commands[name]
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**COMMANDS, **self._loaded})
+
+    def __len__(self) -> int:
+        return len({**COMMANDS, **self._loaded})
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS or name in self._loaded
 
 
 class RelaxGroup(TyperGroup):
@@ -41,11 +136,28 @@ class RelaxGroup(TyperGroup):
             output.fail(error)
             raise typer.Exit(error.exit_code) from error
 
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        """The list of sub-commands, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
 
-def build_app(plugins: Plugins) -> typer.Typer:
-    """The application, with the options that the plugins add."""
+
+def build_app(plugins: Plugins | None = None) -> typer.Typer:
+    """The application, with the options that the plugins add; those that are installed, where none are given."""
+
+    @cache
+    def found() -> Plugins:
+        from relax_cli.plugin.manager import load_plugins
+
+        return load_plugins() if plugins is None else plugins
+
+    class Group(RelaxGroup):
+        def __init__(self, **attributes: Any) -> None:
+            super().__init__(**attributes)
+            self.commands = LazyCommands(found)
+
     app = typer.Typer(
-        cls=RelaxGroup,
+        cls=Group,
         help=HELP,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -54,23 +166,13 @@ def build_app(plugins: Plugins) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    app.command("quickstart")(quickstart_command(plugins))
-    model = _model(plugins)
-    app.command("train", cls=ConfigCommand)(train_command(model, plugins))
-    app.command("validate-config", cls=ConfigCommand)(validate_command(model, plugins))
-    app.command("doctor")(doctor_command(plugins))
-    app.add_typer(plugins_app(plugins), name="plugins")
-    app.add_typer(recipes.app, name="recipes")
-    app.add_typer(checkpoint.app, name="checkpoint")
     return app
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `relax` and return its exit code."""
     try:
-        from relax_cli.plugin.manager import load_plugins
-
-        build_app(load_plugins())(args=list(sys.argv[1:] if argv is None else argv), prog_name="relax")
+        build_app()(args=list(sys.argv[1:] if argv is None else argv), prog_name="relax")
     except SystemExit as end:
         return _exit_code(end)
     except RelaxError as error:
@@ -97,12 +199,17 @@ def _root(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         print(f"relax {version('relax-cli')}")
         raise typer.Exit()
 
 
 def _model(plugins: Plugins) -> type[Config]:
     """The configuration model for the options of `train`."""
+    from relax_cli.config.model import config_model
+    from relax_cli.config.schema import Config
+
     try:
         return config_model(plugins.estimators().values())
     except ConfigError:

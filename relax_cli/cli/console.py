@@ -57,7 +57,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """One plain line of progress on stderr."""
-        self.err.print(text, markup=False)
+        self.err.print(scrubbed(text), markup=False)
 
     def warn(self, problem: Problem) -> None:
         """A warning on stderr."""
@@ -67,11 +67,13 @@ class Output:
         """Every problem of an error on stderr; as data, too, where stdout is for a program."""
         for problem in error.problems:
             self._screen(problem)
+        for note in getattr(error, "__notes__", ()):
+            self.note(note)
         if self.is_json:
             problems = [{name: scrubbed(text) for name, text in asdict(p).items()} for p in error.problems]
             self.result({"ok": False, "problems": problems}, "")
         if is_debug():
-            self.err.print("".join(traceback.format_exception(error)), markup=False)
+            self.err.print(scrubbed("".join(traceback.format_exception(error))), markup=False)
 
     def _screen(self, problem: Problem) -> None:
         """The four parts: what is wrong, where, got and expected, the fix."""

@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from relax_cli.cli.console import table
+from relax_cli.cli.doctor_records import Check as Check
+from relax_cli.cli.doctor_versions import driver_check, version_checks
 from relax_cli.config.machine import gpu_count, total_memory
-from relax_cli.config.memory import in_bytes
+from relax_cli.config.memory_records import in_bytes
 from relax_cli.config.redact import scrubbed
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 OLDEST_PYTHON = (3, 11)
 SMALL_SHARED_MEMORY = 1 << 30
 """Ray's object store falls back to files where /dev/shm is smaller than what it holds."""
+MUCH_LOCKED = 1 << 30
 FEW_FILES = 4096
 """Ray's processes open thousands of files and sockets."""
 TOO_SLOW = "does not import within"
@@ -72,21 +75,22 @@ PARTS = (
         "pip install 'math-verify[antlr4_9_3]'",
     ),
     Part("sglang", "import sglang", False, "pip install 'relax-cli[sglang]' (for rollouts on GPUs)"),
+    Part(
+        "transformer-engine",
+        "import transformer_engine.pytorch",
+        False,
+        "pip install --no-build-isolation 'transformer-engine[pytorch]' (on GPUs; optional)",
+    ),
+    Part(
+        "megatron-bridge",
+        "from megatron.bridge import AutoBridge",
+        False,
+        "pip install 'relax-cli[bridge]' (for Qwen3.5; Python 3.12)",
+    ),
     Part("reasoning-gym", "import reasoning_gym", False, "pip install 'relax-cli[reasoning-gym]' (for its tasks)"),
     Part("pyarrow", "import pyarrow.parquet", False, "pip install 'relax-cli[parquet]' (for Parquet data)"),
     Part("tensorboard", "import tensorboard", False, "pip install 'relax-cli[tensorboard]' (for --tensorboard)"),
 )
-
-
-@dataclass(frozen=True)
-class Check:
-    """One row."""
-
-    name: str
-    status: Literal["ok", "note", "problem"]
-    found: str
-    fix: str = ""
-    """What to type; empty when it is ok."""
 
 
 def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
@@ -94,8 +98,9 @@ def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         packages = list(pool.map(lambda part: check_part(part, timeout), PARTS))
     works = {check.name for check in packages if check.status == "ok"}
-    checks = [_python(), *packages, *_devices(works, timeout)]
-    return [*checks, *_memory(), *_limits(), *_disk(), *_plugins(plugins)]
+    has_gpu = gpu_count() > 0
+    checks = [_python(), *packages, *version_checks(has_gpu), *_devices(works, timeout)]
+    return [*checks, *_memory(), *_limits(has_gpu), *_disk(), *_ray(), *_plugins(plugins)]
 
 
 def check_part(part: Part, timeout: float) -> Check:
@@ -150,6 +155,9 @@ def _python() -> Check:
 def _devices(works: set[str], timeout: float) -> Iterator[Check]:
     if "torch" not in works:
         return
+    driver = driver_check()
+    if driver is not None:
+        yield driver
     answer, trouble = _try(CUDA, timeout)
     cuda = json.loads(answer) if trouble is None else {"build": None, "devices": []}
     present = gpu_count()
@@ -184,7 +192,7 @@ def _memory() -> Iterator[Check]:
         yield Check("shared memory", "note" if small else "ok", found, fix)
 
 
-def _limits() -> Iterator[Check]:
+def _limits(has_gpu: bool) -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
     fix = f"ulimit -n {min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536}" if few else ""
@@ -192,6 +200,20 @@ def _limits() -> Iterator[Check]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
     yield Check("processes", "note" if few else "ok", _limit(soft), "ulimit -u 65536" if few else "")
+    if has_gpu:
+        # Sleeping roles are parked in page-locked memory.
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        few = soft != resource.RLIM_INFINITY and soft < MUCH_LOCKED
+        found = _limit(soft) if soft == resource.RLIM_INFINITY else in_bytes(soft)
+        fix = "ulimit -l unlimited (in a container: --ulimit memlock=-1)" if few else ""
+        yield Check("page-locked memory", "note" if few else "ok", found, fix)
+
+
+def _ray() -> Iterator[Check]:
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        fix = "unset RAY_ADDRESS, to run on this machine alone"
+        yield Check("Ray cluster", "note", f"runs join the one at {address}", fix)
 
 
 def _limit(value: int) -> str:

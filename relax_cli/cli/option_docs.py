@@ -31,6 +31,10 @@ Recipes are sparse YAML 1.2: only what differs from the defaults. `${VAR}` and `
 variable that is not set is an error with file and line. `relax recipes schema` prints a JSON schema for editors.
 
 What must hold between options is in [rules.md](rules.md).
+
+Secrets are never printed or written: values of options that are named like one (`…_key`, `…_token`, `…password…`,
+`…secret…`), passwords in URLs, and tokens in their queries show as `<redacted>`. In the command that continues a run, a
+variable like `${RELAX_RM_URL:?…}` stands for the option's value, and the shell says so where it is not set.
 """
 
 KINDS = {bool: "on/off", int: "integer", float: "number", str: "text", tuple: "list of text", dict: "JSON object"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,14 +16,17 @@ from relax_cli.config.model import base_type, choices, flag, section_model
 from relax_cli.config.schema import Config
 
 PAIR_OPTION = "--eval-prompt-data"
+SERVER_PREFIX = "--sglang-"
+SERVER_OPTIONS = "--sglang-options"
 
 
 class ConfigCommand(TyperCommand):
     """A command with the options of the configuration."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Join the two words of `--eval-prompt-data`: Typer has no option that repeats and takes a pair."""
-        return super().parse_args(ctx, join_pairs(args))
+        """Put into a form that Typer has what it has no form for: pairs, and options with names of SGLang's."""
+        own = {name for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
+        return super().parse_args(ctx, join_pairs(gather_server_options(args, own)))
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """A section per panel; unlike Typer's own columns, these never cut a long flag off."""
@@ -61,6 +65,52 @@ def join_pairs(args: Sequence[str]) -> list[str]:
         else:
             joined.append(f"{name}={path}")
     return joined
+
+
+def gather_server_options(args: Sequence[str], own: Collection[str]) -> list[str]:
+    """`--sglang-NAME VALUE`, `--sglang-NAME=VALUE` and `--sglang-NAME` of an SGLang server as one `--sglang-options`.
+
+    Args:
+        own: the options of the command, which stay as they are.
+    """
+    kept: list[str] = []
+    given: dict[str, Any] = {}
+    words = list(args)
+    while words:
+        name, equals, value = words[0].partition("=")
+        if name in own or not name.startswith(SERVER_PREFIX) or name == SERVER_PREFIX:
+            kept.append(words.pop(0))
+            continue
+        words.pop(0)
+        values = [value] if equals else []
+        while not equals and words and not _is_option(words[0]):
+            values.append(words.pop(0))
+        key = name.removeprefix(SERVER_PREFIX).replace("-", "_")
+        given[key] = True if not values else values[0] if len(values) == 1 else values
+    return _with_server_options(kept, given) if given else kept
+
+
+def _is_option(word: str) -> bool:
+    """Whether a word is an option, not a value like `-1`."""
+    return word.startswith("-") and not word[1:2].isdigit()
+
+
+def _with_server_options(words: list[str], given: dict[str, Any]) -> list[str]:
+    """The words with `--sglang-options` added, or added to where it is there and a JSON object."""
+    for i, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name != SERVER_OPTIONS:
+            continue
+        last = i if equals else i + 1
+        text = text if equals or last == len(words) else words[last]
+        try:
+            before = json.loads(text)
+        except ValueError:
+            return words
+        if not isinstance(before, dict):
+            return words
+        return [*words[:i], SERVER_OPTIONS, json.dumps(before | given), *words[last + 1 :]]
+    return [*words, SERVER_OPTIONS, json.dumps(given)]
 
 
 def option_parameters(model: type[Config]) -> list[inspect.Parameter]:
@@ -134,7 +184,7 @@ def _help(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     assert default is not PydanticUndefined
     text = field.description or ""
-    if default in (None, "", ()):
+    if default in (None, "", (), {}):
         return text
     if isinstance(default, bool):
         return f"{text} [default: {'on' if default else 'off'}]"

@@ -13,6 +13,7 @@ import typer
 
 from relax_cli.cli.console import Format, Output, table
 from relax_cli.config.model import flag, options_by_name
+from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
 from relax_cli.errors import ExitCode
 
@@ -42,7 +43,8 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
     def list_plugins(ctx: typer.Context, fmt: FormatOption = Format.TEXT) -> None:
         """List every plugin found, broken ones with the reason."""
         output = _output(ctx, fmt)
-        rows = [asdict(row) for row in plugins.rows()]
+        # A reason is the text of somebody's exception.
+        rows = [asdict(row) | {"reason": scrubbed(row.reason)} for row in plugins.rows()]
         columns = ("name", "kind", "distribution", "version", "status", "reason")
         text = table(columns, [[str(row[c] or "") for c in columns] for row in rows])
         output.result(rows, text)

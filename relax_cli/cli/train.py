@@ -77,7 +77,7 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
         if dry_run:
             raise typer.Exit(report(plugins, layers, output, here=True))
         with reading_progress(output) as progress:
-            resolved = resolve(plugins, *layers, progress=progress)
+            resolved = resolve(plugins, *layers, progress=progress, cluster_gpus=cluster_gpus)
         for warning in resolved.warnings:
             output.warn(warning)
         from relax_cli.engine.run import train as run
@@ -86,6 +86,13 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
         raise typer.Exit(finish(finished, output))
 
     return train
+
+
+def cluster_gpus() -> int:
+    """GPUs of the Ray cluster that the run would join."""
+    from relax_cli.engine.launch import cluster_gpus
+
+    return cluster_gpus()
 
 
 def show(resolved: Resolved, output: Output) -> None:

@@ -18,9 +18,10 @@ from relax_cli.config.plan import Plan, build_plan, plan_dict
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.resolve import Resolved, examine
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, ExitCode, Problem, ResumeError
+from relax_cli.errors import ConfigError, ExitCode, Problem
 
 if TYPE_CHECKING:
+    from relax_cli.checkpoint.resume import LoadFrom, ResumeDecision, ResumeReport
     from relax_cli.plugin.manager import Plugins
 
 ShowOrigin = Annotated[
@@ -46,6 +47,8 @@ class Checked:
     """Those of the configuration, errors first, and those of the checkpoints it would resume from."""
     plan: Plan | None
     """None where the roles of the run are not known."""
+    start: ResumeReport | None = None
+    """Where the run starts; None where that was not looked at."""
 
     @property
     def ok(self) -> bool:
@@ -122,23 +125,21 @@ def check_run(
     except ConfigError as error:
         found = [p for p in error.problems if p.id not in {known.id for known in problems}]
         return Checked(resolved, (*found, *problems), None)
-    first = 0
+    start = None
     if not skip_files:
-        from relax_cli.checkpoint.resume import decide_resume
+        from relax_cli.checkpoint.resume_run import examine_run
 
-        try:
-            decision = decide_resume(config.checkpoint.load, config.critic.critic_load, has_critic="critic" in graph)
-            first = decision.iteration or 0
-        except ResumeError as error:
-            problems = [*error.problems, *problems]
+        start = examine_run(config, has_critic="critic" in graph, num_rollout=resolved.facts.rollouts(config))
+        problems = sorted([*start.problems, *problems, *start.warnings], key=lambda p: p.severity != "error")
+    first = 0 if start is None else start.decision.iteration or 0
     resource = config.parallel.resource
     if any(name not in resource for name in graph.names) or any(s < 0 or d < 0 for s, d in resource.values()):
-        return Checked(resolved, tuple(problems), None)
+        return Checked(resolved, tuple(problems), None, start)
     from relax_cli.config.machine import Machine
     from relax_cli.engine.plan import usable_cores
 
     plan = build_plan(config, graph.roles, resolved.facts, Machine(), cores=usable_cores(), first_rollout=first)
-    return Checked(resolved, tuple(problems), plan)
+    return Checked(resolved, tuple(problems), plan, start)
 
 
 def as_dict(checked: Checked) -> dict[str, Any]:
@@ -147,6 +148,8 @@ def as_dict(checked: Checked) -> dict[str, Any]:
     plan = None if checked.plan is None else plan_dict(checked.plan)
     if plan is not None:
         plan["placement"]["notes"] = as_data(checked.resolved.notes)
+        start = None if checked.start is None else decision_dict(checked.start.decision)
+        plan["steps"] = {**plan["steps"], "start": start}
     return {
         "ok": checked.ok,
         "problems": as_data(checked.problems),
@@ -159,6 +162,22 @@ def as_dict(checked: Checked) -> dict[str, Any]:
     }
 
 
+def decision_dict(decision: ResumeDecision) -> dict[str, Any]:
+    """Where a run starts, as JSON."""
+
+    def shown(source: LoadFrom | None) -> dict[str, Any] | None:
+        return None if source is None else {"path": str(source.folder), "weights_only": source.weights_only}
+
+    return {
+        "verdict": decision.verdict,
+        "iteration": decision.iteration,
+        "next_rollout_id": None if decision.verdict == "refuse" else decision.iteration or 0,
+        "actor": shown(decision.actor),
+        "critic": shown(decision.critic),
+        "text": decision.text,
+    }
+
+
 def as_data(problems: Sequence[Problem]) -> list[dict[str, str]]:
     """Problems as JSON objects without secrets."""
     return [{name: scrubbed(value) for name, value in asdict(problem).items()} for problem in problems]
@@ -166,7 +185,7 @@ def as_data(problems: Sequence[Problem]) -> list[dict[str, str]]:
 
 def as_text(checked: Checked, *, show_origin: bool) -> str:
     """The report for people."""
-    from relax_cli.cli.plan_text import plan_lines, problem_lines
+    from relax_cli.cli.plan_text import plan_lines, problem_lines, wrapped
 
     resolved = checked.resolved
     lines = problems_text(checked.problems).splitlines()
@@ -175,9 +194,12 @@ def as_text(checked: Checked, *, show_origin: bool) -> str:
     if resolved.changes:
         lines += ["", "changed by the estimator"]
         for change in resolved.changes:
-            lines += [f"  - {change.option} {change.before}", f"  + {change.option} {change.after}  ({change.why})"]
+            lines += wrapped(f"  - {change.option} {change.before}")
+            lines += wrapped(f"  + {change.option} {change.after}  ({change.why})")
     if show_origin:
         lines += ["", "configuration", *as_recipe(resolved.dump()["config"], resolved.origins)]
+    if checked.start is not None:
+        lines += ["", "start", *wrapped(f"  {checked.start.decision.text}")]
     lines += ["", *plan_lines(checked.plan)] if checked.plan is not None else ["", "no plan: see the errors above"]
     return "\n".join(lines)
 

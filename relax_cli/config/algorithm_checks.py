@@ -72,4 +72,27 @@ def kl_loss_coef(config: Config) -> Found:
     )
 
 
-ALGORITHM_RULES: tuple[Callable[[Config], Found], ...] = (learning_rates, tis_bounds, tis_effect, kl_loss_coef)
+def kl_loss_type(config: Config) -> Found:
+    """The KL loss pulls towards the reference; k1 does so in its value only, not in its gradient."""
+    section = config.algorithm
+    if not section.use_kl_loss or section.kl_loss_coef == 0 or section.kl_loss_type != "k1":
+        return None
+    return Problem(
+        id="kl-loss-k1",
+        message="the gradient of a k1 loss has mean zero on the policy's own samples: it adds noise, and no pull "
+        "towards the reference model",
+        fix="--kl-loss-type k2, or low_var_kl (k1 is right in the reward: --kl-coef)",
+        option="--kl-loss-type",
+        got="k1",
+        expected="k2, k3 or low_var_kl",
+        severity="warning",
+    )
+
+
+ALGORITHM_RULES: tuple[Callable[[Config], Found], ...] = (
+    learning_rates,
+    tis_bounds,
+    tis_effect,
+    kl_loss_coef,
+    kl_loss_type,
+)

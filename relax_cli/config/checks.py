@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from relax_cli.config.algorithm_checks import ALGORITHM_RULES
+from relax_cli.config.backend_checks import BACKEND_RULES
+from relax_cli.config.batch_checks import BATCH_RULES, TRAINED_ROLES
 from relax_cli.config.file_checks import FILE_RULES, Found, Surroundings
 from relax_cli.config.placement import QUEUE_CPUS, SERVICE_CPUS, needed_cpus, shared_bundles
 from relax_cli.config.placement_checks import PLACEMENT_RULES
 from relax_cli.config.recipes import nearest
+from relax_cli.config.recompute_checks import RECOMPUTE_RULES
+from relax_cli.config.reward_checks import REWARD_RULES
 from relax_cli.config.schema import Config
+from relax_cli.config.sglang_checks import SGLANG_RULES
 from relax_cli.errors import Problem
 
 ROLES = ("actor", "critic", "rollout", "advantages", "reference")
 """Roles that `--resource` may name."""
 DEVICE_ROLES = ("actor", "critic", "rollout", "reference")
 """Roles that hold a model."""
-TRAINED_ROLES = ("actor", "critic", "reference")
-"""Roles whose ranks form a Megatron tensor- and data-parallel grid."""
 
 
 def check_config(config: Config, around: Surroundings, *, skip_files: bool = False) -> list[Problem]:
@@ -158,6 +161,20 @@ def pipeline(config: Config) -> Found:
     )
 
 
+def fully_async(config: Config) -> Found:
+    """Nothing generates while it trains."""
+    if not config.parallel.fully_async:
+        return None
+    return Problem(
+        id="fully-async-not-supported",
+        message="generating while training is not supported: every rollout is sampled by the newest weights",
+        fix="drop --fully-async",
+        option="--fully-async",
+        got="on",
+        expected="off",
+    )
+
+
 def ranks_by_parallelism(config: Config) -> Found:
     """The ranks of a trained role are a multiple of tensor x pipeline parallel size."""
     grid = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
@@ -172,53 +189,6 @@ def ranks_by_parallelism(config: Config) -> Found:
         )
         for role, (_, devices) in config.parallel.resource.items()
         if role in TRAINED_ROLES and devices > 0 and devices % grid
-    ]
-
-
-def batch_arithmetic(config: Config) -> Found:
-    """`rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout`."""
-    batch = config.batch
-    samples, per_step, steps = batch.samples_per_rollout, batch.global_batch_size, batch.num_steps_per_rollout
-    got = f"{batch.rollout_batch_size} prompts x {batch.n_samples_per_prompt} samples = {samples}"
-    rule = "batch-arithmetic"
-    if per_step is not None and steps is not None and samples != per_step * steps:
-        return Problem(
-            id=rule,
-            message="the samples of a rollout are not those of its optimizer steps",
-            fix="drop --num-steps-per-rollout, or make both sides equal",
-            option="--global-batch-size",
-            got=f"{got}; {per_step} x {steps} steps = {per_step * steps}",
-            expected="equal products",
-        )
-    divisor = per_step if per_step is not None else steps
-    if divisor is None or samples % divisor == 0:
-        return None
-    option = "--global-batch-size" if per_step is not None else "--num-steps-per-rollout"
-    return Problem(
-        id=rule,
-        message=f"the samples of a rollout cannot be shared out evenly by {option}",
-        fix=f"choose a divisor of {samples}",
-        option=option,
-        got=f"{got}; {option} {divisor}",
-        expected=f"a divisor of {samples}",
-    )
-
-
-def batch_by_ranks(config: Config) -> Found:
-    """Every data-parallel rank gets at least one sample of an optimizer step."""
-    grid = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    samples = config.batch.samples_per_step
-    return [
-        Problem(
-            id="batch-smaller-than-ranks",
-            message=f"an optimizer step has fewer samples than {role} has data-parallel ranks",
-            fix="raise --rollout-batch-size, or lower --num-steps-per-rollout or the ranks in --resource",
-            option="--resource",
-            got=f"{samples} samples, {devices // grid} ranks",
-            expected="at least one sample per rank",
-        )
-        for role, (_, devices) in config.parallel.resource.items()
-        if role in TRAINED_ROLES and devices // grid > samples
     ]
 
 
@@ -320,7 +290,7 @@ def ray_cpus(config: Config) -> Found:
     # Resources that make no sense have rules of their own.
     if given is None or any(devices < 0 or services < 0 for services, devices in parallel.resource.values()):
         return None
-    needed = needed_cpus(parallel)
+    needed = needed_cpus(parallel, config.sglang)
     if given >= needed:
         return None
     return Problem(
@@ -329,8 +299,8 @@ def ray_cpus(config: Config) -> Found:
         fix=f"--ray-num-cpus {needed} (logical: more than cores is fine), or fewer workers in --resource",
         option="--ray-num-cpus",
         got=str(given),
-        expected=f"at least {needed}: {shared_bundles(parallel)} for the roles, {QUEUE_CPUS} for TransferQueue, "
-        f"{SERVICE_CPUS} for services without a device",
+        expected=f"at least {needed}: {shared_bundles(parallel, config.sglang)} for the roles, "
+        f"{QUEUE_CPUS} for TransferQueue, {SERVICE_CPUS} for services without a device",
     )
 
 
@@ -339,15 +309,19 @@ RULES: tuple[Callable[[Config], Found], ...] = (
     resource_counts,
     local_launcher,
     pipeline,
+    fully_async,
     ranks_by_parallelism,
-    batch_arithmetic,
-    batch_by_ranks,
+    *BATCH_RULES,
     length_of_run,
     save_interval,
     critic_save,
     eval_data,
+    *REWARD_RULES,
     *ALGORITHM_RULES,
     overlap_updates,
     ray_cpus,
     *PLACEMENT_RULES,
+    *SGLANG_RULES,
+    *RECOMPUTE_RULES,
+    *BACKEND_RULES,
 )

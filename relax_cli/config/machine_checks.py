@@ -5,27 +5,43 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
+from relax_cli.config.backend_checks import expandable_segments
 from relax_cli.config.facts import Facts
 from relax_cli.config.file_checks import Found
+from relax_cli.config.gpu_checks import gpu_memory_fits, host_memory_fits, server_cache
 from relax_cli.config.machine import Machine
-from relax_cli.config.memory import checkpoint_bytes, host_peak, in_bytes, roles_memory
+from relax_cli.config.memory import checkpoint_bytes, host_peak, roles_memory
+from relax_cli.config.memory_records import in_bytes
 from relax_cli.config.placement import shared_bundles
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem
 
-MACHINE_IDS = frozenset({"ranks-vs-cores", "model-package-missing", "reasoning-gym-missing", "parquet-missing"})
+MACHINE_IDS = frozenset(
+    {
+        "ranks-vs-cores",
+        "model-package-missing",
+        "bridge-missing",
+        "reasoning-gym-missing",
+        "parquet-missing",
+        "folder-read-only",
+        "sglang-missing",
+    }
+)
 """Rules in other modules that are about this machine, too."""
 
 
 def machine_problems(config: Config, facts: Facts, machine: Machine) -> list[Problem]:
     """Everything that this machine lacks."""
-    found = (rule(config, facts, machine) for rule in MACHINE_RULES)
-    return [problem for problem in found if isinstance(problem, Problem)]
+    problems: list[Problem] = []
+    for rule in MACHINE_RULES:
+        found = rule(config, facts, machine)
+        problems += [] if found is None else [found] if isinstance(found, Problem) else found
+    return problems
 
 
 def gpus(config: Config, facts: Facts, machine: Machine) -> Found:
     """`--device cuda` needs as many GPUs as the largest role has ranks."""
-    needed = shared_bundles(config.parallel)
+    needed = shared_bundles(config.parallel, config.sglang)
     if config.parallel.device != "cuda" or machine.ray_address or machine.gpus >= needed:
         return None
     return Problem(
@@ -108,4 +124,13 @@ def tensorboard(config: Config, facts: Facts, machine: Machine) -> Found:
     )
 
 
-MACHINE_RULES: tuple[Callable[[Config, Facts, Machine], Found], ...] = (gpus, memory, disk, tensorboard)
+MACHINE_RULES: tuple[Callable[[Config, Facts, Machine], Found], ...] = (
+    gpus,
+    memory,
+    gpu_memory_fits,
+    server_cache,
+    host_memory_fits,
+    disk,
+    expandable_segments,
+    tensorboard,
+)

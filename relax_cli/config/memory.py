@@ -1,24 +1,35 @@
 """How much memory the processes of a run need, from the sizes in `config.json` and the batch; pure arithmetic.
 
-Weights, gradients and Adam's moments are exact. Activations are counted tensor by tensor, as the layers in
-`backends/megatron/layers.py` save them, for micro-batches of full length: real batches stay below.
-
-Legend: `S` prompt + response, `N` response tokens of a micro-batch, `V` vocabulary.
+Weights, gradients and Adam's moments are exact. Activations are counted for micro-batches of full length: real batches
+stay below. What is special about GPUs is in `memory_gpu`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from relax_cli.config.memory_activations import (
+    Pass,
+    activation_bytes,
+    forward_bytes,
+    largest_pass,
+    logits_bytes,
+)
+from relax_cli.config.memory_gpu import server_memory
+from relax_cli.config.memory_records import (
+    CPU,
+    GPU,
+    GRADIENTS,
+    LIBRARIES,
+    MIB,
+    OBJECT_STORE,
+    Lengths,
+    Precision,
+    RoleMemory,
+)
 from relax_cli.config.model_spec import ModelSpec
-from relax_cli.config.placement import ranks_of
+from relax_cli.config.placement import ranks_of, rollout_engine
 from relax_cli.config.schema import Config
-
-MIB = 1 << 20
-LIBRARIES = "Python and libraries"
-OBJECT_STORE = "object store"
-GRADIENTS = "gradients"
 
 BASE_BYTES = 450 * MIB
 """Memory of a worker before it holds a model: Python, torch, Ray and what the role imports (measured)."""
@@ -34,76 +45,8 @@ KV_CACHE_BYTES = 1 << 30
 PREFILL_TOKENS = 4096
 """Prompt tokens it computes at a time."""
 
-
-@dataclass(frozen=True)
-class Precision:
-    """Bytes of one number of each kind."""
-
-    name: str
-    weights: int
-    gradients: int
-    master: int
-    moments: int
-    activations: int
-
-
-CPU = Precision("fp32 on a CPU", weights=4, gradients=4, master=0, moments=8, activations=4)
-GPU = Precision("bf16 on a GPU", weights=2, gradients=4, master=4, moments=8, activations=2)
-
-
-@dataclass(frozen=True)
-class RoleMemory:
-    """Memory of one process of a role, in bytes by what it is for."""
-
-    role: str
-    ranks: int
-    resident: dict[str, int]
-    """Held all the time on a CPU; parked in host memory while the role sleeps on a GPU."""
-    working: dict[str, int]
-    """Comes on top while the role works, at most."""
-    publishing: dict[str, int]
-    """Comes on top while new weights go from the actor's first rank to the rollout workers."""
-    keeps_freed: bool
-    """Whether memory that a phase frees is of no use to the next: on a CPU the allocator keeps most of it in pieces."""
-
-    @property
-    def base_bytes(self) -> int:
-        """What the process needs before it holds a model."""
-        return self.resident.get(LIBRARIES, 0)
-
-    @property
-    def model_bytes(self) -> int:
-        """What it holds all the time."""
-        return sum(self.resident.values()) - self.base_bytes
-
-    @property
-    def parked_bytes(self) -> int:
-        """What goes to host memory while the role sleeps on a GPU; gradients are dropped."""
-        return self.model_bytes - self.resident.get(GRADIENTS, 0)
-
-    @property
-    def extra_bytes(self) -> int:
-        """The most that comes on top."""
-        phases = sum(self.working.values()), sum(self.publishing.values())
-        return sum(phases) if self.keeps_freed else max(phases)
-
-    @property
-    def all_publishing_bytes(self) -> int:
-        """What publishing needs in all processes of the role: of the actor's only the first publishes."""
-        return sum(self.publishing.values()) * (1 if self.role == "actor" else self.ranks)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that the process needs at a time."""
-        return self.base_bytes + self.model_bytes + self.extra_bytes
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Longest prompt and response, in tokens."""
-
-    prompt: int
-    response: int
+OFFLOADED = 16
+"""Bytes of a parameter whose optimizer is in host memory: fp32 master weight, gradient and two moments."""
 
 
 def precision_of(config: Config) -> Precision:
@@ -120,7 +63,9 @@ def roles_memory(config: Config, roles: tuple[str, ...], spec: ModelSpec, length
 def phase_bytes(config: Config, memory: Sequence[RoleMemory]) -> dict[str, int]:
     """What each phase needs: in all processes together on a CPU, on one GPU with `--device cuda`."""
     if config.parallel.device == "cuda":
-        return {m.role: m.model_bytes + sum(m.working.values()) for m in memory if m.model_bytes}
+        phases = {m.role: m.model_bytes + sum(m.working.values()) for m in memory if m.model_bytes}
+        publishing = sum(m.model_bytes + sum(m.publishing.values()) for m in memory if m.publishing)
+        return phases | ({"publish weights": publishing} if publishing else {})
     held = _base(config, memory) + sum(m.ranks * m.model_bytes for m in memory)
     phases = {m.role: held + m.ranks * sum(m.working.values()) for m in memory if m.working}
     return {**phases, "publish weights": held + sum(m.all_publishing_bytes for m in memory)}
@@ -147,7 +92,7 @@ def _base(config: Config, memory: Sequence[RoleMemory]) -> int:
 
 def kv_cache_bytes(spec: ModelSpec, rows: int, columns: int) -> int:
     """fp32 keys and values of `rows` samples of `columns` tokens."""
-    return 2 * 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim * rows * columns
+    return 2 * 4 * spec.cached_layers * spec.num_kv_heads * spec.head_dim * rows * columns
 
 
 def engine_rows(spec: ModelSpec, requests: int, columns: int) -> int:
@@ -160,15 +105,8 @@ def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
     precision = precision_of(config)
     saves_critic = "critic" in config.parallel.resource and config.critic.critic_save is not None
     parameters = spec.parameters + (spec.value_parameters if saves_critic else 0)
-    return (precision.weights + precision.master + precision.moments) * parameters
-
-
-def in_bytes(size: int) -> str:
-    """A size for people: `6.3 MB`, `1.5 GB`."""
-    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size / 1000:.0f} kB"
+    untrained = precision.weights * spec.untrained_parameters * (2 if saves_critic else 1)
+    return (precision.weights + precision.master + precision.moments) * parameters + untrained
 
 
 class _Sizes:
@@ -176,50 +114,100 @@ class _Sizes:
 
     def __init__(self, config: Config, spec: ModelSpec, lengths: Lengths, precision: Precision) -> None:
         self.config = config
+        self.layout = config.parallel
         self.spec = spec
         self.lengths = lengths
         self.precision = precision
         self.tensor_parallel = config.parallel.tensor_model_parallel_size
+        self.engine = rollout_engine(config.rollout, config.sglang, config.parallel)
         self.on_cpu = precision is CPU
 
     def role(self, role: str) -> RoleMemory:
         """One process of `role`."""
-        ranks = ranks_of(self.config.parallel, role) if role in self.config.parallel.resource else 1
+        ranks = ranks_of(self.layout, role) if role in self.layout.resource else 1
         base = {LIBRARIES: BASE_BYTES} if self.on_cpu else {}
-        weights = self.precision.weights * self.spec.parameters_of_rank(self.tensor_parallel)
-        resident, working, publishing = base, dict[str, int](), dict[str, int]()
         if role in ("actor", "critic"):
-            resident = base | self._trained(role)
-            working = {"activations": self._activations(self._micro_batch(ranks))}
-        if role == "actor":
-            working |= {"logits": self._logits(self._micro_batch(ranks))}
-            publishing = self._published()
-        elif role == "reference":
-            resident, working = base | {"weights": weights}, self._forward_only(ranks)
-        elif role == "rollout":
-            # Tied weights are held twice on a CPU: rows of the embedding, and packed for the output layer.
-            head = 4 * self.spec.vocab_size * self.spec.hidden_size if self.spec.tied and self.on_cpu else 0
-            resident = base | {"weights": weights + head}
-            if self.on_cpu:
-                working = self._generation(ranks)
-                publishing = self._published() | {"unpacked weights": weights}
-        return RoleMemory(role, ranks, resident, working, publishing, keeps_freed=self.on_cpu)
+            return self._trained(role, ranks, base)
+        if role == "reference":
+            return self._reference(ranks, base)
+        if role != "rollout":
+            return RoleMemory(role, ranks, base, {}, {}, keeps_freed=self.on_cpu)
+        return self._server(ranks, base) if self.engine == "sglang" else self._embedded(ranks, base)
 
-    def _trained(self, role: str) -> dict[str, int]:
-        spec, precision = self.spec, self.precision
+    def _server(self, ranks: int, base: dict[str, int]) -> RoleMemory:
+        """A worker that generates on an SGLang server."""
+        if not self.on_cpu:
+            return server_memory(self.config.sglang, self.layout, self.spec, ranks)
+        held = {} if self.config.sglang.rollout_external else {"weights": self.precision.weights * self.spec.parameters}
+        return RoleMemory("rollout", ranks, base | held, {}, self._published(), keeps_freed=True)
+
+    def _embedded(self, ranks: int, base: dict[str, int]) -> RoleMemory:
+        """A worker that generates by itself, on the CPU wherever the other roles are."""
+        weights = CPU.weights * self.spec.parameters
+        # Tied weights are held twice: rows of the embedding, and packed for the output layer.
+        head = 4 * self.spec.vocab_size * self.spec.hidden_size if self.spec.tied else 0
+        held, working = {"weights": weights + head}, self._generation(ranks)
+        if not self.on_cpu:
+            return RoleMemory("rollout", ranks, {}, {}, {}, keeps_freed=False, host=held | working)
+        publishing = self._published() | {"unpacked weights": weights}
+        return RoleMemory("rollout", ranks, base | held, working, publishing, keeps_freed=True)
+
+    def _trained(self, role: str, ranks: int, base: dict[str, int]) -> RoleMemory:
+        """Actor or critic: what it holds, its largest forward and backward pass, and what publishing adds."""
+        work = self._pass(ranks)
+        working = {"activations": activation_bytes(self.spec, self.layout, work, self.precision.activations)}
+        publishing: dict[str, int] = {}
+        if role == "actor":
+            entropy_grad = self.config.algorithm.entropy_coef != 0
+            working["logits"] = logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad)
+            publishing = self._published()
+        resident, host = self._training_state(role, self._data_parallel(ranks))
+        return RoleMemory(role, ranks, base | resident, working, publishing, keeps_freed=self.on_cpu, host=host)
+
+    def _training_state(self, role: str, data_parallel: int) -> tuple[dict[str, int], dict[str, int]]:
+        """What a rank of actor or critic holds on its device while awake, and in host memory all the time."""
+        spec, precision, section = self.spec, self.precision, self.config.optimizer
         count = spec.parameters_of_rank if role == "actor" else spec.value_parameters_of_rank
         parameters = count(self.tensor_parallel)
-        held = {
-            "weights": precision.weights * parameters,
-            GRADIENTS: precision.gradients * parameters,
-            "Adam moments": precision.moments * parameters,
+        updated = -(-parameters // data_parallel) if section.use_distributed_optimizer else parameters
+        untrained = precision.weights * -(-spec.untrained_parameters // self.tensor_parallel)
+        held = {"weights": precision.weights * parameters, GRADIENTS: precision.gradients * parameters}
+        if untrained:
+            held["vision tower"] = untrained
+        offloaded = {"optimizer": OFFLOADED * updated}
+        if section.optimizer_cpu_offload and self.on_cpu:
+            return held | offloaded, {}
+        if not section.optimizer_cpu_offload:
+            held["Adam moments"] = precision.moments * updated
+            if precision.master:
+                held["fp32 master weights"] = precision.master * updated
+        if self.on_cpu:
+            return held, {}
+        # Asleep, a role is in page-locked host memory, which it keeps for the next time. Gradients are dropped.
+        parked = {"parked": sum(held.values()) - held[GRADIENTS]}
+        return held, parked | offloaded if section.optimizer_cpu_offload else parked
+
+    def _reference(self, ranks: int, base: dict[str, int]) -> RoleMemory:
+        work = self._pass(ranks)
+        parameters = self.spec.parameters_of_rank(self.tensor_parallel)
+        parameters += -(-self.spec.untrained_parameters // self.tensor_parallel)
+        weights = self.precision.weights * parameters
+        working = {
+            "activations": forward_bytes(self.spec, self.layout, work, self.precision.activations),
+            "logits": logits_bytes(self.spec, self.layout, work, entropy_grad=False),
         }
-        return held | ({"fp32 master weights": precision.master * parameters} if precision.master else {})
+        host = {} if self.on_cpu else {"parked": weights}
+        resident = base | {"weights": weights}
+        return RoleMemory("reference", ranks, resident, working, {}, keeps_freed=self.on_cpu, host=host)
 
     def _published(self) -> dict[str, int]:
-        """Weights in Ray's object store, where actor and rollout workers share them."""
-        if self.config.parallel.launcher == "local" or not self.on_cpu:
+        """Weights on their way from the actor to the rollout workers."""
+        if not self.on_cpu:
+            # One bucket is gathered while the one before it is being sent.
+            return {"buckets of weights": 2 * self.config.sglang.update_weight_buffer_size}
+        if self.layout.launcher == "local":
             return {}
+        # In Ray's object store actor and rollout workers share them.
         return {OBJECT_STORE: self.precision.weights * self.spec.parameters}
 
     def _generation(self, ranks: int) -> dict[str, int]:
@@ -237,37 +225,8 @@ class _Sizes:
             "sampling": 20 * rows * spec.vocab_size,
         }
 
-    def _micro_batch(self, ranks: int) -> int:
-        """Samples in one forward and backward pass."""
-        data_parallel = max(1, ranks // self.tensor_parallel)
-        per_rank = -(-self.config.batch.samples_per_step // data_parallel)
-        return max(1, min(self.config.batch.micro_batch_size, per_rank))
+    def _data_parallel(self, ranks: int) -> int:
+        return max(1, ranks // self.tensor_parallel)
 
-    def _activations(self, samples: int) -> int:
-        """Tensors that a forward pass saves for its backward pass, and the gradients of one layer."""
-        spec, shards = self.spec, self.tensor_parallel
-        tokens = samples * (self.lengths.prompt + self.lengths.response - 1)
-        answers = samples * self.lengths.response
-        queries, keys = spec.num_heads * spec.head_dim // shards, spec.num_kv_heads * spec.head_dim // shards
-        # Norms save their unit vectors and hand their outputs to matrix products, which save them too. Attention saves
-        # q, k, v and its output; v is a view that keeps the fused tensor, the output is copied when heads are joined.
-        attention = 2 * spec.hidden_size + 4 * queries + 3 * keys
-        if spec.qk_norm:
-            attention += queries + keys
-        mlp = 2 * spec.hidden_size + 3 * (spec.ffn_hidden_size // shards)
-        saved = spec.num_layers * tokens * attention
-        # The last layer's MLP and the final norm see response tokens only.
-        saved += (spec.num_layers - 1) * tokens * mlp + answers * (mlp + 2 * spec.hidden_size)
-        in_flight = tokens * (4 * (spec.ffn_hidden_size // shards) + 4 * spec.hidden_size)
-        return self.precision.activations * (saved + in_flight)
-
-    def _logits(self, samples: int) -> int:
-        """fp32: logits, log-softmax and its exponential, or their gradients; the entropy bonus keeps two more."""
-        copies = 5 if self.config.algorithm.entropy_coef else 3
-        return 4 * copies * samples * self.lengths.response * self.spec.vocab_size // self.tensor_parallel
-
-    def _forward_only(self, ranks: int) -> dict[str, int]:
-        samples = self._micro_batch(ranks)
-        tokens = samples * (self.lengths.prompt + self.lengths.response - 1)
-        width = 4 * self.spec.hidden_size + 3 * (self.spec.ffn_hidden_size // self.tensor_parallel)
-        return {"activations": self.precision.activations * tokens * width, "logits": self._logits(samples)}
+    def _pass(self, ranks: int) -> Pass:
+        return largest_pass(self.config.batch, self.lengths, self._data_parallel(ranks))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from relax_cli.errors import ConfigError, Problem
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of `model_type` that can be trained."""
+"""Values of `model_type` that our own exact converter covers."""
+BRIDGE_FAMILIES = ("qwen3_5", "qwen3_5_text")
+"""Values of `model_type` that go through Megatron-Bridge (`backends/megatron/bridge.py`)."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,51 @@ class ModelSpec:
 
     def parameters_of_rank(self, tensor_parallel: int) -> int:
         """Policy parameters of one of `tensor_parallel` ranks: matrices are split, norms are on every rank."""
-        output = 0 if self.tied else self.vocab_size * self.hidden_size
-        return self._backbone(tensor_parallel) + output // tensor_parallel
+        output = 0 if self.tied else self.vocabulary_of_rank(tensor_parallel) * self.hidden_size
+        return self._backbone(tensor_parallel) + output
 
     def value_parameters_of_rank(self, tensor_parallel: int) -> int:
         """Critic parameters of one rank; the value head is on every rank."""
         return self._backbone(tensor_parallel) + self.hidden_size + 1
+
+    def core_attention_numbers(self, tensor_parallel: int) -> int:
+        """The part of `attention_numbers` that is not kept where core attention is computed again: rotated q and k."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.cached_layers * ((2 * queries + keys) // tensor_parallel)
+
+    def vocabulary_of_rank(self, tensor_parallel: int) -> int:
+        """Rows of the embedding on one rank: all ranks have equally many, so the last may have some without a token."""
+        return -(-self.vocab_size // tensor_parallel)
+
+    @property
+    def untrained_parameters(self) -> int:
+        """Parameters that are loaded, but get no gradient; counted nowhere else."""
+        return 0
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers whose keys and values are kept for every token while text is generated."""
+        return self.num_layers
+
+    @property
+    def answers_early(self) -> bool:
+        """Whether only states that predict response tokens go through the last layer's MLP, not all up to the head."""
+        return True
+
+    @property
+    def state_bytes(self) -> int:
+        """What generation keeps of a sequence besides keys and values, however long it is."""
+        return 0
+
+    def attention_numbers(self, tensor_parallel: int) -> int:
+        """Numbers that the attention of all layers keeps of one token on one rank for the backward pass.
+
+        q, k, v and the output; v is a view that keeps the fused tensor, the output is copied when heads are joined.
+        Norms of q and k keep their outputs, too. The norm before the attention is not counted here.
+        """
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shared = 4 * queries + 3 * keys + (queries + keys if self.qk_norm else 0)
+        return self.num_layers * (shared // tensor_parallel)
 
     def _backbone(self, tensor_parallel: int) -> int:
         hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -72,11 +114,11 @@ class ModelSpec:
         biases = queries + 2 * keys if self.qkv_bias else 0
         norms = 2 * hidden + (2 * self.head_dim if self.qk_norm else 0)
         layers = self.num_layers * ((matrices + biases) // tensor_parallel + norms)
-        return self.vocab_size * hidden // tensor_parallel + layers + hidden
+        return self.vocabulary_of_rank(tensor_parallel) * hidden + layers + hidden
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """What `config.json` in `folder` describes.
+    """What `config.json` in `folder` describes, for the families of our own converter.
 
     Raises:
         ConfigError: no readable `config.json`, an unknown family, or a feature that is not implemented.
@@ -85,17 +127,25 @@ def read_spec(folder: Path) -> ModelSpec:
     config = read_json(path)
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise _unsupported(path, "model_type", family, " or ".join(FAMILIES))
+        raise unsupported(path, "model_type", family, " or ".join(FAMILIES))
     _refuse_unsupported(path, config)
+    with well_formed(path):
+        return plain_spec(path, config)
+
+
+@contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Turns what reading values of a wrong type raises into a ConfigError."""
     try:
-        return _spec(path, config)
+        yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _unsupported(
+        raise unsupported(
             path, "config.json", f"{type(error).__name__}: {error}", "complete and well-formed"
         ) from error
 
 
-def _spec(path: Path, config: Mapping[str, Any]) -> ModelSpec:
+def plain_spec(path: Path, config: Mapping[str, Any]) -> ModelSpec:
+    """The values of `config` as they stand; whether they can be trained is judged before."""
     family = config["model_type"]
     rope = config.get("rope_parameters") or {}
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -137,11 +187,12 @@ def read_json(path: Path) -> dict[str, Any]:
             )
         ) from error
     if not isinstance(value, dict):
-        raise _unsupported(path, path.name, type(value).__name__, "a JSON object")
+        raise unsupported(path, path.name, type(value).__name__, "a JSON object")
     return value
 
 
-def _unsupported(path: Path, key: str, got: object, expected: str) -> ConfigError:
+def unsupported(path: Path, key: str, got: object, expected: str) -> ConfigError:
+    """The error that a value of `config.json` is not one that can be trained."""
     return ConfigError(
         Problem(
             id="model-unsupported",
@@ -155,20 +206,27 @@ def _unsupported(path: Path, key: str, got: object, expected: str) -> ConfigErro
     )
 
 
-def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
-    required = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
-    for key in required:
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
+
+
+def require_counts(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises ConfigError where one of the named values is not a positive integer."""
+    for key in names:
         if type(config.get(key)) is not int or config[key] < 1:
-            raise _unsupported(path, key, config.get(key), "a positive integer")
+            raise unsupported(path, key, config.get(key), "a positive integer")
+
+
+def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
+    require_counts(path, config, SIZES)
     for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
         if config.get(key, False):
-            raise _unsupported(path, key, config[key], "false")
+            raise unsupported(path, key, config[key], "false")
     if "sliding_attention" in (config.get("layer_types") or ()):
-        raise _unsupported(path, "layer_types", "sliding_attention", "full_attention only")
+        raise unsupported(path, "layer_types", "sliding_attention", "full_attention only")
     if config.get("hidden_act", "silu") != "silu":
-        raise _unsupported(path, "hidden_act", config["hidden_act"], "silu")
+        raise unsupported(path, "hidden_act", config["hidden_act"], "silu")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _unsupported(path, "partial_rotary_factor", config["partial_rotary_factor"], "1.0")
+        raise unsupported(path, "partial_rotary_factor", config["partial_rotary_factor"], "1.0")
 
 
 def _read_rope_scaling(path: Path, config: Mapping[str, Any]) -> RopeScaling | None:
@@ -187,4 +245,4 @@ def _read_rope_scaling(path: Path, config: Mapping[str, Any]) -> RopeScaling | N
             float(rope["high_freq_factor"]),
             int(rope["original_max_position_embeddings"]),
         )
-    raise _unsupported(path, "rope_type", kind, "default, linear or llama3")
+    raise unsupported(path, "rope_type", kind, "default, linear or llama3")

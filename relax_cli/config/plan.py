@@ -9,16 +9,19 @@ from typing import Any, Protocol
 from relax_cli.config.facts import ASSUMED_PROMPT, Facts
 from relax_cli.config.machine import Machine
 from relax_cli.config.machine_checks import kept_checkpoints
-from relax_cli.config.memory import (
-    RoleMemory,
-    checkpoint_bytes,
-    host_peak,
-    phase_bytes,
-    precision_of,
-    roles_memory,
+from relax_cli.config.memory import checkpoint_bytes, host_peak, phase_bytes, precision_of, roles_memory
+from relax_cli.config.memory_gpu import GpuMemory, assumptions, gpu_memory
+from relax_cli.config.memory_records import RoleMemory
+from relax_cli.config.model_spec import ModelSpec
+from relax_cli.config.placement import (
+    needed_cpus,
+    processes_of,
+    ranks_of,
+    shared_bundles,
+    takes_bundles,
+    threads_of,
 )
-from relax_cli.config.placement import needed_cpus, ranks_of, shared_bundles, threads_of
-from relax_cli.config.schema import Config
+from relax_cli.config.schema import Config, ParallelSection
 
 
 class GraphRole(Protocol):
@@ -96,8 +99,8 @@ class Plan:
     """Bytes in each phase: of all processes together on a CPU, of one GPU on GPUs."""
     peak: int
     """The most bytes that all processes of a CPU run hold; 0 on GPUs, or where the model is not known."""
-    parked: int
-    """Bytes of host memory that sleeping roles of GPUs take."""
+    gpu: GpuMemory | None
+    """How the phases fit GPUs; None on a CPU, or where the model is not known."""
     checkpoint: int
     """Bytes of one checkpoint (of the pair); 0 where nothing is saved or the model is not known."""
     checkpoints_kept: int
@@ -106,11 +109,16 @@ class Plan:
     assumptions: tuple[str, ...]
 
     @property
+    def parked(self) -> int:
+        """Bytes of host memory that sleeping roles and offloaded optimizers of GPUs take, in all processes."""
+        return sum(m.ranks * m.host_bytes for m in self.memory)
+
+    @property
     def gpus_why(self) -> str:
         """The count in words."""
         if not self.gpus:
             return "none: every role runs on the CPU"
-        shared = ", ".join(f"{role.name} {role.processes}" for role in self.roles if role.bundles)
+        shared = ", ".join(f"{role.name} {len(role.bundles)}" for role in self.roles if role.bundles)
         return f"the roles share them and take turns, so the largest decides ({shared})"
 
 
@@ -131,23 +139,20 @@ def build_plan(
     memory = () if facts.model is None else tuple(roles_memory(config, names, facts.model, facts.lengths_for(config)))
     on_gpu = parallel.device == "cuda"
     saves = config.checkpoint.save is not None and facts.model is not None
-    parameters = {} if facts.model is None else {"policy": facts.model.parameters}
-    if facts.model is not None and "critic" in names:
-        parameters["critic"] = facts.model.value_parameters
     return Plan(
         roles=tuple(_role(config, role, cores) for role in graph),
         device=parallel.device,
         launcher=parallel.launcher,
-        bundles=shared_bundles(parallel),
-        logical_cpus=needed_cpus(parallel),
-        gpus=shared_bundles(parallel) if on_gpu else 0,
+        bundles=shared_bundles(parallel, config.sglang),
+        logical_cpus=needed_cpus(parallel, config.sglang),
+        gpus=shared_bundles(parallel, config.sglang) if on_gpu else 0,
         gpus_here=machine.gpus,
         steps=_steps(config, facts, "critic" in names, first_rollout),
         memory=memory,
-        parameters=parameters,
+        parameters={} if facts.model is None else _parameters(facts.model, has_critic="critic" in names),
         phases=phase_bytes(config, memory) if memory else {},
         peak=host_peak(config, memory) if memory and not on_gpu else 0,
-        parked=sum(m.ranks * m.parked_bytes for m in memory if m.role in ("actor", "critic")) if on_gpu else 0,
+        gpu=_gpu(config, facts, machine, memory) if on_gpu else None,
         checkpoint=checkpoint_bytes(config, facts.model) if saves and facts.model is not None else 0,
         checkpoints_kept=kept_checkpoints(config, facts) if saves else 0,
         disk_free=machine.free_disk(config.checkpoint.save or "."),
@@ -183,6 +188,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
                     "resident": m.resident,
                     "working": m.working,
                     "publishing": m.publishing,
+                    "host": m.host,
                     "peak_bytes": m.peak_bytes,
                 }
                 for m in plan.memory
@@ -190,6 +196,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "phases": {"of": "one GPU" if plan.gpus else "all processes", "bytes": plan.phases},
             "peak_bytes": plan.peak or max(plan.phases.values(), default=None),
             "parked_on_host_bytes": plan.parked,
+            "gpu": None if plan.gpu is None else _gpu_dict(plan.gpu),
             "host_bytes_here": plan.memory_here,
             "checkpoint_bytes": plan.checkpoint,
             "checkpoints_kept": plan.checkpoints_kept,
@@ -200,19 +207,53 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _parameters(spec: ModelSpec, *, has_critic: bool) -> dict[str, int]:
+    found = {"policy": spec.parameters}
+    if has_critic:
+        found["critic"] = spec.value_parameters
+    if spec.untrained_parameters:
+        found["vision tower, not trained"] = spec.untrained_parameters
+    return found
+
+
+def _gpu(config: Config, facts: Facts, machine: Machine, memory: Sequence[RoleMemory]) -> GpuMemory | None:
+    if facts.model is None:
+        return None
+    size = machine.gpu_memory() if machine.gpus else None
+    return gpu_memory(config, facts.model, memory, facts.lengths_for(config), size, machine.gpus)
+
+
+def _gpu_dict(gpu: GpuMemory) -> dict[str, Any]:
+    return {
+        "phases": [
+            {"phase": fit.phase, "gpu_bytes": fit.gpu, "needed_bytes": fit.needed, "fits": fit.fits} for fit in gpu.fits
+        ],
+        "sglang": {
+            "static_fraction": gpu.fraction,
+            "sequences_wanted": gpu.wanted,
+            "caches": [
+                {"gpu_bytes": c.gpu, "cache_bytes": c.size, "full_length_sequences": c.sequences} for c in gpu.caches
+            ],
+        },
+        "host_bytes_of_a_node": gpu.host,
+        "gpus_of_a_node": gpu.host_gpus,
+        "lower_first": {phase: list(options) for phase, options in gpu.advice.items()},
+    }
+
+
 def _role(config: Config, role: GraphRole, cores: int) -> RolePlan:
     parallel = config.parallel
     ranks = ranks_of(parallel, role.name)
-    has_bundle = role.uses_device and parallel.launcher == "ray"
+    has_bundle = role.uses_device and takes_bundles(role.name, parallel, config.sglang) and parallel.launcher == "ray"
     return RolePlan(
         name=role.name,
         summary=role.summary,
         reads=role.reads,
         writes=role.writes,
-        processes=ranks,
+        processes=processes_of(role.name, parallel, config.rollout, config.sglang),
         threads=threads_of(parallel, role.name, cores),
         bundles=tuple(range(ranks)) if has_bundle else (),
-        idle_bundles=shared_bundles(parallel) - ranks if has_bundle else 0,
+        idle_bundles=shared_bundles(parallel, config.sglang) - ranks if has_bundle else 0,
     )
 
 
@@ -247,12 +288,25 @@ def _assumptions(config: Config, facts: Facts) -> list[str]:
     else:
         prompts = f"prompts of {ASSUMED_PROMPT} tokens, as none could be counted"
     found = [f"{prompts}; every response as long as allowed", f"numbers: {precision_of(config).name}"]
+    if config.parallel.recompute_granularity is not None:
+        found.append(_recomputation(config.parallel))
+    ranks = config.parallel.tensor_model_parallel_size
+    if facts.model is not None and facts.model.vocab_size % ranks:
+        rows = facts.model.vocabulary_of_rank(ranks) * ranks
+        found.append(f"vocabulary of {facts.model.vocab_size}, padded to {rows}")
     if config.parallel.device == "cuda":
-        found.append("no recomputation; sleeping roles are parked in host memory, their gradients dropped")
-        found.append("of the rollout engine the weights only: its cache is as large as it is allowed to be")
-        return found
+        return found + assumptions(config)
     found.append("sleeping roles keep weights, gradients and moments")
     found.append("memory that a phase frees mostly stays with its process")
     if config.parallel.device == "auto":
-        found.append("--device auto is taken as cpu")
+        found.append("--device auto is decided at launch; it is taken as cpu here")
     return found
+
+
+def _recomputation(layout: ParallelSection) -> str:
+    if layout.recompute_granularity == "selective":
+        return f"selective recomputation of {', '.join(layout.recompute_modules) or 'core_attn'}"
+    count = layout.recompute_num_layers or 1
+    layers = "1 layer" if count == 1 else f"{count} layers"
+    which = f"of the first {layers}" if layout.recompute_method == "block" else f"{layers} at a time"
+    return f"full recomputation, {which}"

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_cli.config.checks import check_config
+from relax_cli.config.device_choice import DeviceChange, installed_torch_has_cuda, settle_device
+from relax_cli.config.effects import unused_options
 from relax_cli.config.facts import Facts
 from relax_cli.config.file_checks import BUILTIN_REWARDS, Surroundings
+from relax_cli.config.hybrid_spec import read_any_spec
 from relax_cli.config.load import Loaded, load_config
 from relax_cli.config.machine import Machine
 from relax_cli.config.machine_checks import MACHINE_IDS, machine_problems
 from relax_cli.config.model import EstimatorOptions, config_model, estimator_options, flag, options_by_name
-from relax_cli.config.model_spec import ModelSpec, read_spec
-from relax_cli.config.redact import config_dump
+from relax_cli.config.model_spec import ModelSpec
+from relax_cli.config.redact import config_dump, hide, placeholder, redacted, secrets_of
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem
 
@@ -69,7 +72,8 @@ class Resolved:
     problems: tuple[Problem, ...]
     """Errors first, then warnings; with `--strict` all are errors."""
     command: tuple[str, ...]
-    """Words after `relax train` that give this configuration again, `RELAX_*` values included as `--set`."""
+    """Words after `relax train` that give this configuration again, `RELAX_*` values included as `--set`; secrets are
+    `relax_cli.config.redact.placeholder`s."""
     facts: Facts = field(default_factory=Facts)
     """What model and data files say, where they were read."""
     notes: tuple[Problem, ...] = ()
@@ -87,10 +91,10 @@ class Resolved:
 
     @property
     def config_hash(self) -> str:
-        """sha256 of what the run computes: every option except those of `PLACES`."""
+        """sha256 of what the run computes: every option except those of `PLACES`, and no secret, which may change."""
         values = {
             f"{section}.{name}": value
-            for section, body in self.config.model_dump(mode="json").items()
+            for section, body in config_dump(self.config).items()
             for name, value in body.items()
             if name not in PLACES
         }
@@ -113,13 +117,14 @@ def resolve(
     flags: Mapping[str, Any],
     *,
     progress: Callable[[str, float], None] | None = None,
+    cluster_gpus: Callable[[], int] | None = None,
 ) -> Resolved:
     """A configuration that may be launched; the arguments are those of `examine`.
 
     Raises:
         ConfigError: holds every problem, errors first, warnings too.
     """
-    resolved = examine(plugins, recipes, env, overrides, flags, progress=progress)
+    resolved = examine(plugins, recipes, env, overrides, flags, progress=progress, cluster_gpus=cluster_gpus)
     if resolved.errors:
         raise ConfigError(resolved.problems)
     return resolved
@@ -135,6 +140,7 @@ def examine(
     skip_files: bool = False,
     here: bool = True,
     progress: Callable[[str, float], None] | None = None,
+    cluster_gpus: Callable[[], int] | None = None,
 ) -> Resolved:
     """A configuration and its problems. The first five arguments are those of `load_config`.
 
@@ -142,13 +148,20 @@ def examine(
         skip_files: leave out what needs the model and data files, or this machine.
         here: what this machine lacks is a problem, not a note.
         progress: told now and then which file is being read, and the part of it that is read.
+        cluster_gpus: see `settle_device`.
 
     Raises:
         ConfigError: no configuration comes out at all: a layer is unreadable, or a value has the wrong type.
     """
     model = config_model(plugins.estimators().values())
     loaded = load_config(recipes, env, overrides, flags, config_model=model)
+    machine = Machine()
+    settled: tuple[DeviceChange, ...] = ()
+    if not skip_files and _has_sane_resources(loaded.config):
+        config, settled = settle_device(loaded.config, machine, installed_torch_has_cuda(), cluster_gpus)
+        loaded = replace(loaded, config=config)
     config, changes, problems = _apply_estimator(plugins, loaded.config)
+    problems += unused_options(loaded.config, loaded.origins, plugins.estimators())
     # Last to import, because the data package builds on this one.
     from relax_cli.data.preview import DataReader
 
@@ -158,24 +171,24 @@ def examine(
     problems += check_config(config, around, skip_files=skip_files)
     seen = reader.facts.get(config.data.prompt_data)
     facts = Facts(spec, seen.prompts, seen.lengths) if seen is not None else Facts(spec)
-    notes: list[Problem] = (
-        [] if skip_files or not _has_sane_resources(config) else machine_problems(config, facts, Machine())
-    )
+    sane = _has_sane_resources(config)
+    notes: list[Problem] = [] if skip_files or not sane else machine_problems(config, facts, machine)
     notes += [p for p in problems if p.id in MACHINE_IDS]
     problems = [p for p in problems if p.id not in MACHINE_IDS]
     if here:
         problems, notes = problems + notes, []
     strict = config.run.strict
-    located = (_located(replace(p, severity="error") if strict else p, loaded) for p in dict.fromkeys(problems))
-    ordered = sorted(located, key=lambda p: p.severity != "error")
+    secrets = secrets_of(loaded.config)
+    judged = (replace(p, severity="error") if strict else p for p in dict.fromkeys(problems))
+    ordered = sorted((hide(_located(p, loaded), secrets) for p in judged), key=lambda p: p.severity != "error")
     return Resolved(
         config,
         loaded.origins,
-        tuple(changes),
+        tuple(_shown(change) for change in (*settled, *changes)),
         tuple(ordered),
         _command(model, recipes, env, overrides, flags),
         facts,
-        tuple(_located(note, loaded) for note in dict.fromkeys(notes)),
+        tuple(hide(_located(note, loaded), secrets) for note in dict.fromkeys(notes)),
     )
 
 
@@ -188,7 +201,7 @@ def _model_of(config: Config) -> tuple[Path | None, ModelSpec | None]:
     if not name or folder is None or not folder.is_dir():
         return None, None
     try:
-        return folder, read_spec(folder)
+        return folder, read_any_spec(folder)
     except ConfigError:
         return folder, None
 
@@ -231,15 +244,31 @@ def _command(
     for name, (section, _) in options_by_name(model).items():
         variable = f"RELAX_{name.upper()}"
         if variable in env:
-            words += ["--set", f"{section}.{name}={env[variable]}"]
-    words += [word for override in overrides for word in ("--set", override)]
+            words += ["--set", f"{section}.{name}={_typed(section, name, env[variable])}"]
+    for override in overrides:
+        path, _, text = override.partition("=")
+        section, _, name = path.strip().partition(".")
+        words += ["--set", f"{path}={_typed(section, name, text)}"]
     for name, value in flags.items():
         if isinstance(value, bool):
             words.append(flag(name if value else f"no_{name}"))
         elif value is not None:
             values = value if isinstance(value, list | tuple) else [value]
-            words += [word for item in values for word in (flag(name), str(item))]
+            section, _ = options_by_name(model)[name]
+            words += [word for item in values for word in (flag(name), _typed(section, name, item))]
     return tuple(words)
+
+
+def _typed(section: str, name: str, value: Any) -> str:
+    """A value as it is typed again; one that holds a secret is left to a variable of the shell."""
+    text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+    return text if redacted(section, name, text) == text else placeholder(name)
+
+
+def _shown(change: Any) -> Any:
+    """A change without secrets."""
+    name = change.option.removeprefix("--").replace("-", "_")
+    return replace(change, before=redacted("", name, change.before), after=redacted("", name, change.after))
 
 
 def _located(problem: Problem, loaded: Loaded) -> Problem:

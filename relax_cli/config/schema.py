@@ -7,15 +7,15 @@ Field names are unique over all sections. The sections import nothing heavy.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """Base of every option group: frozen, unknown keys refused."""
+    """Base of every option group: frozen, unknown keys and numbers that are not finite refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ClipOptions(Section):
@@ -91,6 +91,10 @@ class CriticSection(Section):
         None, description="critic checkpoint folder to resume from; follows --load when unset"
     )
     critic_save: str | None = Field(None, description="folder for critic checkpoints")
+    critic_init_from_actor: bool = Field(
+        False,
+        description="start the critic from the actor's backbone and a new value head, where its own state is lost",
+    )
 
 
 class ModelSection(Section):
@@ -119,6 +123,12 @@ class OptimizerSection(Section):
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam beta2")
     adam_eps: float = Field(1e-8, gt=0, description="Adam epsilon")
+    optimizer_cpu_offload: bool = Field(
+        False, description="keep Adam's moments and fp32 master weights in host memory and update there"
+    )
+    use_distributed_optimizer: bool = Field(
+        False, description="share out Adam's moments and fp32 master weights over the data-parallel ranks"
+    )
 
 
 class DataSection(Section):
@@ -145,6 +155,12 @@ class BatchSection(Section):
     num_rollout: int | None = Field(None, ge=1, description="rollouts (steps) to run")
     num_epoch: int | None = Field(
         None, ge=1, description="passes over the prompts; sets --num-rollout when that is unset"
+    )
+    use_dynamic_batch_size: bool = Field(
+        False, description="fill micro-batches up to --max-tokens-per-gpu tokens instead of --micro-batch-size samples"
+    )
+    max_tokens_per_gpu: int | None = Field(
+        None, ge=1, description="most tokens, prompt and response, in one micro-batch of a rank"
     )
 
     @property
@@ -177,14 +193,44 @@ class RolloutSection(Section):
     rollout_top_k: int = Field(-1, ge=-1, description="sample among the k likeliest tokens; -1 for all")
     rollout_stop: tuple[str, ...] = Field((), description="stop string (repeatable)")
     rollout_seed: int = Field(42, ge=0, description="seed of prompt order and sampling")
+    rollout_engine: Literal["auto", "embedded", "sglang"] = Field(
+        "auto", description="what generates; auto is sglang with --device cuda or --rollout-external, else embedded"
+    )
+    rollout_request_timeout: float = Field(1800.0, gt=0, description="seconds until a generation request is given up")
+    partial_rollout: bool = Field(
+        False, description="continue responses that the engine aborted from the tokens they have, instead of anew"
+    )
+
+
+class SglangSection(Section):
+    """SGLang servers."""
+
+    rollout_external: bool = Field(False, description="use running SGLang servers instead of starting some")
+    rollout_external_engine_addrs: tuple[str, ...] = Field((), description="HOST:PORT of a running server (repeatable)")
+    rollout_num_gpus_per_engine: int = Field(1, ge=1, description="GPUs of one server (its tensor-parallel size)")
+    sglang_mem_fraction_static: float | None = Field(
+        None, gt=0, lt=1, description="part of a GPU for weights and KV cache of the server; SGLang's own when unset"
+    )
+    sglang_python: str | None = Field(
+        None, description="Python interpreter of the environment whose sglang runs the servers; this one when unset"
+    )
+    sglang_server_concurrency: int = Field(512, ge=1, description="most requests at a time to one server")
+    sglang_options: dict[str, Any] = Field(
+        default_factory=dict, description="JSON of further server options; --sglang-NAME VALUE adds one"
+    )
+    update_weight_buffer_size: int = Field(512 << 20, ge=1, description="bytes of weights sent to a server at a time")
+    update_weight_transport: Literal["auto", "tensor", "distributed", "disk"] = Field(
+        "auto", description="how weights reach servers; auto is tensor on one node, else distributed"
+    )
 
 
 class RewardSection(Section):
     """How responses are judged."""
 
-    rm_type: str | None = Field(None, description="named reward: exact, math, reasoning_gym or a plugin's")
+    rm_type: str | None = Field(None, description="named reward: exact, math, reasoning_gym, remote or a plugin's")
     reward_key: str | None = Field(None, description="when the reward returns several parts, the one that trains")
     custom_rm_path: str | None = Field(None, description="FILE.py:function used as the reward")
+    rm_url: str | None = Field(None, description="URL that judges samples over HTTP, for --rm-type remote")
 
 
 class EvalSection(Section):
@@ -209,7 +255,9 @@ class ParallelSection(Section):
         False, description="actor and critic learn at the same time (CPU only: they must not share device memory)"
     )
     fully_async: bool = Field(False, description="generate while training")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models live")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where models live; auto is cuda where roles get their GPUs"
+    )
     launcher: Literal["ray", "local"] = Field(
         "ray", description="ray workers, or everything in this process for a debugger"
     )
@@ -218,6 +266,24 @@ class ParallelSection(Section):
     offload_rollout: bool = Field(False, description="release the rollout engine's memory while it sleeps")
     tensor_model_parallel_size: int = Field(1, ge=1, description="ranks that share each layer")
     pipeline_model_parallel_size: int = Field(1, ge=1, description="ranks that share the stack of layers")
+    sequence_parallel: bool = Field(
+        False, description="split norms and residuals over the tensor-parallel ranks along the sequence"
+    )
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="layers of megatron-core; auto takes TransformerEngine on CUDA where it imports"
+    )
+    recompute_granularity: Literal["full", "selective"] | None = Field(
+        None, description="activations computed again in the backward pass; all are kept when unset"
+    )
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        None, description="full recomputation: in chunks of layers, or the first layers of each stage"
+    )
+    recompute_num_layers: int | None = Field(
+        None, ge=1, description="full recomputation: layers of a chunk, or how many first layers"
+    )
+    recompute_modules: tuple[str, ...] = Field(
+        (), description="selective recomputation: parts of a layer (repeatable); core_attn when unset"
+    )
     ray_num_cpus: int | None = Field(
         None, ge=1, description="logical CPUs of a local Ray; as many as the roles need when unset"
     )
@@ -235,6 +301,9 @@ class CheckpointSection(Section):
         None, ge=1, description="rollouts between checkpoints; the last one is always saved"
     )
     keep_checkpoints: int | None = Field(None, ge=1, description="how many checkpoints to keep; all when unset")
+    on_save_error: Literal["stop", "continue"] = Field(
+        "stop", description="when a checkpoint cannot be written: end the run, or warn and go on to the next"
+    )
 
 
 class RunSection(Section):
@@ -261,6 +330,7 @@ class Config(Section):
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
     rollout: RolloutSection = RolloutSection()
+    sglang: SglangSection = SglangSection()
     reward: RewardSection = RewardSection()
     eval: EvalSection = EvalSection()
     parallel: ParallelSection = ParallelSection()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from relax_cli.backends.megatron.cpu_support import TESTED_VERSIONS
 from relax_cli.cli import doctor_checks as doctor
+from relax_cli.cli import doctor_versions as versions
 from relax_cli.cli.app import build_app
 from relax_cli.cli.doctor_checks import Check, Part, check_part
+from relax_cli.config.versions import CPU_SET, GPU_SET, NEW_CPU_SET, SGLANG_CONTRACTS
 from relax_cli.plugin.manager import GROUP, Plugins
 
 from .conftest import Invoke
@@ -74,7 +79,7 @@ def test_the_table_and_the_object_agree(invoke: Invoke) -> None:
     assert all(check["fix"] for check in shown["checks"] if check["status"] != "ok")
     text = invoke("doctor").stdout
     assert max(len(line) for line in text.splitlines()) <= 80
-    assert f"Python {sys.version_info.major}" not in text
+    assert not any(line.startswith(f"Python {sys.version_info.major}") for line in text.splitlines())
     for name in names:
         assert any(line.startswith(name) for line in text.splitlines())
 
@@ -132,3 +137,125 @@ def test_megatron_without_cuda_is_tried_with_the_versions_it_was_written_for(mon
     assert (rows[-1].name, rows[-1].status, rows[-1].found) == (
         "Megatron on a CPU", "problem", "megatron-core 9 has not been tested",
     )  # fmt: skip
+
+
+CPU_VERSIONS = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1"}
+GPU_VERSIONS = {"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.5.23"}
+
+
+@pytest.mark.parametrize(
+    ("python", "installed", "status", "text"),
+    [
+        ((3, 11), CPU_VERSIONS, "ok", "tested for a CPU"),
+        ((3, 11), CPU_VERSIONS | {"sglang": "0.5.23"}, "ok", "tested for a CPU"),
+        ((3, 12), CPU_VERSIONS, "note", "not tested together"),
+        ((3, 12), CPU_VERSIONS | {"megatron-core": "0.19.2"}, "ok", "tested for a CPU"),
+        ((3, 11), CPU_VERSIONS | {"megatron-core": "0.19.2"}, "note", "not tested together"),
+        ((3, 14), CPU_VERSIONS, "note", "Python 3.14"),
+        ((3, 11), CPU_VERSIONS | {"torch": "2.13.1"}, "note", "not tested together"),
+        ((3, 11), CPU_VERSIONS | {"megatron-core": "0.160.0"}, "note", "not tested together"),
+        ((3, 12), GPU_VERSIONS, "note", "not run on a GPU"),
+        ((3, 12), {"torch": "2.14.1", "megatron-core": "0.19.2"}, "note", "not tested together"),
+        ((3, 12), {}, "note", "not tested together: Python 3.12"),
+    ],
+)
+def test_it_says_whether_the_installed_versions_were_run_together(
+    python: tuple[int, int], installed: dict[str, str], status: str, text: str
+) -> None:
+    check = versions.tested_pair(python, installed)
+    assert check.status == status
+    assert text in check.found
+    assert all(found.removesuffix("+cpu") in check.found for found in installed.values())
+    assert bool(check.fix) == (status == "note")
+
+
+def test_the_table_of_versions_follows_the_constraints_and_what_megatron_is_patched_for() -> None:
+    root = Path(__file__).parent.parent.parent
+    for known, name in ((CPU_SET, "constraints-cpu.txt"), (GPU_SET, "constraints-gpu.txt")):
+        pinned = dict(
+            line.split("==") for line in (root / name).read_text().splitlines() if "==" in line and line[0] != "#"
+        )
+        for distribution, number in known.versions.items():
+            assert pinned[distribution].startswith(number)
+    assert GPU_SET.versions["sglang"] in SGLANG_CONTRACTS
+    for number in TESTED_VERSIONS:
+        assert any(number.startswith(known.versions["megatron-core"]) for known in (CPU_SET, NEW_CPU_SET))
+
+
+def test_an_sglang_whose_protocol_was_not_recorded_is_a_note() -> None:
+    assert versions.sglang_contract(SGLANG_CONTRACTS[0]).status == "ok"
+    other = versions.sglang_contract("0.7.0")
+    assert (other.status, other.fix) == ("note", f"pip install sglang=={SGLANG_CONTRACTS[-1]}")
+
+
+def test_a_requirement_that_no_longer_holds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["torch==2.14.1", "psutil>=5", "no-such-package>=1", "torch<1; extra == 'old'", "not a requirement !"]
+    monkeypatch.setattr(versions, "requires", lambda name: wanted)
+    found = list(versions.broken_requirements("sglang"))
+    assert [check.name for check in found] == ["sglang needs"]
+    assert found[0].found.startswith("torch==2.14.1, but ")
+    monkeypatch.undo()
+    assert list(versions.broken_requirements("no-such-package")) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "has_gpu", "statuses"),
+    [
+        ("expandable_segments:True", True, ["problem"]),
+        ("max_split_size_mb:64, expandable_segments: True", False, ["note"]),
+        ("expandable_segments:False", True, []),
+        ("", True, []),
+    ],
+)
+def test_expandable_segments_are_a_known_bad_combination(value: str, has_gpu: bool, statuses: list[str]) -> None:
+    found = list(versions.allocator_conflict({"PYTORCH_CUDA_ALLOC_CONF": value}, has_gpu=has_gpu))
+    assert [check.status for check in found] == statuses
+    assert all(check.fix == "unset PYTORCH_CUDA_ALLOC_CONF" for check in found)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "found"),
+    [
+        (subprocess.CompletedProcess([], 0, "580.95.05\n580.95.05\n", ""), "ok", "580.95.05"),
+        (
+            subprocess.CompletedProcess([], 9, "", "couldn't communicate with the NVIDIA driver"),
+            "problem",
+            "communicate",
+        ),
+        (subprocess.TimeoutExpired("nvidia-smi", 20), "problem", "does not answer"),
+    ],
+)
+def test_the_driver_is_shown_or_what_is_wrong_with_it(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, status: str, found: str
+) -> None:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(versions.subprocess, "run", run)
+    check = versions.driver_check()
+    assert check is not None
+    assert check.status == status
+    assert found in check.found
+
+
+def test_a_machine_without_nvidia_smi_has_no_row_for_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert versions.driver_check() is None
+
+
+def test_limits_of_page_locked_memory_matter_on_gpus_only() -> None:
+    assert "page-locked memory" in [check.name for check in doctor._limits(has_gpu=True)]
+    assert "page-locked memory" not in [check.name for check in doctor._limits(has_gpu=False)]
+
+
+@pytest.mark.usefixtures("quick_parts")
+def test_a_cluster_that_runs_would_join_is_shown_without_its_secrets(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Ray cluster" not in invoke("doctor").stdout
+    monkeypatch.setenv("RAY_ADDRESS", "ray://me:hunter2@10.0.0.1:10001")
+    shown = invoke("doctor").stdout
+    assert "Ray cluster" in shown
+    assert "hunter2" not in shown

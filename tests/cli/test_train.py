@@ -79,7 +79,7 @@ def test_all_problems_come_at_once_in_four_parts_and_nothing_is_written(invoke: 
         "error: there is no reward 'exakt'  [reward-unknown]\n"
         "  where     --rm-type\n"
         "  got       exakt\n"
-        "  expected  exact, math, reasoning_gym\n"
+        "  expected  exact, math, reasoning_gym, remote\n"
         "  fix       --rm-type exact\n"
     ) in result.stderr
     assert "Traceback" not in result.stderr

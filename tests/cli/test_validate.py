@@ -100,7 +100,7 @@ def test_text_has_the_four_parts_the_diff_and_the_plan(invoke: Invoke) -> None:
         "error: there is no reward 'exakt'  [reward-unknown]\n"
         "  where     --rm-type\n"
         "  got       exakt\n"
-        "  expected  exact, math, reasoning_gym\n"
+        "  expected  exact, math, reasoning_gym, remote\n"
         "  fix       --rm-type exact\n"
         "warning: "
     )
@@ -119,10 +119,25 @@ def test_text_fits_80_columns_and_has_no_escape_codes(invoke: Invoke) -> None:
         "--kl-coef",
         "1",
     )
-    text = invoke(*TINY, *words).stdout
-    long = [line for line in text.splitlines() if len(line) > 80 and "  fix " not in line]
-    assert long == []
-    assert "\x1b" not in text
+    many = (
+        "--use-kl-loss",
+        "--critic-lr",
+        "1e-5",
+        "--value-clip",
+        "0.3",
+        "--num-critic-only-steps",
+        "3",
+        "--lambd",
+        "0",
+    )
+    grpo = ("validate-config", "--recipe", "tiny-grpo-cpu", "--critic-updates-per-step", "2", "--min-lr", "1", *many)
+    for command in ((*TINY, *words), grpo):
+        shown = invoke(*command, "--show-origin")
+        report, _, rest = shown.stdout.partition("\nconfiguration\n")
+        lines = [*report.splitlines(), *rest.partition("\n\n")[2].splitlines()]
+        assert [line for line in lines if len(line) > 80 and "  fix " not in line] == []
+        assert "\x1b" not in shown.stdout
+        assert shown.stderr == ""
 
 
 def test_show_origin_prints_every_value_with_its_layer(invoke: Invoke) -> None:
@@ -140,11 +155,12 @@ def test_what_this_machine_lacks_is_a_note_and_with_here_an_error(invoke: Invoke
     words = (*many, eight, "--rollout-batch-size", "1024")
     shown = report(invoke, *words)
     assert shown["problems"] == []
-    (note,) = shown["plan"]["placement"]["notes"]
+    (note,) = (n for n in shown["plan"]["placement"]["notes"] if n["id"] != "sglang-missing")
     assert note["id"] in ("no-cuda-device", "too-few-gpus")
     assert shown["plan"]["gpus"]["needed"] == 512
     assert "note, about this machine: " in invoke(*TINY, *words).stdout
-    assert problem_ids(report(invoke, *words, "--here", code=2)) == [note["id"]]
+    found = problem_ids(report(invoke, *words, "--here", code=2))
+    assert [rule for rule in found if rule != "sglang-missing"] == [note["id"]]
 
 
 def test_skip_files_judges_the_configuration_alone(invoke: Invoke, tmp_path: Path) -> None:

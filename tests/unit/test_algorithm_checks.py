@@ -17,6 +17,7 @@ AROUND = Surroundings(read_prompts=load_prompts, cores=2, has_cuda=False)
 RULES = {
     "tis-no-effect",
     "kl-loss-without-coef",
+    "kl-loss-k1",
     "reference-folder-missing",
     "reference-config-unreadable",
     "reference-vocabulary",
@@ -43,7 +44,17 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kl_loss_without_weight_is_a_warning() -> None:
     assert found({"use_kl_loss": True}) == [("kl-loss-without-coef", "warning")]
-    assert found({"use_kl_loss": True, "kl_loss_coef": 0.1}) == []
+    assert found({"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"}) == []
+
+
+def test_a_k1_loss_is_a_warning_since_its_gradient_has_mean_zero() -> None:
+    loss = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+    assert found({**loss, "kl_loss_type": "k1"}) == [("kl-loss-k1", "warning")]
+    assert found(loss) == [("kl-loss-k1", "warning")]
+    for kind in ("k2", "k3", "low_var_kl"):
+        assert found({**loss, "kl_loss_type": kind}) == []
+    # As a penalty in the reward, k1 is the right one, and not this option.
+    assert found({"kl_coef": 0.1, "kl_loss_type": "k1"}) == []
 
 
 def test_importance_sampling_between_equal_log_probs_is_a_warning() -> None:

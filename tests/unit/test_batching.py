@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_cli.config.schema import BatchSection
 from relax_cli.roles.batching import (
     Columns,
     chunks_by_length,
+    chunks_by_tokens,
     make_micro_batch,
+    micro_batch_rows,
     pad,
     plan_rows,
     split_balanced,
@@ -143,6 +148,46 @@ def test_chunks_have_every_row_once_are_full_but_the_last_and_ascend_in_length(
 
 def test_no_rows_make_no_chunks() -> None:
     assert chunks_by_length({}, [], 4) == []
+    assert chunks_by_tokens({}, [], 4) == []
+
+
+@thorough
+@given(batch=samples(), budget=st.integers(1, 400), data=st.data())
+def test_chunks_by_tokens_have_every_row_once_and_a_padded_size_within_the_budget(
+    batch: Columns, budget: int, data: st.DataObject
+) -> None:
+    rows = data.draw(st.permutations(list(batch["tokens"])))
+    chunks = chunks_by_tokens(batch, rows, budget)
+    flat = [row for chunk in chunks for row in chunk]
+    assert sorted(flat) == sorted(rows)
+    lengths = [batch["tokens"][row].numel() for row in flat]
+    assert lengths == sorted(lengths)
+    for chunk in chunks:
+        padded = make_micro_batch(batch, chunk, ()).tokens_BS
+        assert padded.numel() <= budget or len(chunk) == 1
+    # No fewer would do: the first sample of a chunk did not fit into the one before.
+    for chunk, following in itertools.pairwise(chunks):
+        assert (len(chunk) + 1) * batch["tokens"][following[0]].numel() > budget
+    assert chunks == chunks_by_tokens(batch, sorted(rows), budget)
+
+
+def test_padding_counts_towards_the_token_budget() -> None:
+    batch = columns(0, [2, 2, 2, 8], [0, 0, 0, 2])
+    rows = list(batch["tokens"])
+    # 2 + 2 + 2 + 10 tokens would be 16, but padded they are 4 x 10.
+    assert chunks_by_tokens(batch, rows, 16) == [rows[:3], rows[3:]]
+    assert chunks_by_tokens(batch, rows, 39) == [rows[:3], rows[3:]]
+    assert chunks_by_tokens(batch, rows, 40) == [rows]
+    assert chunks_by_tokens(batch, rows, 5) == [rows[:2], rows[2:3], rows[3:]]
+
+
+def test_micro_batches_are_counted_in_samples_or_in_tokens_as_the_options_say() -> None:
+    batch = columns(0, [2, 2, 2, 8], [0, 0, 0, 2])
+    rows = list(batch["tokens"])
+    by_samples = BatchSection(micro_batch_size=3)
+    assert micro_batch_rows(batch, rows, by_samples) == [rows[:3], rows[3:]]
+    by_tokens = BatchSection(micro_batch_size=1, use_dynamic_batch_size=True, max_tokens_per_gpu=40)
+    assert micro_batch_rows(batch, rows, by_tokens) == [rows]
 
 
 @thorough

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_cli.checkpoint import hf
-from relax_cli.checkpoint.convert import hf_to_megatron, megatron_to_hf, merge_shards
+from relax_cli.checkpoint.convert import hf_to_megatron, megatron_to_hf, merge_shards, rank_tensors
 from relax_cli.checkpoint.hf import ModelSpec, RopeScaling, read_spec, read_weights, write_hf
 from relax_cli.errors import ConfigError
 
@@ -155,8 +155,34 @@ def test_sizes_that_do_not_divide_are_all_named(spec: ModelSpec) -> None:
     assert [problem.expected for problem in caught.value.problems] == [
         "a divisor of 4",
         "a divisor of 2",
-        "a divisor of 10",
     ]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_does_not_divide_gets_rows_of_zeros_that_nobody_sees(spec: ModelSpec, tied: bool) -> None:
+    spec = replace(spec, vocab_size=9, tied=tied)
+    weights = random_weights(spec)
+    shards = [hf_to_megatron(weights, spec, 2, rank) for rank in range(2)]
+    matrices = ["embedding.word_embeddings.weight", *([] if tied else ["output_layer.weight"])]
+    assert all(shards[rank][name].shape == (5, 8) for name in matrices for rank in range(2))
+    assert not any(shards[1][name][4].any() for name in matrices)
+    full = {name: merge_shards(name, [shard[name] for shard in shards]) for name in shards[0]}
+    back = dict(megatron_to_hf(full, spec))
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_tensors_are_read_when_they_are_asked_for(spec: ModelSpec) -> None:
+    read: list[str] = []
+
+    class Watched(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return super().__getitem__(name)
+
+    tensors = rank_tensors(Watched(random_weights(spec)), spec, 2, 1)
+    next(tensors)
+    assert read == ["model.embed_tokens.weight"]
 
 
 def test_a_missing_tensor_is_named(spec: ModelSpec) -> None:

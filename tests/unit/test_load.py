@@ -143,6 +143,66 @@ def test_scientific_notation_without_a_point_is_a_float(tmp_path: Path) -> None:
     assert load(flags={"lr": "1e-6"}).config.optimizer.lr == 1e-6
 
 
+@pytest.mark.parametrize(
+    ("text", "option", "value"),
+    [
+        ("optimizer:\n  lr: 1e-6\n", "lr", 1e-6),
+        ("optimizer:\n  lr: 1E-6\n", "lr", 1e-6),
+        ('optimizer:\n  lr: "1e-6"\n', "lr", 1e-6),
+        ("optimizer:\n  lr: .5\n", "lr", 0.5),
+        ("batch:\n  num_rollout: 1_000\n", "num_rollout", 1000),
+        ('batch:\n  num_rollout: "1000"\n', "num_rollout", 1000),
+        ("batch:\n  num_rollout: 1e3\n", "num_rollout", 1000),
+        # YAML 1.1 would read 8 and a boolean.
+        ("batch:\n  num_rollout: 010\n", "num_rollout", 10),
+        ("data:\n  input_key: yes\n", "input_key", "yes"),
+        ("data:\n  input_key: off\n", "input_key", "off"),
+        ("data:\n  label_key: null\n", "label_key", None),
+        ("parallel:\n  colocate: true\n", "colocate", True),
+    ],
+)
+def test_traps_of_yaml_are_read_as_what_they_look_like(tmp_path: Path, text: str, option: str, value: Any) -> None:
+    found = option_value(load(write(tmp_path, text)).config, option)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "line"),
+    [
+        *((f"run:\n  seed: 1\nparallel:\n  colocate: {word}\n", "invalid-value", 4) for word in ("on", "off", "no")),
+        ('parallel:\n  colocate: "true"\n', "invalid-value", 2),
+        ("optimizer:\n  lr: 1,5\n", "invalid-value", 2),
+        ("optimizer:\n  lr: .nan\n", "invalid-value", 2),
+        ("optimizer:\n  lr: .inf\n", "invalid-value", 2),
+        ("batch:\n  num_rollout: 1:30\n", "invalid-value", 2),
+        ("batch:\n  num_rollout: 1_000.5\n", "invalid-value", 2),
+        ("run:\n  run_dir: 2024-01-01\n", "invalid-value", 2),
+        ("run:\n  run_dir: 123\n", "invalid-value", 2),
+        ("data:\n  input_key: null\n", "invalid-value", 2),
+        ("rollout:\n  rollout_stop: [1]\n", "invalid-value", 2),
+        ("batch:\n\tnum_rollout: 3\n", "recipe-syntax", 2),
+        ("optimizer:\n  lr: 1\n---\noptimizer:\n  lr: 2\n", "recipe-syntax", 3),
+        ("optimizer:\n  lr: 1\noptimizer:\n  lr: 2\n", "duplicate-key", 3),
+        ("optimizer: {lr: 1, lr: 2}\n", "duplicate-key", 1),
+        ("parallel:\n  resource: {actor: [1, 1], actor: [1, 2]}\n", "duplicate-key", 2),
+    ],
+)
+def test_what_yaml_reads_as_something_else_is_refused_with_its_line(
+    tmp_path: Path, text: str, rule: str, line: int
+) -> None:
+    recipe = write(tmp_path, text)
+    (problem,) = problems(recipe)
+    assert (problem.id, problem.where) == (rule, f"{recipe}:{line}")
+    assert problem.fix
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "-.inf", "1e999"])
+def test_numbers_that_are_not_finite_are_refused_in_every_layer(text: str) -> None:
+    for layer in ({"flags": {"adam_eps": text}}, {"overrides": [f"optimizer.adam_eps={text}"]}):
+        (problem,) = problems(**layer)
+        assert (problem.id, problem.option) == ("invalid-value", "--adam-eps")
+
+
 def test_an_empty_recipe_and_an_empty_section_change_nothing(tmp_path: Path) -> None:
     assert load(write(tmp_path, "# nothing\n")).config == MODEL()
     assert load(write(tmp_path, "critic:\n")).config == MODEL()

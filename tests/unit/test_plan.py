@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from relax_cli.backends.rollout import embedded
+from relax_cli.cli.plan_text import plan_lines
 from relax_cli.config import memory
 from relax_cli.config.facts import Facts
 from relax_cli.config.machine import Machine
@@ -39,7 +41,7 @@ ROLES = {"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1,
 CRITIC = RoleSpec("critic", (), ("values",), uses_device=True)
 ADVANTAGES = RoleSpec("advantages", ("values",), ("advantages",), uses_device=False)
 GRAPH = base_graph().with_role(CRITIC).with_role(ADVANTAGES)
-SPACIOUS = Machine(memory=1 << 40, gpus=8, free_disk=lambda _: 1 << 50, ray_address="")
+SPACIOUS = Machine(memory=1 << 40, gpus=8, free_disk=lambda _: 1 << 50, gpu_memory=lambda: 1 << 40, ray_address="")
 
 
 def spec(folder: Path, config: dict[str, Any]) -> ModelSpec:
@@ -48,7 +50,10 @@ def spec(folder: Path, config: dict[str, Any]) -> ModelSpec:
 
 
 def config(**changes: Any) -> Config:
-    values: dict[str, dict[str, Any]] = {"batch": {"num_rollout": 4}, "parallel": {"resource": ROLES, "device": "cpu"}}
+    values: dict[str, dict[str, Any]] = {
+        "batch": {"num_rollout": 4},
+        "parallel": {"resource": ROLES, "device": "cpu", "colocate": True},
+    }
     for path, value in changes.items():
         section, _, key = path.partition("__")
         values.setdefault(section, {})[key] = value
@@ -180,7 +185,10 @@ def test_gpus_are_those_of_the_largest_role_and_memory_is_that_of_one(tmp_path: 
     half = facts.model.parameters_of_rank(2)  # type: ignore[union-attr]
     assert of_one["actor"] > 18 * half
     # 14 bytes a parameter: gradients are not kept.
-    assert shown["memory"]["parked_on_host_bytes"] == 8 * 14 * (half + facts.model.value_parameters_of_rank(2))  # type: ignore[union-attr]
+    trained = half + facts.model.value_parameters_of_rank(2)  # type: ignore[union-attr]
+    served = facts.model.parameters  # type: ignore[union-attr]
+    assert shown["memory"]["parked_on_host_bytes"] == 8 * 14 * trained + 4 * 2 * served
+    assert shown["memory"]["gpu"]["gpus_of_a_node"] == 8
 
 
 def test_a_run_in_one_process_needs_less_than_one_on_ray(tmp_path: Path) -> None:
@@ -200,7 +208,45 @@ GB = 10**9
         ({"memory": 100 * GB}, {}, ["memory-too-small"]),
         ({"memory": 150 * GB}, {}, ["memory-tight"]),
         ({"memory": 100 * GB, "ray_address": "auto"}, {}, []),
-        ({"memory": 100 * GB}, {"parallel__device": "cuda"}, []),
+        # Parked: 14 bytes of each trained parameter and SGLang's weights, about 121 GB, and the libraries.
+        ({"memory": 140 * GB}, {"parallel__device": "cuda"}, []),
+        ({"memory": 100 * GB}, {"parallel__device": "cuda"}, ["host-memory-too-small"]),
+        ({"memory": 100 * GB, "gpus": 0}, {"parallel__device": "cuda"}, ["no-cuda-device"]),
+        ({"gpu_memory": lambda: 140 * GB}, {"parallel__device": "cuda"}, []),
+        ({"gpu_memory": lambda: 60 * GB, "ray_address": "auto"}, {"parallel__device": "cuda"}, []),
+        ({"gpu_memory": lambda: None}, {"parallel__device": "cuda"}, []),
+        # Weights, gradients and optimizer take 72 GB, without them 24.
+        ({"gpu_memory": lambda: 60 * GB}, {"parallel__device": "cuda"}, ["gpu-memory-too-small"] * 3),
+        (
+            {"gpu_memory": lambda: 60 * GB},
+            {"parallel__device": "cuda", "optimizer__optimizer_cpu_offload": True, "batch__micro_batch_size": 1},
+            [],
+        ),
+        (
+            {"gpu_memory": lambda: 40 * GB},
+            {"parallel__device": "cuda", "optimizer__optimizer_cpu_offload": True, "batch__micro_batch_size": 32},
+            ["gpu-memory-tight"] * 2,
+        ),
+        (
+            {"gpu_memory": lambda: 60 * GB},
+            {
+                "parallel__device": "cuda",
+                "optimizer__optimizer_cpu_offload": True,
+                "batch__micro_batch_size": 1,
+                "sglang__sglang_mem_fraction_static": 0.95,
+            },
+            ["gpu-memory-tight"],
+        ),
+        (
+            {"gpu_memory": lambda: 60 * GB},
+            {
+                "parallel__device": "cuda",
+                "optimizer__optimizer_cpu_offload": True,
+                "batch__micro_batch_size": 1,
+                "sglang__sglang_mem_fraction_static": 0.1,
+            },
+            ["sglang-cache-too-small"],
+        ),
         ({"gpus": 0}, {"parallel__device": "cuda"}, ["no-cuda-device"]),
         ({"gpus": 0, "ray_address": "auto"}, {"parallel__device": "cuda"}, []),
         ({"free_disk": lambda _: 40 * GB}, {"checkpoint__save": "a"}, ["disk-too-small"]),
@@ -230,3 +276,55 @@ def test_too_few_gpus_is_told_from_none(tmp_path: Path) -> None:
     settings = config(parallel__resource=roles, parallel__device="cuda")
     assert [p.id for p in machine_problems(settings, Facts(), SPACIOUS)] == ["too-few-gpus"]
     assert machine_problems(settings, Facts(), replace(SPACIOUS, gpus=9)) == []
+
+
+def text_of(settings: Config, facts: Facts, machine: Machine) -> list[str]:
+    lines = plan_lines(build_plan(settings, GRAPH.roles, facts, machine, cores=2))
+    assert max(len(line) for line in lines) <= 80
+    return lines
+
+
+def joined(lines: list[str], start: str) -> str:
+    """The paragraph that begins with `start`."""
+    first = next(i for i, line in enumerate(lines) if line.startswith(start))
+    rest = itertools.takewhile(lambda line: line.startswith("    "), lines[first + 1 :])
+    return " ".join(line.strip() for line in [lines[first], *rest])
+
+
+def test_the_text_says_which_phase_does_not_fit_the_gpu_and_what_to_lower_first(tmp_path: Path) -> None:
+    settings = config(parallel__device="cuda", batch__micro_batch_size=1, sglang__sglang_mem_fraction_static=0.5)
+    facts = Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
+    lines = text_of(settings, facts, replace(SPACIOUS, gpu_memory=lambda: 60 * GB))
+    header = next(line for line in lines if line.startswith("  one GPU in phase"))
+    assert header.split()[-2:] == ["60", "GB"]
+    actor = next(line for line in lines if line.startswith("  actor  ") and "%" in line)
+    assert int(actor.split()[-1].removesuffix("%")) > 100
+    assert joined(lines, "  actor does not fit 60 GB").startswith(
+        "actor does not fit 60 GB; lower first: --optimizer-cpu-offload; then --recompute-granularity full"
+    )
+    assert "22.0 GB" in joined(lines, "  SGLang's cache on 60 GB")
+    assert "this machine has 1.1 TB" in joined(lines, "  host memory of a node of 1 GPU")
+    assert not any("lower first" in line for line in text_of(settings, facts, SPACIOUS))
+
+
+def test_the_text_shows_common_sizes_where_the_gpu_is_not_known(tmp_path: Path) -> None:
+    settings = config(parallel__device="cuda", parallel__recompute_granularity="selective")
+    facts = Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
+    lines = text_of(settings, facts, replace(SPACIOUS, gpus=0))
+    assert any("of 80 GB  of 141 GB" in line for line in lines)
+    assert any(line.startswith("  - selective recomputation of core_attn") for line in lines)
+    assert not any("this machine has" in line for line in lines)
+
+
+def test_the_text_of_a_cpu_run_has_one_peak(tmp_path: Path) -> None:
+    lines = text_of(config(), Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,)), SPACIOUS)
+    assert any(line.startswith("  at their peaks: ") and "this machine has 1.1 TB" in line for line in lines)
+    assert not any("GPU in phase" in line for line in lines)
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_and_the_plan_says_so(tmp_path: Path) -> None:
+    odd = spec(tmp_path, QWEN3_4B | {"vocab_size": 151937})
+    ranks = {"actor": [1, 2], "critic": [1, 2], "rollout": [1, 1], "advantages": [1, 0]}
+    settings = config(parallel__resource=ranks, parallel__tensor_model_parallel_size=2)
+    lines = text_of(settings, Facts(model=odd, prompt_lens=(8,)), SPACIOUS)
+    assert "  - vocabulary of 151937, padded to 151938" in lines

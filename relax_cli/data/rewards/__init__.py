@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite, nan
 from typing import Any, Protocol
 
+from relax_cli.config.reward_checks import REMOTE, url_fault
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.rewards.types import BatchReward, RewardInput, RewardResult, Score
 from relax_cli.errors import ConfigError, Problem, RunError
@@ -28,6 +29,7 @@ BUILTIN_REWARDS: Mapping[str, str] = {
     "exact": "relax_cli.data.rewards.exact:exact",
     "math": "relax_cli.data.rewards.math:MathReward",
     "reasoning_gym": "relax_cli.data.rewards.reasoning_gym:ReasoningGymReward",
+    REMOTE: "relax_cli.data.rewards.remote:RemoteReward",
 }
 """`"module:function"`, or a class whose instances are called (and closed, where they hold a pool)."""
 
@@ -71,6 +73,8 @@ def load_reward(section: RewardSection, named: Mapping[str, str]) -> RewardFunct
             "no reward is given", got="neither", fix="--rm-type exact, or --custom-rm-path FILE.py:function"
         )
     reference = _find(section.rm_type, named)
+    if section.rm_type == REMOTE:
+        return _load_remote(section)
     return _Checked(section.rm_type, _load(section.rm_type, reference), section.reward_key)
 
 
@@ -86,6 +90,15 @@ def _find(name: str, named: Mapping[str, str]) -> str:
             f"there is no reward {name!r}", got=name, expected=", ".join(known), fix=f"--rm-type {nearest}"
         )
     return known[name]
+
+
+def _load_remote(section: RewardSection) -> RewardFunction:
+    from relax_cli.data.rewards.remote import RemoteReward
+
+    if section.rm_url is None or url_fault(section.rm_url):
+        raise _config_error("--rm-type remote needs a URL", got="none that is usable", fix="--rm-url URL")
+    remote = RemoteReward(section.rm_url)
+    return _Checked(f"{REMOTE} ({remote.shown_url})", remote, section.reward_key)
 
 
 def _load(name: str, reference: str) -> BatchReward:

@@ -1,0 +1,227 @@
+"""Rules of a configuration: a change that is refused, and the near miss that passes.
+
+Changes are made to the configuration of `test_checks.make`, written `section__key`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PPO_ROLES = {"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}
+
+Change = dict[str, Any]
+
+
+def roles(**changes: list[int] | None) -> dict[str, list[int]]:
+    merged = {**PPO_ROLES, **changes}
+    return {role: counts for role, counts in merged.items() if counts is not None}
+
+
+URL = {"reward__rm_type": "remote", "reward__rm_url": "https://me:pass@[::1]:8000/judge?q=1"}
+
+REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
+    (
+        "recompute-incomplete",
+        {"parallel__recompute_granularity": "full", "parallel__recompute_method": "uniform"},
+        {
+            "parallel__recompute_granularity": "full",
+            "parallel__recompute_method": "uniform",
+            "parallel__recompute_num_layers": 1,
+        },
+    ),
+    (
+        "recompute-incomplete",
+        {"parallel__recompute_granularity": "full", "parallel__recompute_num_layers": 1},
+        {"parallel__recompute_granularity": "selective"},
+    ),
+    (
+        "recompute-module-unknown",
+        {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": ["core_attn", "moe"]},
+        {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": ["core_attn", "mlp"]},
+    ),
+    ("reward-missing", {"reward__rm_type": None}, {}),
+    ("reward-unknown", {"reward__rm_type": "exakt"}, {"reward__rm_type": "math"}),
+    (
+        "resource-unknown-role",
+        {"parallel__resource": roles(critics=[1, 1])},
+        {"parallel__resource": roles(reference=[1, 1])},
+    ),
+    (
+        "resource-missing-role",
+        {"parallel__resource": roles(rollout=None)},
+        {"parallel__resource": roles(critic=None)},
+    ),
+    ("resource-one-service", {"parallel__resource": roles(actor=[2, 1])}, {}),
+    ("resource-negative", {"parallel__resource": roles(advantages=[1, -1])}, {}),
+    (
+        "resource-no-device",
+        {"parallel__resource": roles(critic=[1, 0])},
+        {"parallel__resource": roles(critic=[1, 1])},
+    ),
+    (
+        "local-launcher-one-process",
+        {"parallel__launcher": "local", "parallel__resource": roles(actor=[1, 2])},
+        {"parallel__launcher": "local"},
+    ),
+    (
+        "pipeline-not-supported",
+        {
+            "parallel__pipeline_model_parallel_size": 2,
+            "parallel__resource": roles(actor=[1, 2], critic=[1, 2]),
+        },
+        {"parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
+    ),
+    ("fully-async-not-supported", {"parallel__fully_async": True}, {"parallel__fully_async": False}),
+    (
+        "ranks-not-divisible",
+        {"parallel__tensor_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 2], critic=[1, 3])},
+        {"parallel__tensor_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 2], critic=[1, 4])},
+    ),
+    (
+        "batch-arithmetic",
+        {"batch__rollout_batch_size": 16, "batch__global_batch_size": 8, "batch__num_steps_per_rollout": 3},
+        {"batch__rollout_batch_size": 16, "batch__global_batch_size": 8, "batch__num_steps_per_rollout": 2},
+    ),
+    (
+        "batch-arithmetic",
+        {"batch__rollout_batch_size": 16, "batch__num_steps_per_rollout": 3},
+        {"batch__rollout_batch_size": 18, "batch__num_steps_per_rollout": 3},
+    ),
+    (
+        "batch-arithmetic",
+        {"batch__rollout_batch_size": 5, "batch__n_samples_per_prompt": 3, "batch__global_batch_size": 6},
+        {"batch__rollout_batch_size": 4, "batch__n_samples_per_prompt": 3, "batch__global_batch_size": 6},
+    ),
+    (
+        "batch-smaller-than-ranks",
+        {"batch__rollout_batch_size": 1, "parallel__resource": roles(actor=[1, 2])},
+        {"batch__rollout_batch_size": 2, "parallel__resource": roles(actor=[1, 2])},
+    ),
+    ("reward-url-missing", {"reward__rm_type": "remote"}, URL),
+    ("reward-url-unused", {"reward__rm_url": "http://host/judge"}, URL),
+    *[
+        ("reward-url-invalid", {"reward__rm_type": "remote", "reward__rm_url": url}, URL)
+        for url in ("host:8000/judge", "judge", "ftp://host/judge", "http:///judge", "http://host:99999", "http://a b/")
+    ],
+    (
+        "token-budget-missing",
+        {"batch__use_dynamic_batch_size": True},
+        {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 99},
+    ),
+    (
+        "token-budget-too-small",
+        {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 11, "rollout__rollout_max_prompt_len": 8},
+        {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 12, "rollout__rollout_max_prompt_len": 8},
+    ),
+    (
+        "token-budget-too-small",
+        {
+            "batch__use_dynamic_batch_size": True,
+            "batch__max_tokens_per_gpu": 4,
+            "algorithm__bootstrap_truncated": True,
+        },
+        {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 4},
+    ),
+    ("run-length-missing", {"batch__num_rollout": None}, {"batch__num_rollout": None, "batch__num_epoch": 1}),
+    (
+        "save-interval-without-save",
+        {"checkpoint__save_interval": 2},
+        {"checkpoint__save_interval": 2, "checkpoint__save": "a", "critic__critic_save": "c"},
+    ),
+    (
+        "critic-save-missing",
+        {"checkpoint__save": "a"},
+        {"checkpoint__save": "a", "parallel__resource": roles(critic=None)},
+    ),
+    (
+        "critic-save-without-save",
+        {"critic__critic_save": "c"},
+        {"critic__critic_save": "c", "checkpoint__save": "a"},
+    ),
+    (
+        "eval-interval-without-data",
+        {"eval__eval_interval": 1},
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]},
+    ),
+    (
+        "eval-data-unused",
+        {"eval__eval_prompt_data": ["h=train.jsonl"]},
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]},
+    ),
+    (
+        "min-lr-above-lr",
+        {"optimizer__lr": 1.0, "optimizer__min_lr": 2.0, "optimizer__lr_decay_style": "linear"},
+        {"optimizer__lr": 1.0, "optimizer__min_lr": 1.0, "optimizer__lr_decay_style": "linear"},
+    ),
+    (
+        "tis-bounds",
+        {"algorithm__use_tis": True, "algorithm__tis_clip_low": 3.0},
+        {"algorithm__use_tis": True, "algorithm__tis_clip_low": 2.0},
+    ),
+    (
+        "tis-no-effect",
+        {"algorithm__use_tis": True, "algorithm__use_rollout_logprobs": True},
+        {"algorithm__use_tis": True},
+    ),
+    (
+        "kl-loss-without-coef",
+        {"algorithm__use_kl_loss": True},
+        {"algorithm__use_kl_loss": True, "algorithm__kl_loss_coef": 0.1},
+    ),
+    (
+        "kl-loss-k1",
+        {"algorithm__use_kl_loss": True, "algorithm__kl_loss_coef": 0.1},
+        {"algorithm__use_kl_loss": True, "algorithm__kl_loss_coef": 0.1, "algorithm__kl_loss_type": "k2"},
+    ),
+    ("model-missing", {"model__hf_checkpoint": ""}, {}),
+    ("model-folder-missing", {"model__hf_checkpoint": "Qwen/Qwen3-0.6B"}, {}),
+    ("model-package-unknown", {"model__hf_checkpoint": "package:llm-smollm3"}, {}),
+    (
+        "heads-not-divisible",
+        {"parallel__tensor_model_parallel_size": 4, "parallel__resource": roles(actor=[1, 4], critic=[1, 4])},
+        {"parallel__tensor_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 4], critic=[1, 4])},
+    ),
+    (
+        "longer-than-positions",
+        {"rollout__rollout_max_prompt_len": 29},
+        {"rollout__rollout_max_prompt_len": 28},
+    ),
+    (
+        "longer-than-positions",
+        {"rollout__rollout_max_response_len": 33},
+        {"rollout__rollout_max_response_len": 32},
+    ),
+    ("prompt-data-missing", {"data__prompt_data": ""}, {}),
+    ("reasoning-gym-task", {"data__prompt_data": "reasoning-gym:chain_some"}, {}),
+    (
+        "eval-data-name",
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["train.jsonl"]},
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["a=train.jsonl", "b=train.jsonl"]},
+    ),
+    (
+        "eval-data-name",
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["a=train.jsonl", "a=train.jsonl"]},
+        {"eval__eval_interval": 1, "eval__eval_prompt_data": ["a=train.jsonl"]},
+    ),
+    (
+        "reward-needs-label",
+        {"data__label_key": None},
+        {"data__label_key": None, "reward__rm_type": "reasoning_gym"},
+    ),
+    (
+        "ranks-vs-cores",
+        {"parallel__resource": roles(rollout=[1, 9])},
+        {"parallel__resource": roles(rollout=[1, 8])},
+    ),
+    (
+        "overlap-needs-cpu",
+        {"parallel__overlap_updates": True, "parallel__device": "cuda"},
+        {"parallel__overlap_updates": True},
+    ),
+    ("ray-cpus", {"parallel__ray_num_cpus": 3}, {"parallel__ray_num_cpus": 4}),
+    (
+        "one-folder-for-two",
+        {"checkpoint__save": "a", "critic__critic_save": "./a/"},
+        {"checkpoint__save": "a", "critic__critic_save": "a/critic"},
+    ),
+]

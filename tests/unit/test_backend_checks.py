@@ -1,0 +1,97 @@
+"""Rules about layers and allocator of the training back end: each refuses, and lets the nearest valid one pass."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_cli.config.checks import check_config
+from relax_cli.config.facts import Facts
+from relax_cli.config.file_checks import Surroundings
+from relax_cli.config.machine import Machine, allocator_settings
+from relax_cli.config.machine_checks import machine_problems
+from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection, SglangSection
+
+AROUND = Surroundings(read_prompts=lambda *_: [], cores=64, has_cuda=True)
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+
+
+def ids(config: Config) -> set[str]:
+    return {problem.id for problem in check_config(config, AROUND)}
+
+
+@pytest.mark.parametrize(
+    ("refused", "allowed"),
+    [
+        ({"transformer_impl": "transformer_engine", "device": "cpu"}, {"transformer_impl": "local", "device": "cpu"}),
+        ({"transformer_impl": "transformer_engine", "device": "cpu"}, {"transformer_impl": "auto", "device": "cpu"}),
+        (
+            {"transformer_impl": "transformer_engine", "device": "cpu"},
+            {"transformer_impl": "transformer_engine", "device": "cuda"},
+        ),
+    ],
+)
+def test_transformer_engine_needs_cuda(refused: dict[str, Any], allowed: dict[str, Any]) -> None:
+    rule = "transformer-engine-needs-cuda"
+    assert rule in ids(Config(parallel=ParallelSection(**refused)))
+    assert rule not in ids(Config(parallel=ParallelSection(**allowed)))
+
+
+def test_chunks_of_recomputed_layers_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 6}))
+    model = ModelSection(hf_checkpoint=str(tmp_path))
+
+    def found(**parallel: Any) -> set[str]:
+        return ids(Config(model=model, parallel=ParallelSection(**parallel)))
+
+    assert "recompute-layers" in found(**FULL, recompute_num_layers=4)
+    assert "recompute-layers" in found(**FULL, recompute_num_layers=7)
+    assert "recompute-layers" not in found(**FULL, recompute_num_layers=3)
+    assert "recompute-layers" not in found(**FULL | {"recompute_method": "block"}, recompute_num_layers=4)
+    (tmp_path / "config.json").write_text("nonsense")
+    assert "recompute-layers" not in found(**FULL, recompute_num_layers=4)
+
+
+def test_bridged_models_are_not_split_along_the_sequence(tmp_path: Path) -> None:
+    def found(family: str, ranks: int) -> set[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        layout = ParallelSection(sequence_parallel=True, tensor_model_parallel_size=ranks)
+        return ids(Config(model=ModelSection(hf_checkpoint=str(tmp_path)), parallel=layout))
+
+    rule = "bridge-sequence-parallel"
+    assert rule in found("qwen3_5", 2)
+    assert rule not in found("qwen3_5", 1)
+    assert rule not in found("qwen3", 2)
+
+
+def test_sglang_does_not_go_with_expandable_segments() -> None:
+    machine = Machine(memory=1 << 40, gpus=8, free_disk=lambda _: None, ray_address="")
+
+    def found(allocator: str, device: str = "cuda", **sglang: Any) -> set[str]:
+        config = Config(
+            parallel=ParallelSection(device=device),  # type: ignore[arg-type]
+            rollout=RolloutSection(rollout_engine="sglang"),
+            sglang=SglangSection(**sglang),
+        )
+        return {problem.id for problem in machine_problems(config, Facts(), replace(machine, allocator=allocator))}
+
+    rule = "expandable-segments"
+    assert rule in found("expandable_segments:True")
+    assert rule in found("max_split_size_mb:512, expandable_segments: true")
+    assert rule not in found("expandable_segments:False")
+    assert rule not in found("")
+    assert rule not in found("expandable_segments:True", rollout_external=True, rollout_external_engine_addrs=("a:1",))
+
+
+def test_settings_of_the_allocator_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert allocator_settings() == ""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert allocator_settings() == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert allocator_settings() == "max_split_size_mb:64,expandable_segments:True"

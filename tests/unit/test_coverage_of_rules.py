@@ -1,0 +1,73 @@
+"""Every rule has a test that names it, and every option is read by something that acts on it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rule_ids import PACKAGE, SOURCES, rule_ids
+
+from relax_cli.config.checks import check_config
+from relax_cli.config.file_checks import Surroundings
+from relax_cli.config.model import config_model, options_by_name
+from relax_cli.config.schema import Config, ParallelSection
+from relax_cli.plugin.manager import load_plugins
+
+TESTS = Path(__file__).parent.parent
+JUDGES = re.compile(r"(.*_checks|checks|effects|schema|redact|rules)\.py")
+"""Modules that judge options; being looked at there is no effect."""
+
+
+def literals(path: Path) -> Iterator[str]:
+    """Every text constant of a file."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_rule_has_a_test_that_names_it() -> None:
+    texts = {text for path in TESTS.rglob("*.py") for text in literals(path)}
+    # Also inside a longer text, such as the line of a screen.
+    words = {word for text in texts for word in re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)*", text)}
+    untested = {rule: place for rule, place in rule_ids().items() if not any(re.fullmatch(rule, w) for w in words)}
+    assert untested == {}
+
+
+def test_there_are_many_rules_about_a_configuration_with_refusal_and_near_miss() -> None:
+    from rule_cases import REFUSED_AND_NEAR_MISS
+    from test_effects import RULES
+
+    rules = {rule for rule, _, _ in (*REFUSED_AND_NEAR_MISS, *RULES)}
+    assert len(rules) >= 60
+
+
+REFUSED = {"fully_async": True, "pipeline_model_parallel_size": 2}
+"""Options that stand for what is not built, with a value that is refused."""
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_that_are_not_built_are_refused(option: str) -> None:
+    parallel = ParallelSection(**{option: REFUSED[option]})
+    around = Surroundings(read_prompts=lambda *_: None)
+    found = [p for p in check_config(Config(parallel=parallel), around, skip_files=True) if p.severity == "error"]
+    assert f"--{option.replace('_', '-')}" in {problem.option for problem in found}
+
+
+def attributes_read(path: Path) -> set[str]:
+    """Names of attributes that a file reads."""
+    tree = ast.parse(path.read_text("utf-8"))
+    return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+
+
+def test_every_option_is_read_by_something_that_acts_on_it() -> None:
+    files = [path for root in SOURCES for path in root.rglob("*.py") if not JUDGES.fullmatch(path.name)]
+    read = {name for path in files for name in attributes_read(path)}
+    # Properties of the sections read the options behind them.
+    schema = ast.parse((PACKAGE / "config" / "schema.py").read_text("utf-8"))
+    for function in (node for node in ast.walk(schema) if isinstance(node, ast.FunctionDef) and node.name in read):
+        read |= {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute)}
+    options = options_by_name(config_model(load_plugins().estimators().values()))
+    assert sorted(set(options) - read - set(REFUSED)) == []

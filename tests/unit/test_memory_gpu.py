@@ -1,0 +1,293 @@
+"""The memory plan of runs on GPUs: recomputation, parallelism, offload, the share of SGLang, what to lower first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standins import QWEN3_4B, QWEN3_5_9B
+
+from relax_cli.config import machine, memory, memory_gpu
+from relax_cli.config.hybrid_spec import read_any_spec
+from relax_cli.config.memory_records import GRADIENTS, Lengths, RoleMemory
+from relax_cli.config.model_spec import ModelSpec
+from relax_cli.config.schema import Config
+
+LENGTHS = Lengths(1000, 3000)
+TOKENS = 3999
+ROLES = {"actor": [1, 8], "critic": [1, 8], "rollout": [1, 8], "advantages": [1, 0]}
+GB = 10**9
+NAMES = ("rollout", "critic", "advantages", "actor")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    return read_any_spec(tmp_path)
+
+
+def config(**changes: Any) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "batch": {"num_rollout": 4, "micro_batch_size": 1},
+        "parallel": {"resource": ROLES, "device": "cuda", "colocate": True},
+    }
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        values.setdefault(section, {})[key] = value
+    return Config.model_validate(values)
+
+
+def role(spec: ModelSpec, name: str = "actor", **changes: Any) -> RoleMemory:
+    (found,) = memory.roles_memory(config(**changes), (name,), spec, LENGTHS)
+    return found
+
+
+def activations(spec: ModelSpec, **changes: Any) -> int:
+    return role(spec, "critic", **changes).working["activations"]
+
+
+FULL = {
+    "parallel__recompute_granularity": "full",
+    "parallel__recompute_method": "uniform",
+    "parallel__recompute_num_layers": 1,
+}
+
+
+def test_full_recomputation_keeps_the_input_of_each_layer_and_one_whole_layer(spec: ModelSpec) -> None:
+    kept, whole = activations(spec, **FULL), activations(spec)
+    in_flight = 2 * TOKENS * (4 * spec.ffn_hidden_size + 4 * spec.hidden_size)
+    inputs = 2 * TOKENS * spec.num_layers * spec.hidden_size
+    # Within the rounding of a thirty-sixth part.
+    assert kept == pytest.approx(inputs + (whole - in_flight) / spec.num_layers + in_flight, abs=4)
+    assert kept < whole / 5
+
+
+def test_larger_chunks_keep_fewer_inputs_and_more_layers(spec: ModelSpec) -> None:
+    one, six, all_layers = (activations(spec, **FULL | {"parallel__recompute_num_layers": n}) for n in (1, 6, 36))
+    assert one < six < all_layers
+    assert all_layers == activations(spec) + 2 * TOKENS * spec.hidden_size
+
+
+def test_recomputing_the_first_layers_only_is_between_all_and_none(spec: ModelSpec) -> None:
+    block = FULL | {"parallel__recompute_method": "block"}
+    counts = [activations(spec, **block | {"parallel__recompute_num_layers": n}) for n in (1, 18, 36)]
+    assert activations(spec) > counts[1] > counts[2] == activations(spec, **FULL)
+    # One layer that is computed again saves nothing: it is there again when its turn comes.
+    assert counts[0] == activations(spec) + 2 * TOKENS * spec.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("modules", "saved"),
+    [
+        ((), 36 * TOKENS * (2 * 4096 + 1024)),
+        (("core_attn",), 36 * TOKENS * (2 * 4096 + 1024)),
+        (("mlp",), 3 * 9728 * (35 * TOKENS + 3000)),
+        (("mlp", "core_attn"), 3 * 9728 * (35 * TOKENS + 3000) + 36 * TOKENS * (2 * 4096 + 1024)),
+    ],
+)
+def test_selective_recomputation_leaves_out_what_the_modules_keep(
+    spec: ModelSpec, modules: tuple[str, ...], saved: int
+) -> None:
+    selective = {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": modules}
+    assert activations(spec) - activations(spec, **selective) == 2 * saved
+
+
+def test_sequence_parallelism_splits_what_is_between_the_matrix_products(spec: ModelSpec) -> None:
+    split = {"parallel__tensor_model_parallel_size": 4}
+    without, with_it = activations(spec, **split), activations(spec, **split, parallel__sequence_parallel=True)
+    states = 2 * (36 * TOKENS + 35 * TOKENS + 3000) + 2 * 3000
+    assert without - with_it == 2 * states * (2560 - 2560 // 4)
+    # Of the layer inputs that full recomputation keeps, a rank has its share only.
+    full = activations(spec, **split, **FULL) - activations(spec, **split, **FULL, parallel__sequence_parallel=True)
+    assert full > 2 * TOKENS * 36 * (2560 - 2560 // 4)
+
+
+def test_a_token_budget_decides_how_many_samples_a_micro_batch_has(spec: ModelSpec) -> None:
+    dynamic = {"batch__use_dynamic_batch_size": True, "batch__micro_batch_size": 7, "parallel__resource": {**ROLES,
+               "actor": [1, 1], "critic": [1, 1]}}  # fmt: skip
+    one, three = (activations(spec, **dynamic, batch__max_tokens_per_gpu=budget) for budget in (4000, 15999))
+    assert one == activations(spec)
+    assert three == 3 * one
+
+
+def test_moments_and_masters_are_shared_out_over_data_parallel_ranks(spec: ModelSpec) -> None:
+    split = {"parallel__tensor_model_parallel_size": 2}
+    parameters = spec.parameters_of_rank(2)
+    alone, shared = role(spec, **split), role(spec, **split, optimizer__use_distributed_optimizer=True)
+    assert alone.model_bytes == 18 * parameters
+    assert shared.model_bytes == 6 * parameters + 12 * -(-parameters // 4)
+    assert shared.host == {"parked": shared.model_bytes - 4 * parameters}
+
+
+def test_an_offloaded_optimizer_leaves_weights_and_gradients_on_the_gpu(spec: ModelSpec) -> None:
+    found = role(spec, optimizer__optimizer_cpu_offload=True)
+    assert found.resident == {"weights": 2 * spec.parameters, GRADIENTS: 4 * spec.parameters}
+    # Master weight, gradient and two moments, fp32, all the time; the weights when the role sleeps.
+    assert found.host == {"parked": 2 * spec.parameters, "optimizer": 16 * spec.parameters}
+    on_cpu = role(spec, optimizer__optimizer_cpu_offload=True, parallel__device="cpu")
+    assert on_cpu.model_bytes == (4 + 4 + 16) * spec.parameters
+    assert on_cpu.host == {}
+
+
+def gpu_plan(spec: ModelSpec, gpu: int | None = 80 * GB, gpus_here: int = 8, **changes: Any) -> memory_gpu.GpuMemory:
+    settings = config(**changes)
+    roles = memory.roles_memory(settings, NAMES, spec, LENGTHS)
+    return memory_gpu.gpu_memory(settings, spec, roles, LENGTHS, gpu, gpus_here)
+
+
+def needed(plan: memory_gpu.GpuMemory, phase: str) -> int:
+    (found,) = (fit.needed for fit in plan.fits if fit.phase == phase)
+    return found
+
+
+def test_sglang_takes_its_fraction_and_keeps_the_rest_of_it_for_the_cache(spec: ModelSpec) -> None:
+    plan = gpu_plan(spec, sglang__sglang_mem_fraction_static=0.5)
+    sleeping = 2 * memory_gpu.CONTEXT_BYTES
+    assert needed(plan, "rollout") == 40 * GB + sleeping + memory_gpu.SERVER_OVERHEAD
+    (cache,) = plan.caches
+    assert cache.size == 40 * GB - 2 * spec.parameters
+    # Keys and values, bf16, 36 layers of 8 heads of 128.
+    assert cache.sequences == cache.size // (2 * 2 * 36 * 8 * 128 * 4000)
+    assert plan.wanted == 32 // 8
+
+
+def test_servers_of_two_gpus_halve_weights_and_cache_of_each(spec: ModelSpec) -> None:
+    one, two = (gpu_plan(spec, sglang__rollout_num_gpus_per_engine=n) for n in (1, 2))
+    assert two.caches[0].size > one.caches[0].size
+    assert two.caches[0].sequences > 2 * one.caches[0].sequences
+    assert two.wanted == 2 * one.wanted
+
+
+def test_linear_attention_keeps_a_state_for_each_sequence_and_no_keys(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_9B))
+    hybrid = read_any_spec(tmp_path)
+    plan = gpu_plan(hybrid, sglang__sglang_mem_fraction_static=0.6)
+    weights = 2 * (hybrid.parameters + hybrid.untrained_parameters)
+    assert plan.caches[0].size == 48 * GB - weights
+    # 24 layers of 32 heads of 128 x 128 fp32, and a window of three tokens of 8192 channels.
+    state = 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    assert hybrid.state_bytes == state
+    assert plan.caches[0].sequences == plan.caches[0].size // (2 * 2 * 8 * 4 * 256 * 4000 + state)
+
+
+def test_all_tokens_go_through_the_last_layer_that_the_bridge_builds(spec: ModelSpec) -> None:
+    class Late(ModelSpec):
+        answers_early = False
+
+    late = Late(**vars(spec))
+    prompts = TOKENS - LENGTHS.response
+    assert activations(late) - activations(spec) == 2 * prompts * (2 * 2560 + 3 * 9728 + 2 * 2560)
+
+
+def test_a_model_whose_weights_fill_the_fraction_has_no_cache(spec: ModelSpec) -> None:
+    (cache,) = gpu_plan(spec, sglang__sglang_mem_fraction_static=0.05).caches
+    assert cache.size < 0
+    assert cache.sequences == 0
+
+
+def test_a_server_that_never_sleeps_takes_its_part_in_every_phase(spec: ModelSpec) -> None:
+    half = {"sglang__sglang_mem_fraction_static": 0.5}
+    sleeps, stays = gpu_plan(spec, **half), gpu_plan(spec, **half, parallel__colocate=False)
+    assert needed(stays, "rollout") == needed(sleeps, "rollout")
+    for phase in ("critic", "actor", "publish weights"):
+        assert needed(stays, phase) - needed(sleeps, phase) == 40 * GB + memory_gpu.SERVER_OVERHEAD
+    # Asleep, its weights are in host memory.
+    assert sleeps.host - stays.host == 8 * 2 * spec.parameters
+    assert gpu_plan(spec, **half, parallel__colocate=False, parallel__offload_rollout=True) == sleeps
+
+
+def test_external_servers_take_nothing_of_our_gpus(spec: ModelSpec) -> None:
+    plan = gpu_plan(spec, sglang__rollout_external=True)
+    assert plan.caches == ()
+    assert {fit.phase for fit in plan.fits} == {"critic", "actor"}
+
+
+def test_publishing_holds_the_actor_and_the_weights_of_the_server_but_no_cache(spec: ModelSpec) -> None:
+    plan = gpu_plan(spec, optimizer__optimizer_cpu_offload=True)
+    bucket = 512 << 20
+    assert needed(plan, "publish weights") == (
+        6 * spec.parameters + 2 * spec.parameters + 3 * bucket + 3 * memory_gpu.CONTEXT_BYTES
+    )
+
+
+def test_an_unknown_gpu_is_shown_against_common_sizes(spec: ModelSpec) -> None:
+    plan = gpu_plan(spec, gpu=None, gpus_here=0)
+    assert {fit.gpu for fit in plan.fits} == {80 * GB, 141 * GB}
+    assert [cache.gpu for cache in plan.caches] == [80 * GB, 141 * GB]
+    assert plan.host_gpus == 8
+
+
+def test_a_node_of_two_has_half_of_the_parked_roles(spec: ModelSpec) -> None:
+    roles = {name: [1, 16] if counts[1] else counts for name, counts in ROLES.items()}
+    one = gpu_plan(spec)
+    of_two = gpu_plan(spec, parallel__resource=roles)
+    assert (of_two.host, of_two.host_gpus) == (one.host, one.host_gpus)
+    parked = 8 * (14 * (spec.parameters + spec.value_parameters) + 2 * spec.parameters)
+    # Three processes on each GPU, and that of Advantages.
+    assert one.host == parked + (3 * 8 + 1) * memory_gpu.HOST_BASE_BYTES
+
+
+def test_what_to_lower_first_follows_what_the_memory_is_for(spec: ModelSpec) -> None:
+    by_state = gpu_plan(spec, gpu=60 * GB).advice["actor"]
+    assert by_state[:3] == (
+        "--use-distributed-optimizer",
+        "--optimizer-cpu-offload",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    )
+    by_batch = gpu_plan(
+        spec, gpu=60 * GB, batch__micro_batch_size=4, optimizer__optimizer_cpu_offload=True,
+        parallel__tensor_model_parallel_size=2,
+    ).advice["actor"]  # fmt: skip
+    assert by_batch == (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--sequence-parallel",
+        "--micro-batch-size 2",
+        "--use-distributed-optimizer",
+        "--tensor-model-parallel-size 4",
+        "a lower --rollout-max-response-len",
+    )
+
+
+def test_no_tensor_parallel_size_is_offered_that_the_heads_do_not_allow(spec: ModelSpec) -> None:
+    advice = gpu_plan(spec, gpu=10 * GB, parallel__tensor_model_parallel_size=8).advice
+    assert not any("tensor-model-parallel" in option for options in advice.values() for option in options)
+
+
+def test_a_budget_of_two_samples_is_lowered_to_one(spec: ModelSpec) -> None:
+    dynamic = {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 8000}
+    assert "--max-tokens-per-gpu 4000" in gpu_plan(spec, gpu=10 * GB, **dynamic).advice["actor"]
+    dynamic["batch__max_tokens_per_gpu"] = 4000
+    assert not any("max-tokens" in option for option in gpu_plan(spec, gpu=10 * GB, **dynamic).advice["actor"])
+
+
+def test_a_server_that_is_too_large_gets_a_smaller_fraction_or_more_gpus(spec: ModelSpec) -> None:
+    offload = {"optimizer__optimizer_cpu_offload": True}
+    advice = gpu_plan(spec, **offload, sglang__sglang_mem_fraction_static=0.97).advice
+    assert advice == {"rollout": ("a lower --sglang-mem-fraction-static", "--rollout-num-gpus-per-engine 2")}
+    assert gpu_plan(spec, **offload, sglang__sglang_mem_fraction_static=0.7).advice == {}
+    # Left to itself, SGLang chooses what fits.
+    assert "rollout" not in gpu_plan(spec, gpu=40 * GB, **offload).advice
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("81559\n81559\n", 81559 << 20), ("143771\n81559\n", 81559 << 20), ("[N/A]\n", None), ("", None)],
+)
+def test_nvidia_smi_says_how_large_the_smallest_gpu_is(
+    monkeypatch: pytest.MonkeyPatch, answer: str, expected: int | None
+) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout=answer)
+    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **kwargs: done)
+    assert machine.smallest_gpu.__wrapped__() == expected
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(), subprocess.TimeoutExpired("nvidia-smi", 1)])
+def test_without_nvidia_smi_the_size_is_unknown(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(machine.subprocess, "run", fail)
+    assert machine.smallest_gpu.__wrapped__() is None

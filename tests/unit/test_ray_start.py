@@ -1,0 +1,153 @@
+"""A Ray that does not start, without Ray: what the user reads, and what is left behind."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from relax_cli.config.schema import AlgorithmSection, Config
+from relax_cli.engine.launch import RaySession, cluster_gpus, start_ray
+from relax_cli.engine.local import free_port
+from relax_cli.engine.plan import LaunchPlan
+from relax_cli.errors import EnvironmentFault, ExitCode, Problem
+from relax_cli.plugin.manager import load_plugins
+
+SLOW = "The current node timed out during startup.\nThis could happen because ..."
+
+
+def plan_of(tmp_path: Path) -> LaunchPlan:
+    nothing: Any = None
+    return LaunchPlan(
+        config=Config(),
+        estimator=nothing,
+        graph=nothing,
+        model_folder=tmp_path,
+        run_dir=tmp_path / "run",
+        actor_load=None,
+        critic_load=None,
+        status=lambda text: None,
+    )
+
+
+class FakeInit:
+    """`ray.init` that takes SIGTERM as the real one does, and then raises what it is given."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.asked: list[tuple[str | None, dict[str, Any]]] = []
+
+    def __call__(self, address: str | None = None, **options: Any) -> None:
+        self.asked.append((address, options))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture(autouse=True)
+def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> FakeInit:
+    init = FakeInit(error)
+    monkeypatch.setattr(ray, "init", init)
+    return init
+
+
+def problem_of(caught: pytest.ExceptionInfo[EnvironmentFault]) -> Problem:
+    (problem,) = caught.value.problems
+    assert caught.value.exit_code is ExitCode.ENVIRONMENT
+    assert problem.id == "ray-start-failed"
+    return problem
+
+
+@pytest.mark.parametrize("error", [Exception(SLOW), RuntimeError(SLOW), TimeoutError(SLOW), OSError(SLOW)])
+def test_a_ray_that_does_not_start_is_a_fault_of_this_machine(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(monkeypatch, error)
+    ended: list[bool] = []
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(EnvironmentFault) as caught:
+        RaySession(plan_of(tmp_path))
+    problem = problem_of(caught)
+    assert (problem.message, problem.where) == ("Ray did not start", "this machine")
+    assert problem.got == f"{type(error).__name__}: The current node timed out during startup."
+    assert "ray stop" in problem.fix
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert ended == [True]
+
+
+def calls(tmp_path: Path) -> tuple[Callable[[], object], ...]:
+    """Everything that joins the cluster of RAY_ADDRESS."""
+    return lambda: start_ray(plan_of(tmp_path)), cluster_gpus
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """An address where something listens, which is no Ray."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_cluster_that_refuses_is_named(tmp_path: Path, listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", listening)
+    init = fake(monkeypatch, ConnectionError("no answer"))
+    before = signal.getsignal(signal.SIGTERM)
+    for call in calls(tmp_path):
+        with pytest.raises(EnvironmentFault) as caught:
+            call()
+        problem = problem_of(caught)
+        assert (problem.where, problem.got) == (f"RAY_ADDRESS={listening}", "ConnectionError: no answer")
+        assert f"ray status --address {listening}" in problem.fix
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert [address for address, _ in init.asked] == [listening] * 2
+
+
+def test_ray_is_not_asked_where_nothing_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on trying for minutes."""
+    init = fake(monkeypatch, None)
+    for address in (f"127.0.0.1:{free_port()}", "127.0.0.1:99999"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        for call in calls(tmp_path):
+            with pytest.raises(EnvironmentFault) as caught:
+                call()
+            assert problem_of(caught).where == f"RAY_ADDRESS={address}"
+    assert init.asked == []
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:1", "LISTENING"])
+def test_other_addresses_are_left_to_ray(
+    address: str, listening: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = listening if address == "LISTENING" else address
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    init = fake(monkeypatch, None)
+    start_ray(plan_of(tmp_path))
+    assert [asked for asked, _ in init.asked] == [address]
+
+
+def test_a_ray_that_starts_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = fake(monkeypatch, None)
+    before = signal.getsignal(signal.SIGTERM)
+    start_ray(plan_of(tmp_path))
+    assert signal.getsignal(signal.SIGTERM) is before
+    ((address, options),) = init.asked
+    assert (address, options["include_dashboard"]) == ("local", False)
+    assert options["num_cpus"] >= 2
+
+
+def test_the_plugin_that_launches_is_not_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, Exception(SLOW))
+    config = Config(algorithm=AlgorithmSection(advantage_estimator="ppo"))
+    with pytest.raises(EnvironmentFault) as caught:
+        load_plugins().launch(replace(plan_of(tmp_path), config=config))
+    problem_of(caught)

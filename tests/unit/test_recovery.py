@@ -1,0 +1,82 @@
+"""What goes on after a server died: once, with the weights that the rollout had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from relax_cli.backends.rollout.sglang.server import ServerDied
+from relax_cli.engine.recovery import run_rollout
+from relax_cli.engine.session import RoleGroup, Roles, Session
+from relax_cli.errors import Problem, RunError
+
+DIED = ServerDied(Problem(id="sglang-server-died", message="ended", fix="look"))
+
+
+class Rollout(RoleGroup):
+    """Writes down what it is asked, and fails as told."""
+
+    def __init__(self, failures: list[Exception]) -> None:
+        super().__init__("rollout", 2)
+        self.failures = failures
+        self.asked: list[str] = []
+
+    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        self.asked.append(" ".join(map(str, (method, *args))))
+        if method.startswith("generate") and self.failures:
+            raise self.failures.pop(0)
+        return lambda: [1, 0]
+
+    def run_on(self, rank: int, method: str, *args: Any) -> Any:
+        raise AssertionError
+
+
+class FakeSession(Session):
+    """A session of rollout workers alone."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.roles = Roles(rollout, rollout)
+
+    def publish_weights(self, version: int) -> None:
+        self.roles.rollout.asked.append(f"publish {version}")  # type: ignore[attr-defined]
+
+    def copy_weights(self, version: int) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        raise AssertionError
+
+
+def run(*failures: Exception) -> tuple[Rollout, Callable[[], tuple[list[Any], int]]]:
+    """A rollout that fails so often, and the call."""
+    rollout = Rollout(list(failures))
+    return rollout, lambda: run_rollout(FakeSession(rollout), 7, "generate", 7, again="generate_missing")
+
+
+def test_without_a_failure_nothing_else_happens() -> None:
+    rollout, call = run()
+    assert call() == ([1, 0], 0)
+    assert rollout.asked == ["wake", "generate 7", "sleep"]
+
+
+def test_servers_are_revived_and_get_the_weights_before_what_is_missing_is_generated() -> None:
+    rollout, call = run(DIED)
+    assert call() == ([1, 0], 1)
+    expected = ["wake", "generate 7", "sleep", "revive", "publish 7", "wake", "generate_missing 7", "sleep"]
+    assert rollout.asked == expected
+
+
+def test_a_server_that_dies_again_ends_the_run() -> None:
+    rollout, call = run(DIED, DIED)
+    with pytest.raises(ServerDied):
+        call()
+    assert rollout.asked.count("revive") == 1
+
+
+def test_other_failures_end_the_run_at_once() -> None:
+    rollout, call = run(RunError(Problem(id="sglang-reply", message="bad", fix="look")))
+    with pytest.raises(RunError, match="bad"):
+        call()
+    assert "revive" not in rollout.asked

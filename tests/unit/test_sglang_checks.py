@@ -1,0 +1,219 @@
+"""Rules about SGLang servers: what is refused, and what next to it passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_cli.config import sglang_checks, sglang_options
+from relax_cli.config.placement import rollout_engine
+from relax_cli.config.schema import Config
+from relax_cli.config.sglang_options import as_arguments, installed_options
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    """A configuration with the given sections."""
+    return Config.model_validate(sections)
+
+
+def external(*addresses: str, workers: int = 1, **more: Any) -> Config:
+    """Attached to running servers."""
+    return config(
+        sglang={"rollout_external": True, "rollout_external_engine_addrs": addresses, **more},
+        parallel={"resource": {"actor": (1, 1), "rollout": (1, workers)}},
+    )
+
+
+def found(rule: Any, given: Config) -> list[str]:
+    """Ids of what a rule says."""
+    problems = rule(given)
+    return [p.id for p in ([problems] if not isinstance(problems, list) else problems) if p is not None]
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "attached", "expected"),
+    [
+        ("auto", "cpu", False, "embedded"),
+        ("auto", "auto", False, "embedded"),
+        ("auto", "cuda", False, "sglang"),
+        ("auto", "cpu", True, "sglang"),
+        ("embedded", "cuda", False, "embedded"),
+        ("sglang", "cpu", False, "sglang"),
+    ],
+)
+def test_the_engine_follows_device_and_servers_unless_it_is_named(
+    engine: str, device: str, attached: bool, expected: str
+) -> None:
+    given = config(
+        rollout={"rollout_engine": engine}, parallel={"device": device}, sglang={"rollout_external": attached}
+    )
+    assert rollout_engine(given.rollout, given.sglang, given.parallel) == expected
+
+
+def test_external_and_addresses_need_each_other() -> None:
+    rule = sglang_checks.external_servers
+    assert found(rule, external()) == ["sglang-external-addresses"]
+    assert found(rule, config(sglang={"rollout_external_engine_addrs": ("a:1",)})) == ["sglang-external-addresses"]
+    assert found(rule, external("a:1", "b:1")) == []
+    assert found(rule, config()) == []
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "http://a:1", "a:0", "a:65536", "a:x", ":30000", "::1:30000", "a b:1"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    assert found(sglang_checks.external_servers, external(address)) == ["sglang-address"]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:30000", "node-3.local:1", "[::1]:30000", "localhost:65535"])
+def test_addresses_are_host_and_port(address: str) -> None:
+    assert found(sglang_checks.external_servers, external(address)) == []
+
+
+def test_a_server_is_named_once() -> None:
+    assert found(sglang_checks.external_servers, external("a:1", "b:1", "a:1")) == ["sglang-address-twice"]
+    assert found(sglang_checks.external_servers, external("a:1", "a:2")) == []
+
+
+def test_every_rollout_worker_has_a_server() -> None:
+    assert found(sglang_checks.external_workers, external("a:1", workers=2)) == ["sglang-external-workers"]
+    assert found(sglang_checks.external_workers, external("a:1", "b:1", "c:1", workers=2)) == []
+
+
+def test_the_embedded_engine_is_no_server() -> None:
+    rule = sglang_checks.external_embedded
+    given = external("a:1")
+    assert found(rule, given) == []
+    embedded = given.rollout.model_copy(update={"rollout_engine": "embedded"})
+    assert found(rule, given.model_copy(update={"rollout": embedded})) == ["sglang-external-embedded"]
+
+
+def test_options_of_servers_that_run_already_are_reported() -> None:
+    rule = sglang_checks.external_options
+    assert found(rule, external("a:1", sglang_options={"log_level": "error"})) == ["sglang-external-options"]
+    assert found(rule, external("a:1", sglang_mem_fraction_static=0.5)) == ["sglang-external-options"]
+    assert found(rule, external("a:1", sglang_server_concurrency=7)) == []
+    assert found(rule, config(sglang={"sglang_mem_fraction_static": 0.5})) == []
+
+
+@pytest.mark.parametrize(("gpus", "size", "ids"), [(8, 2, []), (8, 8, []), (8, 3, ["sglang-gpus-per-engine"])])
+def test_gpus_are_shared_out_evenly_over_servers(gpus: int, size: int, ids: list[str]) -> None:
+    given = config(
+        sglang={"rollout_num_gpus_per_engine": size},
+        parallel={"resource": {"actor": (1, gpus), "rollout": (1, gpus)}},
+    )
+    assert found(sglang_checks.gpus_per_engine, given) == ids
+
+
+def options(given: dict[str, Any], installed: set[str] | None) -> list[tuple[str, str]]:
+    """Ids and fixes of what is said of server options."""
+    section = config(sglang={"sglang_options": given}).sglang
+    return [(p.id, p.fix) for p in sglang_checks._server_options(section, installed)]
+
+
+def test_options_that_the_run_sets_are_refused_with_the_reason() -> None:
+    ((rule, fix),) = options({"tp_size": "2"}, {"tp_size"})
+    assert rule == "sglang-option-reserved"
+    assert "--rollout-num-gpus-per-engine" in fix
+    assert options({"attention_backend": "triton"}, {"attention_backend"}) == []
+
+
+def test_options_that_the_installed_sglang_does_not_have_are_refused() -> None:
+    assert options({"atention_backend": "triton"}, {"attention_backend", "log_level"}) == [
+        ("sglang-option-unknown", "use --sglang-attention-backend")
+    ]
+    assert options({"mem_fraction_statc": "1"}, {"log_level"}) == [
+        ("sglang-option-unknown", "use --sglang-mem-fraction-static")
+    ]
+    assert options({"zzz": "1"}, {"log_level"}) == [("sglang-option-unknown", "drop --sglang-zzz")]
+
+
+def test_without_sglang_only_a_misspelt_option_of_ours_is_refused() -> None:
+    assert options({"server_concurency": "1"}, None) == [("sglang-option-unknown", "use --sglang-server-concurrency")]
+    assert options({"attention_backend": "triton"}, None) == []
+
+
+def test_servers_are_started_only_where_sglang_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, wanted = sglang_checks.sglang_package, config(rollout={"rollout_engine": "sglang"})
+    monkeypatch.setattr(sglang_checks, "installed_options", lambda python: None)
+    assert found(rule, wanted) == ["sglang-missing"]
+    assert found(rule, external("a:1")) == []
+    assert found(rule, config()) == []
+    monkeypatch.setattr(sglang_checks, "installed_options", lambda python: frozenset({"port"}))
+    assert found(rule, wanted) == []
+
+
+def test_servers_may_be_started_from_another_environment(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    given = {"rollout": {"rollout_engine": "sglang"}, "sglang": {"sglang_python": str(python)}}
+    assert found(sglang_checks.sglang_package, config(**given)) == ["sglang-missing"]
+    source = tmp_path / "lib" / "python3.12" / "site-packages" / "sglang" / "srt" / "server_args.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("class ServerArgs:\n    port: int = 1\n")
+    sglang_options.installed_options.cache_clear()
+    assert found(sglang_checks.sglang_package, config(**given)) == []
+    assert found(sglang_checks.python_path, config(**given)) == []
+
+
+def test_the_interpreter_of_servers_is_an_absolute_path() -> None:
+    rule = sglang_checks.python_path
+    assert found(rule, config(sglang={"sglang_python": "sgl/bin/python"})) == ["sglang-python-relative"]
+    assert found(rule, config(sglang={"sglang_python": "/opt/sgl/bin/python"})) == []
+
+
+def test_the_embedded_engine_beside_gpus_is_reported() -> None:
+    rule = sglang_checks.embedded_on_cuda
+    given = {"rollout": {"rollout_engine": "embedded"}}
+    assert found(rule, config(**given, parallel={"device": "cuda"})) == ["embedded-engine-on-cuda"]
+    assert found(rule, config(**given)) == []
+
+
+def test_greedy_log_probs_need_temperature_one() -> None:
+    rule = sglang_checks.greedy_log_probs
+    greedy = {"rollout_engine": "sglang", "rollout_top_k": 1}
+    assert found(rule, config(rollout={**greedy, "rollout_temperature": 0.5})) == ["sglang-greedy-temperature"]
+    assert found(rule, config(rollout={**greedy, "rollout_temperature": 1.0})) == []
+    assert (
+        found(rule, config(rollout={"rollout_engine": "embedded", "rollout_top_k": 1, "rollout_temperature": 0.5}))
+        == []
+    )
+
+
+def test_stop_strings_exclude_continuing() -> None:
+    rule = sglang_checks.partial_with_stop
+    assert found(rule, config(rollout={"partial_rollout": True, "rollout_stop": ("x",)})) == ["partial-rollout-stop"]
+    assert found(rule, config(rollout={"partial_rollout": True})) == []
+
+
+def test_options_become_arguments() -> None:
+    given = {"attention_backend": "triton", "a_flag": True, "not_this": False, "nor_this": None, "sizes": [1, "2"]}
+    assert as_arguments(given) == ["--attention-backend", "triton", "--a-flag", "--sizes", "1", "2"]
+    assert as_arguments({"override": {"a": 1}}) == ["--override", '{"a": 1}']
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed sglang with sources in the form of 0.5.22 and 0.5.23; nothing of it can be imported."""
+    fields = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
+    fields.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('no GPU')")
+    (fields / "parallel.py").write_text(
+        "class Parallel:\n"
+        "    tp_size: A[int, Arg(help='x', aliases=['--tensor-parallel-size'])] = 1\n"
+        "    hidden: A[int, Arg(no_cli=True)] = 1\n"
+    )
+    (fields.parent.parent / "server_args.py").write_text("class ServerArgs:\n    port: int = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sglang_options.installed_options.cache_clear()
+    yield tmp_path
+    sglang_options.installed_options.cache_clear()
+
+
+def test_the_options_of_the_installed_version_are_read_without_importing_it(package: Path) -> None:
+    assert installed_options() == {"tp_size", "tensor_parallel_size", "port"}
+
+
+def test_a_folder_of_that_name_is_no_package(package: Path) -> None:
+    (package / "sglang" / "__init__.py").unlink()
+    sglang_options.installed_options.cache_clear()
+    assert installed_options() is None
