@@ -14,9 +14,10 @@ from rich.console import Console
 
 from relax_cli.config.resolve import resolve
 from relax_cli.config.schema import Config
+from relax_cli.engine.claims import claimed, written_folders
 from relax_cli.engine.local import LocalSession
 from relax_cli.engine.plan import LaunchPlan
-from relax_cli.engine.run import prepare_run, reference_folder, run_folder
+from relax_cli.engine.run import prepare_run, reference_folder
 from relax_cli.engine.run import train as run_training
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.tracking.live import StepDisplay
@@ -68,7 +69,7 @@ def deployed(task: Path, out: Path, recipe: str, *overrides: str) -> Iterator[tu
         status=lambda _: None,
         reference_folder=reference_folder(config, graph, StepDisplay(Console(file=io.StringIO()), 0)),
     )
-    with run_folder(run_dir, resumed=False):
+    with claimed(written_folders(config)):
         session = LocalSession(plan)
         roles = {name: getattr(session.roles, name).role for name in graph.names}
         for name in roles:

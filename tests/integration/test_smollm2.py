@@ -38,7 +38,7 @@ def test_log_probabilities_of_the_converted_model_equal_hugging_face(model: Path
     from relax_cli.backends.device import select_device
     from relax_cli.backends.megatron import parallel
     from relax_cli.backends.megatron.trainer import MicroBatch, TrainableModel
-    from relax_cli.config.schema import OptimizerSection
+    from relax_cli.config.schema import OptimizerSection, ParallelSection
 
     device = select_device("cpu")
     parallel.initialize(parallel.Rank(0, 1), 1, device, seed=1)
@@ -49,7 +49,7 @@ def test_log_probabilities_of_the_converted_model_equal_hugging_face(model: Path
         lr=1e-6,
         warmup_iters=0,
         decay_iters=1,
-        tensor_parallel=1,
+        layout=ParallelSection(),
         device=device,
         seed=1,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,19 +137,23 @@ def test_two_ranks_give_the_losses_of_one(task: Path, local_run: Path, tmp_path:
 
 @pytest.mark.parametrize("launcher", ["ray", "local"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_ends_quickly_leaves_no_process_and_prints_the_resume_command(
+def test_an_interrupted_run_saves_its_step_leaves_no_process_and_prints_the_resume_command(
     task: Path, tmp_path: Path, launcher: str, number: signal.Signals, code: int
 ) -> None:
-    process = start(task, tmp_path, "--num-rollout", "1000", "--save-interval", "1", "--launcher", launcher)
-    tracker = tmp_path / "critic" / "latest_checkpointed_iteration.txt"
-    wait_for(tracker.exists, process)
+    """The signal goes to the whole process group, as from a terminal: the workers must live to finish the step."""
+    process = start(task, tmp_path, "--num-rollout", "1000", "--save-interval", "1000", "--launcher", launcher)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, process)
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    pressed = time.monotonic()
     os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == code, err
-    assert time.monotonic() - pressed < 10
     assert "Traceback" not in err
+    steps = len(read_metrics(tmp_path))
+    # A signal that arrives between two steps is noticed in the next one.
+    assert re.search(rf"finishing step {steps}, then saving|finishing step {steps - 1}, then saving", err), err
+    for role in ("actor", "critic"):
+        assert (tmp_path / role / "latest_checkpointed_iteration.txt").read_text().strip() == str(steps)
     assert "relax train" in out
     assert f"--load {tmp_path / 'actor'}" in out
     _, alive = psutil.wait_procs(family, timeout=5)
@@ -173,33 +178,9 @@ def test_ctrl_c_while_starting_ends_quickly_and_leaves_no_process(task: Path, tm
     assert not alive
 
 
-def test_a_killed_worker_ends_the_run_with_its_name_and_its_log(task: Path, tmp_path: Path) -> None:
-    process = start(task, tmp_path, "--num-rollout", "1000")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, process)
-    family = psutil.Process(process.pid).children(recursive=True)
-    workers = [p for p in family if any(f.path.endswith("critic-0.log") for f in open_files(p))]
-    assert workers
-    workers[0].kill()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1, err
-    assert "critic" in err
-    assert "critic-0.log" in err
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert not alive
-
-
-def open_files(process: psutil.Process) -> list[Any]:
-    """Files a process has open; none if it is gone."""
-    try:
-        return list(process.open_files())
-    except psutil.Error:
-        return []
-
-
 def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Wait until `ready`, as long as the run goes on."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not ready():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

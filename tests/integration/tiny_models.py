@@ -16,7 +16,13 @@ VOCAB = 96
 
 
 def save_tiny_model(
-    folder: Path, family: str, *, tied: bool = False, layers: int = 2, rope: dict[str, Any] | None = None
+    folder: Path,
+    family: str,
+    *,
+    tied: bool = False,
+    layers: int = 2,
+    vocab: int = VOCAB,
+    rope: dict[str, Any] | None = None,
 ) -> Any:
     """Write a random model of `family` (all weights random, norms and biases too); returns the transformers model."""
     config_class, model_class = {
@@ -25,7 +31,7 @@ def save_tiny_model(
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     }[family]
     config = config_class(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=layers,
@@ -60,7 +66,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     for worker in workers:
         worker.start()
     try:
-        results = dict(queue.get(timeout=120) for _ in workers)
+        results = dict(queue.get(timeout=300) for _ in workers)
     finally:
         for worker in workers:
             worker.join(timeout=10)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
-from relax_cli.config.schema import OptimizerSection
+from relax_cli.config.schema import OptimizerSection, ParallelSection
 
 PROMPT_LENS = (3, 5, 2, 4, 6, 3)
 RESPONSE_LENS = (4, 2, 6, 5, 1, 3)
@@ -33,21 +33,27 @@ class Run:
     save: Path | None = None
     save_after: int = 0
     lr: float = 1e-3
+    bf16: bool = False
+    parks: bool = False
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
     temperature: float = 0.7
 
 
 def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableModel:
     """The model of `run` on this rank."""
-    device = select_device("cpu")
+    device = replace(select_device("cpu"), shared_memory=run.parks)
+    if run.bf16:
+        device = replace(device, training_dtype=torch.bfloat16)
     parallel.initialize(parallel.Rank(rank, ranks, "127.0.0.1", port), run.tensor_parallel, device, seed=5)
     return TrainableModel(
         run.kind,
         run.model,
-        OptimizerSection(weight_decay=0.01, clip_grad=0.5),
+        OptimizerSection(**{"weight_decay": 0.01, "clip_grad": 0.5} | run.optimizer),
         lr=run.lr,
         warmup_iters=2,
         decay_iters=10,
-        tensor_parallel=run.tensor_parallel,
+        layout=ParallelSection(tensor_model_parallel_size=run.tensor_parallel, **run.layout),
         device=device,
         seed=7,
         temperature=run.temperature,
@@ -110,7 +116,7 @@ def train(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
         "grad_norms": [result.grad_norm for result in results],
         "lrs": [result.lr for result in results],
         "grid": outputs.main.numpy(),
-        "state": None if state is None else {name: tensor.numpy().copy() for name, tensor in state.items()},
+        "state": None if state is None else {name: tensor.float().numpy().copy() for name, tensor in state.items()},
         "head": head,
         "common": common,
     }
