@@ -58,3 +58,16 @@ def too_few_cpus(plan: LaunchPlan, free: float, needed: int) -> Problem:
         option="--resource",
         fix=f"use fewer workers in --resource, or start Ray with more: ray start --head --num-cpus {needed}",
     )
+
+
+def too_few_gpus(there: int, needed: int) -> Problem:
+    """The problem of a Ray that has, busy ones included, fewer GPUs than the roles share."""
+    return Problem(
+        id="ray-gpus",
+        message="Ray has too few GPUs for the roles",
+        where="the Ray cluster",
+        got=f"{there} GPUs",
+        expected=f"at least {needed}",
+        option="--resource",
+        fix="lower the counts in --resource, join a larger cluster (RAY_ADDRESS), or use --device cpu",
+    )

@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -28,20 +27,21 @@ from relax_cli.config.placement import (
     shared_bundles,
     takes_bundles,
 )
+from relax_cli.engine.arrays import as_arrays, as_tensors
 from relax_cli.engine.build import RoleBuilder, WorkerSpec, cpu_environment, worker_specs
 from relax_cli.engine.bundles import Place, in_order, server_places
-from relax_cli.engine.faults import check_reachable, start_failed, too_few_cpus
+from relax_cli.engine.faults import check_reachable, start_failed, too_few_cpus, too_few_gpus
 from relax_cli.engine.guardian import Guardian
 from relax_cli.engine.local import free_port
 from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.session import RoleGroup, Roles, Session
 from relax_cli.errors import EnvironmentFault, Problem, RelaxError, RunError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 ANSWER_SIGNALS = 0.1
 """Seconds of waiting for a worker after which this process looks whether it got a signal."""
+
+WAITING_FOR_BUNDLES = 5.0
+"""Seconds after which the screen says that others hold what the roles need."""
 
 SHARE = 0.25
 """Part of a bundle's CPU, and of its GPU, that each of the roles taking turns in it asks Ray for."""
@@ -56,9 +56,9 @@ class RoleWorker:
     """Runs one rank of a role inside a Ray actor; its output goes to `logs/<role>-<rank>.log` of the run."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        log = os.open(spec.run_dir / "logs" / f"{spec.role}-{spec.rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(log, stream.fileno())
+        with (spec.run_dir / "logs" / f"{spec.role}-{spec.rank}.log").open("a") as log:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(log.fileno(), stream.fileno())
         self.spec = spec
         self.role: Any = None
 
@@ -99,26 +99,6 @@ class RoleWorker:
     def load_weights(self, refs: list[ray.ObjectRef], version: int) -> None:
         """Read exported weights from the object store into the rollout engine."""
         self.role.load_weights(as_tensors(ray.get(refs[0])), version)
-
-
-def as_arrays(named: Mapping[str, Tensor]) -> dict[str, tuple[str, Any]]:
-    """Name to type name and bytes of each tensor: Ray copies arrays once and shares them, where it pickles tensors."""
-    import torch
-
-    return {
-        name: (str(tensor.dtype).removeprefix("torch."), tensor.contiguous().view(torch.uint8).numpy())
-        for name, tensor in named.items()
-    }
-
-
-def as_tensors(arrays: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors again, over the same memory, which is read-only: they are to be copied from."""
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        for name, (dtype, array) in arrays.items():
-            yield name, torch.from_numpy(array).view(getattr(torch, dtype))
 
 
 class RayRole(RoleGroup):
@@ -206,7 +186,7 @@ class RaySession(Session):
             self.guardian = Guardian()
             with self.guardian.adopting():
                 start_ray(plan)
-        check_cpus(plan)
+        check_resources(plan)
         plan.status("starting the workers")
         (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         self._reserve(plan)
@@ -230,7 +210,9 @@ class RaySession(Session):
         bundle = {"CPU": 1, "GPU": 1} if self.on_gpus else {"CPU": 1}
         count = shared_bundles(parallel, sglang)
         self.group = placement_group([bundle] * count, strategy="PACK")
-        ray.get(self.group.ready())
+        ready = self.group.ready()
+        while not ray.wait([ready], timeout=WAITING_FOR_BUNDLES)[0]:
+            plan.status(f"waiting until the Ray cluster has {count} free {'GPUs' if self.on_gpus else 'CPUs'}")
         self.places = find_places(self.group) if self.on_gpus else [Place(i) for i in range(count)]
 
     def _placed(self, plan: LaunchPlan, role: str) -> list[WorkerSpec]:
@@ -382,12 +364,16 @@ def cluster_gpus() -> int:
         ray.shutdown()
 
 
-def check_cpus(plan: LaunchPlan) -> None:
-    """Refuse before anything waits for CPUs that will never be free.
+def check_resources(plan: LaunchPlan) -> None:
+    """Refuse before anything waits for CPUs or GPUs that will never be there.
 
     Raises:
-        EnvironmentFault: the cluster has fewer free logical CPUs than the run needs.
+        EnvironmentFault: the cluster has fewer free logical CPUs, or fewer GPUs at all, than the run needs.
     """
+    gpus = shared_bundles(plan.config.parallel, plan.config.sglang) if plan.config.parallel.device == "cuda" else 0
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if there < gpus:
+        raise EnvironmentFault(too_few_gpus(there, gpus))
     free, needed = ray.available_resources().get("CPU", 0.0), needed_cpus(plan.config.parallel, plan.config.sglang)
     if free < needed:
         raise EnvironmentFault(too_few_cpus(plan, free, needed))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import ray
 
-from relax_cli.config.schema import AlgorithmSection, Config
-from relax_cli.engine.launch import RaySession, cluster_gpus, start_ray
+from relax_cli.config.schema import AlgorithmSection, Config, ParallelSection
+from relax_cli.engine.launch import RaySession, check_resources, cluster_gpus, start_ray
 from relax_cli.engine.local import free_port
 from relax_cli.engine.plan import LaunchPlan
 from relax_cli.errors import EnvironmentFault, ExitCode, Problem
@@ -151,3 +151,16 @@ def test_the_plugin_that_launches_is_not_to_blame(tmp_path: Path, monkeypatch: p
     with pytest.raises(EnvironmentFault) as caught:
         load_plugins().launch(replace(plan_of(tmp_path), config=config))
     problem_of(caught)
+
+
+def test_gpus_that_a_cluster_does_not_have_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = ParallelSection(resource={"actor": (1, 8), "rollout": (1, 8)}, device="cuda")
+    plan = replace(plan_of(tmp_path), config=Config(parallel=eight))
+    there = {"CPU": 64.0, "GPU": 7.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: there)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 64.0})
+    with pytest.raises(EnvironmentFault) as caught:
+        check_resources(plan)
+    assert caught.value.problems[0].id == "ray-gpus"
+    there["GPU"] = 8.0
+    check_resources(plan)
