@@ -25,10 +25,15 @@ def test_an_interrupt_aborts_what_is_running_and_does_not_wait_for_it(tmp_path: 
         target = WeightTarget(address, "here", None, 1)
         engine = SglangEngine([target], vocab_size=VOCAB, max_positions=128, options=EngineOptions(concurrency=2))
         requests = [Request((1, 2), seed) for seed in range(3)]
+        # A test run that was started in the background ignores SIGINT.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
         started = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(requests, SamplingParams(4, 1.0, 1.0, -1, ()))
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(requests, SamplingParams(4, 1.0, 1.0, -1, ()))
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert time.monotonic() - started < 60
         aborted = {body["rid"] for path, body in contract.requests if path == "/abort_request"}
         asked = {body["rid"] for path, body in contract.requests if path == "/generate"}
