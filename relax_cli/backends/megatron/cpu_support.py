@@ -10,6 +10,7 @@ through public extension points: `use_cpu_initialization`, the layer spec (`laye
 from __future__ import annotations
 
 import importlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,9 @@ from relax_cli.errors import EnvironmentFault, Problem
 
 TESTED_VERSIONS = ("0.16.0", "0.16.1", "0.19.2")
 """Versions of megatron-core that train the same numbers, bit by bit, with the patch below."""
+
+NEWEST = TESTED_VERSIONS[-1] if sys.version_info >= (3, 12) else "0.16.1"
+"""The newest of them for this Python."""
 
 PATCHED_MODULES = (
     "megatron.core.distributed.param_and_grad_buffer",  # gradient buffers
@@ -49,7 +53,7 @@ def install() -> None:
             Problem(
                 id="megatron-version-untested",
                 message=f"megatron-core {version} has not been tested on a CPU",
-                fix=f"pip install megatron-core=={TESTED_VERSIONS[-1]}",
+                fix=f"pip install megatron-core=={NEWEST}",
                 got=version,
                 expected=" or ".join(TESTED_VERSIONS),
             )
