@@ -196,7 +196,8 @@ def speed(check: Check) -> dict[str, Any]:
         "tokens": tokens,
         "phase_seconds": seconds,
         "tokens_per_second": {name: tokens / seconds[name] for name in ("rollout", "critic", "actor")},
-        "model_flop_utilisation": {name: flops[name] / seconds[name] / peak for name in flops},
+        # A CPU's peak depends on the size of the product, so its utilisation would say nothing.
+        "model_flop_utilisation": {n: flops[n] / seconds[n] / peak for n in flops} if check.on_gpu else None,
     }
 
 
