@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prove the GPU back end on one GPU of 80 GB or more, within 8 minutes; see gpu_check.py for the parts.
+# Prove the GPU back end on one GPU of 80 GB or more; stops after 8 minutes. See gpu_check.py for the parts.
 #
 #   scripts/gpu_check.sh [--wheels DIR] [options of gpu_check.py]
 #

@@ -80,10 +80,7 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
         from relax_cli.plugin.scaffold import write_package
 
         folder = Path(f"relax-{name}") if directory is None else directory
-        taken = {row.name: row.distribution for row in plugins.rows()}
-        for plugin in map(plugins.plugin, plugins.rows()):
-            taken |= dict.fromkeys((e.name for e in plugin.estimators), plugin.row.distribution)
-        written = write_package(name, folder, taken=taken)
+        written = write_package(name, folder, taken=taken_names(plugins))
         steps = [
             f"pip install -e {shlex.quote(str(folder))}",
             f"relax plugins check {name}",
@@ -93,6 +90,14 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
         output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
 
     return app
+
+
+def taken_names(plugins: Plugins) -> dict[str, str]:
+    """Names of plugins and estimators, each with the distribution that has it."""
+    taken = {row.name: row.distribution for row in plugins.rows()}
+    for plugin in map(plugins.plugin, plugins.rows()):
+        taken |= dict.fromkeys((e.name for e in plugin.estimators), plugin.row.distribution)
+    return taken
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:
