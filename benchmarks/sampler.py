@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from relax_cli.backends.rollout.embedded import EmbeddedEngine
+from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.protocol import Request, SamplingParams
 
 CASES = {

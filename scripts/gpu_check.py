@@ -166,7 +166,7 @@ def speed(check: Check) -> dict[str, Any]:
 
     FLOPs are 2 (forward) and 6 (training) a weight and token; the output layer works on response tokens only.
     """
-    from relax_cli.config.model_spec import read_spec
+    from relax_cli.models.spec import read_spec
 
     folder, prompts = _shaped_model(check), check.out / "prompts.jsonl"
     rows = 128 if check.on_gpu else 8

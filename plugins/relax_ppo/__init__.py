@@ -86,7 +86,7 @@ def relax_launch(plan: LaunchPlan) -> Any:
     """Start the colocated workers of a PPO run."""
     if plan.config.algorithm.advantage_estimator != "ppo":
         return None
-    from relax_cli.engine.launch import launch_colocated
+    from relax_cli.engine.ray.launch import launch_colocated
 
     return launch_colocated(plan)
 

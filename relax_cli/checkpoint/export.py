@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from relax_cli.checkpoint import layout, safe_load
-from relax_cli.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from relax_cli.checkpoint.hf import ModelSpec, read_spec, write_hf
 from relax_cli.checkpoint.store import storage_failed
 from relax_cli.errors import ConfigError, Problem, ResumeError
+from relax_cli.models.convert import hf_to_megatron, megatron_to_hf
+from relax_cli.models.hf import ModelSpec, read_spec, write_hf
 
 OPTIMIZER = "optimizer."
 LAYERS = "decoder.layers."

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from relax_cli.checkpoint.layout import CheckpointMeta, sha256_of
-from relax_cli.config.hybrid_spec import read_any_spec
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
-from relax_cli.data.package_models import PREFIX, converted_folder, default_cache_dir
 from relax_cli.data.prompts import REASONING_GYM
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.hybrid import read_any_spec
+from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")
 """Files that decide which ids a text becomes, and how chat messages are rendered."""

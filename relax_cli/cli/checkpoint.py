@@ -21,8 +21,8 @@ from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume, was_
 from relax_cli.cli import checkpoint_commands
 from relax_cli.cli.console import Format, Output, table
 from relax_cli.cli.validate import decision_dict
-from relax_cli.config.hybrid_spec import read_any_spec
 from relax_cli.errors import ConfigError, ExitCode, Problem, ResumeError
+from relax_cli.models.hybrid import read_any_spec
 
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: what a run would resume from, and whether they are whole.")
 checkpoint_commands.register(app)

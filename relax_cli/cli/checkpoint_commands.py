@@ -13,7 +13,7 @@ import typer
 from relax_cli.checkpoint import align, layout, prune
 from relax_cli.checkpoint.fingerprint import folder_of_model, model_differences, model_shape, tokenizer_fingerprint
 from relax_cli.cli.console import Format, Output
-from relax_cli.engine.claims import claimed
+from relax_cli.engine.locks import claimed
 from relax_cli.errors import ConfigError, Problem, ResumeError, RunError
 
 FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from relax_cli.cli.console import table
 from relax_cli.cli.doctor_records import Check as Check
 from relax_cli.cli.doctor_versions import driver_check, version_checks
-from relax_cli.config.machine import gpu_count, total_memory
-from relax_cli.config.memory_records import in_bytes
 from relax_cli.config.redact import scrubbed
+from relax_cli.preflight.machine import gpu_count, total_memory
+from relax_cli.preflight.memory.sizes import in_bytes
 
 if TYPE_CHECKING:
     from relax_cli.plugin.manager import Plugins

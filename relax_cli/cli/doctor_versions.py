@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from relax_cli.cli.doctor_records import Check
-from relax_cli.config.machine import NVIDIA_SMI_SECONDS
 from relax_cli.config.versions import SETS, SGLANG_CONTRACTS
+from relax_cli.preflight.machine import NVIDIA_SMI_SECONDS
 
 PAIRED = ("torch", "megatron-core", "sglang")
 """Distributions whose versions depend on each other."""

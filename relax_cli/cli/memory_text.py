@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from relax_cli.cli.console import table
 from relax_cli.cli.lines import wrapped
-from relax_cli.config.memory_gpu import GpuMemory
-from relax_cli.config.memory_records import LIBRARIES, RoleMemory, in_bytes
-from relax_cli.config.plan import Plan
+from relax_cli.preflight.memory.gpu import GpuMemory
+from relax_cli.preflight.memory.sizes import LIBRARIES, RoleMemory, in_bytes
+from relax_cli.preflight.plan import Plan
 
 
 def memory_lines(plan: Plan) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from relax_cli.cli.console import table
 from relax_cli.cli.lines import wrapped as wrapped
 from relax_cli.cli.memory_text import memory_lines
-from relax_cli.config.memory_records import in_bytes
-from relax_cli.config.plan import Plan, RolePlan
 from relax_cli.errors import Problem
+from relax_cli.preflight.memory.sizes import in_bytes
+from relax_cli.preflight.plan import Plan, RolePlan
 
 
 def problem_lines(problem: Problem, label: str = "") -> list[str]:

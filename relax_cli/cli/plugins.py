@@ -18,10 +18,10 @@ from relax_cli.config.schema import Config
 from relax_cli.errors import ExitCode
 
 if TYPE_CHECKING:
-    from relax_cli.plugin.found import Plugin
+    from relax_cli.plugin.installed import Plugin
+    from relax_cli.plugin.kit.findings import CheckResult
     from relax_cli.plugin.manager import Plugins
     from relax_cli.plugin.records import Estimator
-    from relax_cli.plugin.testing_findings import CheckResult
 
 FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="a plugin or an estimator; `relax plugins list` shows them")]
@@ -63,7 +63,7 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
         found = plugins.named(name)
         output.note(f"checking {name}")
         # The kit imports torch.
-        from relax_cli.plugin.testing import check_plugin as run_checks
+        from relax_cli.plugin.kit.kit import check_plugin as run_checks
 
         results = [result for plugin in found for result in run_checks(plugin)]
         ok = all(result.status != "failed" for result in results)

@@ -12,8 +12,8 @@ import typer
 from relax_cli.cli.console import Format, Output
 from relax_cli.cli.finish import finish
 from relax_cli.cli.options import with_options
-from relax_cli.config.resolve import Resolved, examine, resolve
 from relax_cli.config.schema import Config
+from relax_cli.preflight.resolve import Resolved, examine, resolve
 
 if TYPE_CHECKING:
     from relax_cli.plugin.manager import Plugins
@@ -90,7 +90,7 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
 
 def cluster_gpus() -> int:
     """GPUs of the Ray cluster that the run would join."""
-    from relax_cli.engine.launch import cluster_gpus
+    from relax_cli.engine.ray.launch import cluster_gpus
 
     return cluster_gpus()
 

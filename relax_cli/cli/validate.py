@@ -14,11 +14,11 @@ import typer
 from relax_cli.cli.console import Format, Output
 from relax_cli.cli.options import with_options
 from relax_cli.cli.train import PANEL, FormatOption, Overrides, Recipes, as_recipe
-from relax_cli.config.plan import Plan, build_plan, plan_dict
 from relax_cli.config.redact import scrubbed
-from relax_cli.config.resolve import Resolved, examine
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, ExitCode, Problem
+from relax_cli.preflight.plan import Plan, build_plan, plan_dict
+from relax_cli.preflight.resolve import Resolved, examine
 
 if TYPE_CHECKING:
     from relax_cli.checkpoint.resume import LoadFrom, ResumeDecision, ResumeReport
@@ -127,7 +127,7 @@ def check_run(
         return Checked(resolved, (*found, *problems), None)
     start = None
     if not skip_files:
-        from relax_cli.checkpoint.resume_run import examine_run
+        from relax_cli.preflight.start import examine_run
 
         start = examine_run(config, has_critic="critic" in graph, num_rollout=resolved.facts.rollouts(config))
         problems = sorted([*start.problems, *problems, *start.warnings], key=lambda p: p.severity != "error")
@@ -135,8 +135,8 @@ def check_run(
     resource = config.parallel.resource
     if any(name not in resource for name in graph.names) or any(s < 0 or d < 0 for s, d in resource.values()):
         return Checked(resolved, tuple(problems), None, start)
-    from relax_cli.config.machine import Machine
     from relax_cli.engine.plan import usable_cores
+    from relax_cli.preflight.machine import Machine
 
     plan = build_plan(config, graph.roles, resolved.facts, Machine(), cores=usable_cores(), first_rollout=first)
     return Checked(resolved, tuple(problems), plan, start)

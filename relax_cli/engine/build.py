@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_cli.checkpoint.resume import LoadFrom
-from relax_cli.config.load import estimator_options, rebuild_config
+from relax_cli.config.layers import estimator_options, rebuild_config
 from relax_cli.config.placement import processes_of, rollout_engine, threads_of
 from relax_cli.config.schema import Config
 from relax_cli.engine.plan import LaunchPlan, optimizer_steps, usable_cores
@@ -213,7 +213,7 @@ class RoleBuilder:
     def _rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         config, spec = self.config, self.spec
         if rollout_engine(config.rollout, config.sglang, config.parallel) == "embedded":
-            from relax_cli.backends.rollout.embedded import EmbeddedEngine
+            from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 
             return EmbeddedEngine(spec.model_folder, decode=tokenizer.decode)
         from relax_cli.backends.rollout.sglang.opening import open_engine

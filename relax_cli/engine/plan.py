@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_cli.checkpoint.resume import LoadFrom
-from relax_cli.config.plan import optimizer_steps as optimizer_steps
 from relax_cli.config.schema import Config
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.records import Estimator
+from relax_cli.preflight.plan import optimizer_steps as optimizer_steps
 
 
 @dataclass(frozen=True)

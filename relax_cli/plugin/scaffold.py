@@ -108,7 +108,7 @@ _TEST = '''\
 
 import torch
 from relax_cli import AdvantageInputs, LossInputs
-from relax_cli.plugin.testing import assert_conforms
+from relax_cli.plugin.kit.kit import assert_conforms
 
 from relax_$name import ${Name}Options
 from relax_$name.loss import advantages, policy_loss

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from relax_cli.config.resolve import resolve
 from relax_cli.engine.run import FinishedRun, train
 from relax_cli.engine.summary import before_and_after
 from relax_cli.plugin.manager import Plugins
+from relax_cli.preflight.resolve import resolve
 from relax_cli.quickstart.task import prepare
 
 

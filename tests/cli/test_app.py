@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_cli.cli.app import build_app, main
-from relax_cli.config.resolve import examine
 from relax_cli.errors import ConfigError, EnvironmentFault, Problem, RelaxError, ResumeError, RunError
 from relax_cli.plugin.manager import GROUP, Plugins
+from relax_cli.preflight.resolve import examine
 
 from .conftest import Invoke
 

@@ -88,8 +88,8 @@ def test_completion_can_be_installed(process: Process) -> None:
 def test_a_worker_rebuilds_the_configuration_without_torch(process: Process) -> None:
     done = process(
         "import sys\n"
-        "from relax_cli.config.resolve import examine\n"
-        "from relax_cli.config.load import rebuild_config\n"
+        "from relax_cli.preflight.resolve import examine\n"
+        "from relax_cli.config.layers import rebuild_config\n"
         "from relax_cli.plugin.manager import load_plugins\n"
         "tau = ['sapo.sapo_tau_pos=2']\n"
         "config = examine(load_plugins(), ['tiny-ppo-cpu'], {}, tau, {}, skip_files=True).config\n"

@@ -22,9 +22,9 @@ from relax_cli import Change, ClipOptions, Config, Estimator, GroupOptions, Norm
 from relax_cli.cli.app import build_app
 from relax_cli.cli.console import Output
 from relax_cli.config.redact import config_dump, placeholder, redacted, scrubbed, shell_join
-from relax_cli.config.resolve import examine
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import GROUP, Plugins
+from relax_cli.preflight.resolve import examine
 from tests.cli.conftest import BUILT_IN
 
 SECRET = "hunter2-xyzzy"

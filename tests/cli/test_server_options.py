@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_cli.cli.options import gather_server_options
-from relax_cli.config.load import load_config
+from relax_cli.config.layers import load_config
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError
 

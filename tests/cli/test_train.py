@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_cli.config.resolve import examine
 from relax_cli.plugin.manager import Plugins
+from relax_cli.preflight.resolve import examine
 
 from .conftest import Invoke
 

@@ -25,7 +25,7 @@ FILE_EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir
 def preload() -> None:
     """Import what every run of the local launcher needs; nothing of it computes."""
     import relax_cli.backends.megatron.trainer
-    import relax_cli.backends.rollout.embedded
+    import relax_cli.backends.rollout.embedded.engine
     import relax_cli.cli.app
     import relax_cli.data.prompts
     import relax_cli.data.tokenise

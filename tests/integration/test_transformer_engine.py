@@ -24,8 +24,8 @@ from training_runs import Run, build, loss_fn, micro_batches, train
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import layers, model
-from relax_cli.checkpoint.hf import HfWeights
 from relax_cli.errors import EnvironmentFault
+from relax_cli.models.hf import HfWeights
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 

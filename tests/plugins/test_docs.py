@@ -12,10 +12,13 @@ import pytest
 
 from relax_cli import AdvantageInputs, Config, LossInputs
 from relax_cli.config.schema import AlgorithmSection, BatchSection
-from relax_cli.plugin import hookspecs, testing_advantages, testing_loss, testing_package
+from relax_cli.plugin import hookspecs
+from relax_cli.plugin.kit import advantages as testing_advantages
+from relax_cli.plugin.kit import loss as testing_loss
+from relax_cli.plugin.kit import package as testing_package
+from relax_cli.plugin.kit.kit import check_plugin
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.scaffold import package_files
-from relax_cli.plugin.testing import check_plugin
 
 DOCS = Path(__file__).parents[2] / "docs" / "plugins.md"
 HOOKS = {name for name in vars(hookspecs) if name.startswith("relax_")}

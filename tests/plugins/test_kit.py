@@ -11,9 +11,11 @@ import pytest
 import torch
 from typer.testing import Result
 
-from relax_cli.plugin import testing_advantages, testing_loss, testing_package
+from relax_cli.plugin.kit import advantages as testing_advantages
+from relax_cli.plugin.kit import loss as testing_loss
+from relax_cli.plugin.kit import package as testing_package
+from relax_cli.plugin.kit.kit import assert_conforms, check_estimator
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.plugin.testing import assert_conforms, check_estimator
 
 BUILT_IN = ("ppo", "grpo", "gspo", "cispo", "sapo")
 Install = Callable[..., str]
@@ -212,8 +214,8 @@ def test_a_gradient_that_is_meant_to_differ_is_documented_not_failed(relax: Rela
 
 
 def test_returns_of_a_critic_that_depend_on_the_other_rows_are_caught() -> None:
-    from relax_cli.plugin.testing_advantages import row_by_row
-    from relax_cli.plugin.testing_cases import subject_of
+    from relax_cli.plugin.kit.advantages import row_by_row
+    from relax_cli.plugin.kit.cases import subject_of
 
     subject = subject_of(load_plugins().estimator("ppo"))
     assert row_by_row(subject) == []
@@ -227,8 +229,8 @@ def test_returns_of_a_critic_that_depend_on_the_other_rows_are_caught() -> None:
 
 
 def test_a_wrong_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from relax_cli.plugin.testing_cases import subject_of
-    from relax_cli.plugin.testing_loss import gradient
+    from relax_cli.plugin.kit.cases import subject_of
+    from relax_cli.plugin.kit.loss import gradient
 
     class Exp(torch.autograd.Function):
         @staticmethod

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_cli.backends.rollout.embedded import EmbeddedEngine
+from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
-from relax_cli.checkpoint.hf import read_weights
+from relax_cli.models.hf import read_weights
 
 GATHER_SECONDS = 0.02
 

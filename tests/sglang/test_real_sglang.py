@@ -13,8 +13,8 @@ import torch
 from server import SAMPLING_KEYS
 from tiny_models import VOCAB, save_tiny_model
 
-from relax_cli.backends.rollout.embedded import EmbeddedEngine
-from relax_cli.backends.rollout.kv_cache import KVCache
+from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
+from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.protocol import Request, SamplingParams
 from relax_cli.backends.rollout.sglang.opening import open_engine
 from relax_cli.backends.rollout.sglang.replies import generate_payload

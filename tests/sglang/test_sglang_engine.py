@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from server import SAMPLING_KEYS, ContractServer, running_server
 from tiny_models import VOCAB, save_tiny_model
 
-from relax_cli.backends.rollout.embedded import EmbeddedEngine
+from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
 from relax_cli.backends.rollout.sglang import engine as engine_module
 from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault

@@ -28,10 +28,10 @@ from weight_runs import LIMIT, change, no_slower_than, send, sender, serve_dying
 from relax_cli.backends.device import Device, select_device
 from relax_cli.backends.megatron.trainer import TrainableModel
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
+from relax_cli.backends.rollout.sglang.flattened_bucket import DEVICE_ARGUMENT, _reduce_tensor, flatten, serialise
 from relax_cli.backends.rollout.sglang.server import free_port
 from relax_cli.backends.rollout.sglang.targets import WeightTarget, node_of, this_node
 from relax_cli.backends.rollout.sglang.weights import choose_way
-from relax_cli.backends.rollout.sglang.wire import DEVICE_ARGUMENT, _reduce_tensor, flatten, serialise
 from relax_cli.errors import RunError
 
 WAYS = ("tensor", "distributed", "disk")
@@ -240,7 +240,7 @@ def test_a_full_disk_leaves_nothing_behind(
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr("relax_cli.checkpoint.hf.save_file", full)
+    monkeypatch.setattr("relax_cli.models.hf.save_file", full)
     with pytest.raises(RunError, match="No space left on device") as caught:
         sender([target], "disk", folder).send(lambda: policy.hf_buckets(LIMIT), 1)
     problem = caught.value.problems[0]

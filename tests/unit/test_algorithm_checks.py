@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from relax_cli.config.checks import check_config
-from relax_cli.config.file_checks import Surroundings
 from relax_cli.config.schema import AlgorithmSection, Config, ModelSection
 from relax_cli.data.prompts import load_prompts
+from relax_cli.preflight.rules.files import Surroundings
+from relax_cli.preflight.rules.run import check_config
 
 AROUND = Surroundings(read_prompts=load_prompts, cores=2, has_cuda=False)
 RULES = {

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from relax_cli.config.checks import check_config
-from relax_cli.config.facts import Facts
-from relax_cli.config.file_checks import Surroundings
-from relax_cli.config.machine import Machine, allocator_settings
-from relax_cli.config.machine_checks import machine_problems
 from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection, SglangSection
+from relax_cli.preflight.inputs import Facts
+from relax_cli.preflight.machine import Machine, allocator_settings
+from relax_cli.preflight.rules.files import Surroundings
+from relax_cli.preflight.rules.machine import machine_problems
+from relax_cli.preflight.rules.run import check_config
 
 AROUND = Surroundings(read_prompts=lambda *_: [], cores=64, has_cuda=True)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}

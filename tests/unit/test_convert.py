@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from relax_cli.checkpoint import hf
-from relax_cli.checkpoint.convert import hf_to_megatron, megatron_to_hf, merge_shards, rank_tensors
-from relax_cli.checkpoint.hf import ModelSpec, RopeScaling, read_spec, read_weights, write_hf
 from relax_cli.errors import ConfigError
+from relax_cli.models import hf
+from relax_cli.models.convert import hf_to_megatron, megatron_to_hf, merge_shards, rank_tensors
+from relax_cli.models.hf import ModelSpec, RopeScaling, read_spec, read_weights, write_hf
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from rule_ids import PACKAGE, SOURCES, rule_ids
 
-from relax_cli.config.checks import check_config
-from relax_cli.config.file_checks import Surroundings
 from relax_cli.config.model import config_model, options_by_name
 from relax_cli.config.schema import Config, ParallelSection
 from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.rules.files import Surroundings
+from relax_cli.preflight.rules.run import check_config
 
 TESTS = Path(__file__).parent.parent
-JUDGES = re.compile(r"(.*_checks|checks|effects|schema|redact|rules)\.py")
+JUDGES = re.compile(r"(preflight/.*|config/(schema|redact)|plugin/rules|relax_[a-z]+/rules)\.py")
 """Modules that judge options; being looked at there is no effect."""
 
 
@@ -63,7 +63,12 @@ def attributes_read(path: Path) -> set[str]:
 
 
 def test_every_option_is_read_by_something_that_acts_on_it() -> None:
-    files = [path for root in SOURCES for path in root.rglob("*.py") if not JUDGES.fullmatch(path.name)]
+    files = [
+        path
+        for root in SOURCES
+        for path in root.rglob("*.py")
+        if not JUDGES.fullmatch(str(path.relative_to(PACKAGE.parent)))
+    ]
     read = {name for path in files for name in attributes_read(path)}
     # Properties of the sections read the options behind them.
     schema = ast.parse((PACKAGE / "config" / "schema.py").read_text("utf-8"))

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from relax_cli.config.effects import EFFECTS, unused_options
-from relax_cli.config.load import config_model, load_config
+from relax_cli.config.layers import config_model, load_config
 from relax_cli.config.model import options_by_name
 from relax_cli.errors import Problem
 from relax_cli.plugin.manager import Plugins, load_plugins
+from relax_cli.preflight.unused_options import EFFECTS, unused_options
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from relax_cli.backends.rollout import weights
-from relax_cli.backends.rollout.embedded import EmbeddedEngine
-from relax_cli.backends.rollout.linear import PlainLinear
+from relax_cli.backends.rollout.embedded import weights
+from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
+from relax_cli.backends.rollout.embedded.linear import PlainLinear
+from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
-from relax_cli.backends.rollout.sampling import draw_uniforms, sample
-from relax_cli.checkpoint.hf import read_weights
 from relax_cli.errors import ConfigError, RunError
+from relax_cli.models.hf import read_weights
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -114,7 +114,7 @@ def test_log_probs_equal_a_teacher_forced_pass(family: tuple[Any, EmbeddedEngine
 
 
 def test_logits_of_prompt_and_step_equal_hugging_face(family: tuple[Any, EmbeddedEngine]) -> None:
-    from relax_cli.backends.rollout.kv_cache import KVCache
+    from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 
     model, engine = family
     prompts = [request.prompt_tokens for request in make_requests([7, 4, 7])]

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guardian re
 
 RUN = """
 import signal, subprocess, sys, time
-from relax_cli.engine.guardian import Guardian
+from relax_cli.engine.ray.guardian import Guardian
 guardian = Guardian()
 sleeper = [sys.executable, "-c", "import subprocess, sys, time; "
            "inner = subprocess.Popen(['sleep', '1000']); print(inner.pid, flush=True); time.sleep(1000)"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import Field, model_validator
 
-from relax_cli.config.load import (
+from relax_cli.config.layers import (
     Loaded,
     config_model,
     estimator_options,

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from standins import QWEN3_4B, QWEN3_5_9B
 
-from relax_cli.config import machine, memory, memory_gpu
-from relax_cli.config.hybrid_spec import read_any_spec
-from relax_cli.config.memory_records import GRADIENTS, Lengths, RoleMemory
-from relax_cli.config.model_spec import ModelSpec
 from relax_cli.config.schema import Config
+from relax_cli.models.hybrid import read_any_spec
+from relax_cli.models.spec import ModelSpec
+from relax_cli.preflight import machine
+from relax_cli.preflight.memory import estimate as memory
+from relax_cli.preflight.memory import gpu as memory_gpu
+from relax_cli.preflight.memory.sizes import GRADIENTS, Lengths, RoleMemory
 
 LENGTHS = Lengths(1000, 3000)
 TOKENS = 3999

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from relax_cli.config import model_checks
-from relax_cli.config.file_checks import Surroundings
-from relax_cli.config.hybrid_spec import HybridSpec, language_config, read_any_spec
-from relax_cli.config.machine_checks import MACHINE_IDS
-from relax_cli.config.model_spec import BRIDGE_FAMILIES, FAMILIES, read_spec
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.hybrid import HybridSpec, language_config, read_any_spec
+from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, read_spec
+from relax_cli.preflight.rules import model as model_checks
+from relax_cli.preflight.rules.files import Surroundings
+from relax_cli.preflight.rules.machine import MACHINE_IDS
 
 AROUND = Surroundings(read_prompts=lambda section, spec: None, cores=2, has_cuda=False)
 QWEN3 = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from relax_cli.config.placement_checks import unequal_shapes, weight_transport
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
 from relax_cli.errors import Problem
+from relax_cli.preflight.rules.placement import unequal_shapes, weight_transport
 
 OUTSIDE: dict[str, Any] = {"rollout_external": True, "rollout_external_engine_addrs": ("a:1",)}
 

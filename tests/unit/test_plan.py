@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from relax_cli.backends.rollout import embedded
+from relax_cli.backends.rollout.embedded import engine as embedded
 from relax_cli.cli.plan_text import plan_lines
-from relax_cli.config import memory
-from relax_cli.config.facts import Facts
-from relax_cli.config.machine import Machine
-from relax_cli.config.machine_checks import machine_problems
-from relax_cli.config.model_spec import ModelSpec, read_spec
-from relax_cli.config.plan import build_plan, plan_dict
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError
+from relax_cli.models.spec import ModelSpec, read_spec
 from relax_cli.plugin.graph import RoleSpec, ServiceGraph, base_graph
+from relax_cli.preflight.inputs import Facts
+from relax_cli.preflight.machine import Machine
+from relax_cli.preflight.memory import estimate as memory
+from relax_cli.preflight.plan import build_plan, plan_dict
+from relax_cli.preflight.rules.machine import machine_problems
 
 QWEN3_4B = {
     "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,

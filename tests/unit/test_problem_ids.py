@@ -21,25 +21,25 @@ from pydantic import model_validator
 
 from relax_cli import ClipOptions, Config, Estimator, GaeOptions, Section, hookimpl
 from relax_cli.backends.megatron import cpu_support
-from relax_cli.backends.rollout.embedded import EmbeddedEngine
-from relax_cli.checkpoint import hf
-from relax_cli.config.facts import Facts
-from relax_cli.config.load import config_model, rebuild_config
-from relax_cli.config.machine import Machine
-from relax_cli.config.machine_checks import machine_problems
+from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
+from relax_cli.config.layers import config_model, rebuild_config
 from relax_cli.config.model import estimator_options
-from relax_cli.config.model_spec import read_json
 from relax_cli.config.schema import DataSection, RewardSection, RunSection
-from relax_cli.data.package_models import resolve_model
 from relax_cli.data.prompts import load_prompts
 from relax_cli.data.rewards import RewardInput, load_reward
 from relax_cli.data.rewards import math as math_reward
 from relax_cli.data.rewards.custom import load_custom
 from relax_cli.engine.transfer import LocalQueue
 from relax_cli.errors import Problem, RelaxError
+from relax_cli.models import hf
+from relax_cli.models.packages import resolve_model
+from relax_cli.models.spec import read_json
 from relax_cli.plugin.graph import base_graph
 from relax_cli.plugin.manager import GROUP, Plugins, load_plugins
 from relax_cli.plugin.scaffold import check_name
+from relax_cli.preflight.inputs import Facts
+from relax_cli.preflight.machine import Machine
+from relax_cli.preflight.rules.machine import machine_problems
 from relax_cli.quickstart.task import prepare
 from relax_cli.tracking.writers import MetricsWriter
 
@@ -90,8 +90,8 @@ def tiny_model(folder: Path) -> Path:
 
 
 def test_model_weights_mismatch_and_rollout_weights(tmp_path: Path) -> None:
-    from relax_cli.checkpoint.convert import hf_to_megatron
-    from relax_cli.config.model_spec import read_spec
+    from relax_cli.models.convert import hf_to_megatron
+    from relax_cli.models.spec import read_spec
 
     folder = tiny_model(tmp_path)
     named = dict(hf.read_weights(folder))

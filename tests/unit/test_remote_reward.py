@@ -253,7 +253,7 @@ def test_remote_without_a_usable_url_does_not_load() -> None:
 
 
 def test_the_names_of_rewards_that_validation_knows_are_those_that_load() -> None:
-    from relax_cli.config.file_checks import BUILTIN_REWARDS as KNOWN
+    from relax_cli.preflight.rules.files import BUILTIN_REWARDS as KNOWN
 
     assert set(BUILTIN_REWARDS) == KNOWN
 

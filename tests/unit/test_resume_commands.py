@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 
 from relax_cli.checkpoint.fingerprint import identify
 from relax_cli.cli.app import build_app
-from relax_cli.config.resolve import examine
 from relax_cli.config.schema import Config
 from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.resolve import examine
 
 Relax = Callable[..., Result]
 

@@ -19,10 +19,10 @@ from relax_cli.checkpoint.fingerprint import (
     tokenizer_fingerprint,
 )
 from relax_cli.checkpoint.resume import ResumeReport
-from relax_cli.checkpoint.resume_run import decide_run, examine_run
-from relax_cli.config.file_checks import Surroundings, save_folders
 from relax_cli.config.schema import Config
 from relax_cli.errors import ResumeError
+from relax_cli.preflight.rules.files import Surroundings, save_folders
+from relax_cli.preflight.start import decide_run, examine_run
 
 MODEL = {
     "model_type": "qwen3",

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from relax_cli.config import sglang_checks, sglang_options
+from relax_cli.config import sglang_options
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.schema import Config
 from relax_cli.config.sglang_options import as_arguments, installed_options
+from relax_cli.preflight.rules import sglang as sglang_checks
 
 
 def config(**sections: dict[str, Any]) -> Config:

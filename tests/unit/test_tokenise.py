@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from relax_cli.data.package_models import default_cache_dir, resolve_model
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.tokenise import encode_prompt, load_tokenizer, model_vocab_size, stop_token_ids
 from relax_cli.errors import ConfigError
+from relax_cli.models.packages import default_cache_dir, resolve_model
 from relax_cli.quickstart.task import MODEL
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"

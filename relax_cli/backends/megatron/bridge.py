@@ -22,10 +22,10 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
 from relax_cli.backends.megatron.records import ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, as_buckets
-from relax_cli.config.backend_checks import bridge_sequence_parallel
-from relax_cli.config.model_spec import ModelSpec
 from relax_cli.config.schema import ParallelSection
 from relax_cli.errors import ConfigError, EnvironmentFault, Problem
+from relax_cli.models.spec import ModelSpec
+from relax_cli.preflight.rules.backend import bridge_sequence_parallel
 
 NEVER = -1e30
 """Logit of a token that does not exist."""

@@ -11,9 +11,9 @@ from relax_cli.backends.device import Device, Parking, free_unused_memory
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.model import build_model
 from relax_cli.backends.megatron.records import MicroBatch, ModelOutput, ResponseIndex
-from relax_cli.checkpoint.hf import HfWeights
-from relax_cli.config.hybrid_spec import read_any_spec
 from relax_cli.config.schema import ParallelSection
+from relax_cli.models.hf import HfWeights
+from relax_cli.models.hybrid import read_any_spec
 
 
 class FrozenModel:

@@ -26,8 +26,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from relax_cli.backends.device import Device
-from relax_cli.checkpoint.hf import ModelSpec, inverse_frequencies
 from relax_cli.errors import EnvironmentFault, Problem
+from relax_cli.models.hf import ModelSpec, inverse_frequencies
 
 LayerKind = Literal["local", "transformer_engine"]
 

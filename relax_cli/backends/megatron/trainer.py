@@ -31,10 +31,10 @@ from relax_cli.backends.megatron.model import build_model
 from relax_cli.backends.megatron.optimizer import Optimizer
 from relax_cli.backends.megatron.records import MicroBatch, ModelOutput, TrainStep
 from relax_cli.backends.megatron.weight_buckets import Bucket
-from relax_cli.checkpoint.hf import HfWeights
 from relax_cli.checkpoint.layout import FileEntry
-from relax_cli.config.hybrid_spec import read_any_spec
 from relax_cli.config.schema import OptimizerSection, ParallelSection
+from relax_cli.models.hf import HfWeights
+from relax_cli.models.hybrid import read_any_spec
 
 EXPORT_BYTES = 256 << 20
 """Device memory that exporting takes beside the weights, unless one tensor needs more."""

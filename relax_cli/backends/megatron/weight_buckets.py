@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_cli.backends.megatron import parallel
-from relax_cli.checkpoint.convert import hf_tensors, is_sharded, megatron_names, merge_shards
-from relax_cli.checkpoint.hf import ModelSpec
+from relax_cli.models.convert import hf_tensors, is_sharded, megatron_names, merge_shards
+from relax_cli.models.hf import ModelSpec
 
 
 @dataclass(frozen=True)

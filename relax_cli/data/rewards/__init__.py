@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite, nan
 from typing import Any, Protocol
 
-from relax_cli.config.reward_checks import REMOTE, url_fault
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.rewards.types import BatchReward, RewardInput, RewardResult, Score
 from relax_cli.errors import ConfigError, Problem, RunError
+from relax_cli.preflight.rules.reward import REMOTE, url_fault
 
 __all__ = [
     "BUILTIN_REWARDS",

@@ -10,10 +10,10 @@ from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
 from relax_cli.backends.rollout.sglang.engine import CONTROL_SECONDS, EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.sglang.targets import WeightTarget, node_of, this_node
-from relax_cli.config.hybrid_spec import read_any_spec
-from relax_cli.config.model_spec import ModelSpec
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
 from relax_cli.errors import EnvironmentFault, Problem
+from relax_cli.models.hybrid import read_any_spec
+from relax_cli.models.spec import ModelSpec
 
 
 def open_engine(

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron.weight_buckets import Bucket
-from relax_cli.backends.rollout.sglang.at_once import all_at_once
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
+from relax_cli.backends.rollout.sglang.fail_fast import all_at_once
+from relax_cli.backends.rollout.sglang.flattened_bucket import flatten, serialise
 from relax_cli.backends.rollout.sglang.server import free_port
 from relax_cli.backends.rollout.sglang.targets import WeightTarget
 from relax_cli.backends.rollout.sglang.update_group import UpdateGroup, own_address
-from relax_cli.backends.rollout.sglang.wire import flatten, serialise
 from relax_cli.errors import Problem, RunError
 
 Way = Literal["tensor", "distributed", "disk"]

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron.weight_buckets import Bucket
-from relax_cli.backends.rollout.sglang.at_once import all_at_once
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError, StatusFault
+from relax_cli.backends.rollout.sglang.fail_fast import all_at_once
 from relax_cli.backends.rollout.sglang.served import check_served
 from relax_cli.backends.rollout.sglang.targets import WeightTarget, this_node
 from relax_cli.backends.rollout.sglang.transports import (
@@ -30,8 +30,8 @@ from relax_cli.backends.rollout.sglang.transports import (
     Transport,
     Way,
 )
-from relax_cli.checkpoint.hf import write_hf
 from relax_cli.errors import Problem, RunError
+from relax_cli.models.hf import write_hf
 
 
 class Ranks(Protocol):

@@ -1,0 +1,186 @@
+"""The rollout engine that runs inside the rollout role's own process, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from relax_cli.backends.rollout.embedded.decoder import Decoder
+from relax_cli.backends.rollout.embedded.kv_cache import KVCache
+from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
+from relax_cli.backends.rollout.prompts import check_prompts
+from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
+from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.models.hf import ModelSpec, read_spec, read_weights
+
+CACHE_BYTES = 1 << 30
+# A batch shrinks in steps of so many rows: each new batch size costs oneDNN milliseconds to make kernels for.
+ROW_STEP = 8
+
+
+def cache_bytes_per_token(spec: ModelSpec) -> int:
+    """Bytes of float32 keys and values of one position of one row."""
+    return 2 * 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+
+
+class EmbeddedEngine:
+    """Batched sampling with a key/value cache; finished rows leave the batch.
+
+    A response depends on its prompt, its seed and the weights alone: not on the rest of the batch, the order
+    or the number of engines (up to float32 rounding of the logits).
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        *,
+        decode: Callable[[list[int]], str] | None,
+        max_batch_size: int = 256,
+    ) -> None:
+        """Load `config.json` and the safetensors files of `model_folder`.
+
+        Args:
+            decode: token ids to text, used only to look for stop strings; None where there are none.
+            max_batch_size: most rows generated at a time; fewer where their cache would pass 1 GiB.
+
+        Raises:
+            ConfigError: the model is of a kind this engine cannot run, or its files are unreadable.
+            RunError: its files are incomplete.
+        """
+        assert max_batch_size >= 1, max_batch_size
+        self.decoder = Decoder(read_spec(model_folder))
+        self.decoder.load(read_weights(model_folder))
+        self._decode = decode
+        self._max_batch_size = max_batch_size
+        self._cache: KVCache | None = None
+        self._awake = True
+        self.weight_version = 0
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        assert self._awake, "the rollout engine sleeps; wake it before generating"
+        assert not sampling.stop or self._decode is not None, "stop strings need a decoder"
+        if not requests:
+            return []
+        spec = self.decoder.spec
+        check_prompts(requests, sampling.max_new_tokens, spec.vocab_size, spec.max_positions)
+        # Like lengths together keep padding small; equal prompts together are computed once.
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens))
+        columns = len(requests[order[-1]].prompt_tokens) + sampling.max_new_tokens
+        rows = min(
+            self._max_batch_size,
+            max(1, CACHE_BYTES // (columns * cache_bytes_per_token(spec))),
+        )
+        generations: dict[int, Generation] = {}
+        for first in range(0, len(order), rows):
+            chunk = order[first : first + rows]
+            generations.update(zip(chunk, self._generate([requests[i] for i in chunk], sampling), strict=True))
+        return [generations[i] for i in range(len(requests))]
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See `RolloutEngine.load_weights`."""
+        self.decoder.load(named)
+        self.weight_version = version
+
+    def weight_targets(self) -> tuple[WeightTarget, ...]:
+        """None: see `load_weights`."""
+        return ()
+
+    def weights_updated(self, version: int) -> None:
+        """Never: there are no targets."""
+        raise AssertionError("weights of the embedded engine come through load_weights")
+
+    def sleep(self) -> None:
+        """Drop the cache."""
+        self._awake = False
+        self._cache = None
+
+    def wake_for_weights(self) -> None:
+        """Nothing: weights are never away."""
+
+    def wake(self) -> None:
+        """Allow generation again."""
+        self._awake = True
+
+    def health(self) -> bool:
+        """Always true: the engine lives in this process."""
+        return True
+
+    def revive(self) -> int:
+        """Nothing: what failed was this process."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing: there is no other process."""
+
+    @torch.inference_mode()
+    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
+        """One batch. `rows`: the requests that still have a cache row; `live`: which of them still run."""
+        limit = sampling.max_new_tokens
+        uniforms_BT = draw_uniforms([request.seed for request in requests], limit)
+        tokens_BT = torch.zeros(len(requests), limit, dtype=torch.int64)
+        log_probs_BT = torch.zeros(len(requests), limit)
+        lengths_B = torch.full((len(requests),), limit)
+        stopped_B = torch.zeros(len(requests), dtype=torch.bool)
+        stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
+        rows = torch.arange(len(requests))
+        live = torch.ones(len(requests), dtype=torch.bool)
+
+        logits, cache = self._prefill(requests, limit)
+        for step in range(limit):
+            tokens, log_probs = sample(logits, uniforms_BT[rows, step], sampling)
+            tokens_BT[rows, step], log_probs_BT[rows, step] = tokens, log_probs
+            ended = live & torch.isin(tokens, stop_ids)
+            if sampling.stop:
+                ended |= live & self._ends_with_stop(tokens_BT, rows, step, sampling.stop)
+            stopped_B[rows[ended]] = True
+            lengths_B[rows[ended]] = step + 1
+            live &= ~ended
+            running = int(live.sum())
+            if running == 0 or step == limit - 1:
+                break
+            size = -(-running // ROW_STEP) * ROW_STEP
+            if size <= len(rows) * 7 // 8:
+                # Dropping rows copies the cache, which costs as much as attending to it: not for a few.
+                kept = live.logical_not().argsort(stable=True)[:size]
+                cache.select(kept)
+                rows, tokens, live = rows[kept], tokens[kept], live[kept]
+            logits = self.decoder.step(tokens, cache)
+        return _generations(tokens_BT, log_probs_BT, lengths_B, stopped_B)
+
+    def _prefill(self, requests: Sequence[Request], limit: int) -> tuple[Tensor, KVCache]:
+        prompts = [request.prompt_tokens for request in requests]
+        unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
+        cache = self._sized_cache(len(prompts), len(prompts[-1]) + limit)
+        logits = self.decoder.prefill(list(unique), cache)
+        if len(unique) < len(prompts):
+            samples = torch.tensor([unique[prompt] for prompt in prompts])
+            cache.select(samples)
+            logits = logits[samples]
+        return logits, cache
+
+    def _sized_cache(self, rows: int, columns: int) -> KVCache:
+        if self._cache is None or self._cache.capacity[0] < rows or self._cache.capacity[1] < columns:
+            self._cache = None
+            self._cache = KVCache(self.decoder.spec, rows, columns)
+        return self._cache
+
+    def _ends_with_stop(self, tokens_BT: Tensor, rows: Tensor, step: int, stop: tuple[str, ...]) -> Tensor:
+        assert self._decode is not None
+        # A token is at least a byte of text; the margin is for ids that decode to nothing.
+        window = max(len(text.encode()) for text in stop) + 8
+        tails = tokens_BT[rows, max(0, step + 1 - window) : step + 1].tolist()
+        texts = [self._decode(tail) for tail in tails]
+        return torch.tensor([any(text in decoded for text in stop) for decoded in texts])
+
+
+def _generations(tokens_BT: Tensor, log_probs_BT: Tensor, lengths_B: Tensor, stopped_B: Tensor) -> list[Generation]:
+    rows = zip(tokens_BT.tolist(), log_probs_BT.tolist(), lengths_B.tolist(), stopped_B.tolist(), strict=True)
+    reasons: dict[bool, Literal["stop", "length"]] = {True: "stop", False: "length"}
+    return [
+        Generation(tokens[:length], log_probs[:length], reasons[stopped]) for tokens, log_probs, length, stopped in rows
+    ]

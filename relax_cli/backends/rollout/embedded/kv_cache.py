@@ -1,0 +1,76 @@
+"""Keys and values of a batch that is being continued."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from relax_cli.models.hf import ModelSpec
+
+
+class KVCache:
+    """Keys and values of a batch `[layers, B, K, S, D]`; every row has the same number of columns filled.
+
+    Rows of unequal prompts are padded on the left: the newest position of every row is the same column.
+    `starts` says where each row begins (None: all at column 0, no mask needed).
+    """
+
+    def __init__(self, spec: ModelSpec, rows: int, columns: int) -> None:
+        shape = (spec.num_layers, rows, spec.num_kv_heads, columns, spec.head_dim)
+        self.keys = torch.empty(shape)
+        self.values = torch.empty(shape)
+        self.rows = rows
+        self.length = 0
+        self.starts: Tensor | None = None
+        self._mask_BS: Tensor | None = None
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """Most rows and columns it can hold."""
+        return self.keys.shape[1], self.keys.shape[3]
+
+    def reset(self, lengths: Sequence[int]) -> None:
+        """Start a new batch with prompts of these lengths."""
+        self.rows, self.length = len(lengths), 0
+        assert self.rows <= self.capacity[0], "the cache has too few rows"
+        self._set_starts(None if len(set(lengths)) == 1 else max(lengths) - torch.tensor(lengths))
+
+    def part(self, first: int, last: int) -> KVCache:
+        """Rows `first` to `last` (exclusive) as a cache that writes into this one's storage."""
+        piece = object.__new__(KVCache)
+        piece.keys, piece.values = self.keys[:, first:last], self.values[:, first:last]
+        piece.rows, piece.length = last - first, self.length
+        piece._set_starts(None if self.starts is None else self.starts[first:last])
+        return piece
+
+    def select(self, rows_B: Tensor) -> None:
+        """Make row i a copy of row `rows_B[i]`: drops finished rows, or repeats a prompt for its samples."""
+        for layer in (*self.keys, *self.values):
+            layer[: len(rows_B), :, : self.length] = layer[:, :, : self.length].index_select(0, rows_B)
+        self.rows = len(rows_B)
+        self._set_starts(None if self.starts is None else self.starts[rows_B])
+
+    def _set_starts(self, starts_B: Tensor | None) -> None:
+        self.starts = starts_B
+        if starts_B is not None:
+            padding_BS = torch.arange(self.capacity[1]) < starts_B[:, None]
+            self._mask_BS = torch.zeros(padding_BS.shape).masked_fill_(padding_BS, -math.inf)
+
+    def step_mask(self) -> Tensor | None:
+        """Additive mask `[B, 1, 1, S]` of the newest position, None where nothing is padded."""
+        if self.starts is None:
+            return None
+        assert self._mask_BS is not None
+        return self._mask_BS[:, None, None, : self.length]
+
+    def prompt_mask(self, positions: int, kv_heads: int) -> Tensor | None:
+        """Additive causal mask `[B * K, 1, P, P]`, None where nothing is padded (plain causal)."""
+        if self.starts is None:
+            return None
+        assert self._mask_BS is not None
+        future_PP = torch.full((positions, positions), -math.inf).triu_(1)
+        mask_BPP = future_PP + self._mask_BS[:, None, :positions]
+        return mask_BPP.repeat_interleave(kv_heads, 0).unsqueeze(1)

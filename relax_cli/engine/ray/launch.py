@@ -1,0 +1,379 @@
+"""Launches the roles as Ray actors that share one placement group. Only this file knows Ray.
+
+Rank i of actor, critic and rollout sits in the i-th bundle; an SGLang server has the bundles of as many ranks as it has
+GPUs, and its worker is in the first. The CPU-only Advantages service and workers of external servers take no bundle.
+Weights go from the actor to embedded engines through Ray's object store by reference, and to servers from the actor
+itself: this process never holds a tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from relax_cli.config.placement import (
+    SERVICE_CPUS,
+    needed_cpus,
+    rollout_engine,
+    shared_bundles,
+    takes_bundles,
+)
+from relax_cli.engine.build import RoleBuilder, WorkerSpec, cpu_environment, worker_specs
+from relax_cli.engine.local import free_port
+from relax_cli.engine.plan import LaunchPlan
+from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
+from relax_cli.engine.ray.guardian import Guardian
+from relax_cli.engine.ray.object_store import as_arrays, as_tensors
+from relax_cli.engine.ray.problems import check_reachable, start_failed, too_few_cpus, too_few_gpus
+from relax_cli.engine.session import RoleGroup, Roles, Session
+from relax_cli.errors import EnvironmentFault, Problem, RelaxError, RunError
+
+ANSWER_SIGNALS = 0.1
+"""Seconds of waiting for a worker after which this process looks whether it got a signal."""
+
+WAITING_FOR_BUNDLES = 5.0
+"""Seconds after which the screen says that others hold what the roles need."""
+
+SHARE = 0.25
+"""Part of a bundle's CPU, and of its GPU, that each of the roles taking turns in it asks Ray for."""
+
+
+def launch_colocated(plan: LaunchPlan) -> Session:
+    """Start Ray, TransferQueue and all role workers; returns once every worker is built and asleep."""
+    return RaySession(plan)
+
+
+class RoleWorker:
+    """Runs one rank of a role inside a Ray actor; its output goes to `logs/<role>-<rank>.log` of the run."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        with (spec.run_dir / "logs" / f"{spec.role}-{spec.rank}.log").open("a") as log:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(log.fileno(), stream.fileno())
+        self.spec = spec
+        self.role: Any = None
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Address and port where the ranks of this role find each other."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def open_queue(self) -> None:
+        """Start TransferQueue, owned by this worker."""
+        from relax_cli.engine.transfer import open_transfer_queue
+
+        open_transfer_queue()
+
+    def prepare(self) -> None:
+        """Import what the role needs while other things start."""
+        import torch  # noqa: F401
+
+        if self.spec.role in ("actor", "critic", "reference"):
+            from relax_cli.backends.megatron import trainer  # noqa: F401
+
+    def build(self, addr: str, port: int) -> None:
+        """Build the role."""
+        from relax_cli.engine.transfer import TransferQueueStore
+
+        builder = RoleBuilder(self.spec.at(addr, port))
+        queue = TransferQueueStore(builder.graph, builder.config.run.queue_timeout)
+        self.role = builder.build(queue)
+
+    def run(self, method: str, *args: Any) -> Any:
+        """Call a method of the role."""
+        return getattr(self.role, method)(*args)
+
+    def export_weights(self) -> list[ray.ObjectRef]:
+        """The actor's weights in the object store; empty on ranks that hold no full copy."""
+        named = self.role.export_weights()
+        return [] if named is None else [ray.put(as_arrays(named))]
+
+    def load_weights(self, refs: list[ray.ObjectRef], version: int) -> None:
+        """Read exported weights from the object store into the rollout engine."""
+        self.role.load_weights(as_tensors(ray.get(refs[0])), version)
+
+
+class RayRole(RoleGroup):
+    """The ranks of a role as Ray actors."""
+
+    def __init__(self, name: str, workers: list[Any], run_dir: Path) -> None:
+        super().__init__(name, ranks=len(workers))
+        self.workers = workers
+        self.run_dir = run_dir
+
+    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        """See `RoleGroup.start`."""
+        refs = [worker.run.remote(method, *args) for worker in self.workers]
+        return lambda: self.collect(refs, method)
+
+    def run_on(self, rank: int, method: str, *args: Any) -> Any:
+        """See `RoleGroup.run_on`."""
+        return self.collect([self.workers[rank].run.remote(method, *args)], method)[0]
+
+    def collect(self, refs: list[Any], doing: str) -> list[Any]:
+        """Results of all ranks, as soon as all have one or any has failed.
+
+        Raises:
+            RelaxError: what the role raised, or a `RunError` naming role, rank and log file.
+        """
+        try:
+            return self._results(refs, doing)
+        except BaseException:
+            disregard(refs)
+            raise
+
+    def _results(self, refs: list[Any], doing: str) -> list[Any]:
+        waiting = dict(zip(refs, range(len(refs)), strict=True))
+        results: dict[int, Any] = {}
+        while waiting:
+            # Ray looks for signals about once a second: short waits let Ctrl-C be answered at once.
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=ANSWER_SIGNALS)
+            if not done:
+                continue
+            rank = waiting.pop(done[0])
+            try:
+                results[rank] = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, RelaxError):
+                    raise error.cause from None
+                raise self._failed(rank, doing, repr(error.cause)) from error
+            except ray.exceptions.RayActorError as error:
+                raise self._failed(rank, doing, "the worker process died") from error
+        return [results[rank] for rank in range(len(refs))]
+
+    def _failed(self, rank: int, doing: str, reason: str) -> RunError:
+        log = self.run_dir / "logs" / f"{self.name}-{rank}.log"
+        return RunError(
+            Problem(
+                id="worker-failed",
+                message=f"rank {rank} of {self.name} failed in `{doing}`",
+                where=str(log),
+                got=reason.splitlines()[0][:300],
+                expected="the call to return",
+                fix=f"tail -n 40 {log}",
+            )
+        )
+
+
+class RaySession(Session):
+    """Owns Ray (unless it was there before), TransferQueue and the workers."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self.owns_ray = not ray.is_initialized()
+        self.guardian: Guardian | None = None
+        self.group: PlacementGroup | None = None
+        self.on_gpus = False
+        self.places: list[Place] = []
+        """Bundles in the order of ranks."""
+        self.built: dict[str, RayRole] = {}
+        try:
+            self._start(plan)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, plan: LaunchPlan) -> None:
+        plan.status("starting Ray")
+        if self.owns_ray:
+            self.guardian = Guardian()
+            with self.guardian.adopting():
+                start_ray(plan)
+        check_resources(plan)
+        plan.status("starting the workers")
+        (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self._reserve(plan)
+        for role in plan.graph.roles:
+            workers = [self._worker(plan, spec) for spec in self._placed(plan, role.name)]
+            self.built[role.name] = RayRole(role.name, workers, plan.run_dir)
+        importing = {name: [w.prepare.remote() for w in role.workers] for name, role in self.built.items()}
+        plan.status("starting TransferQueue")
+        rollout = self.built["rollout"]
+        rollout.collect([rollout.workers[0].open_queue.remote()], "open_queue")
+        plan.status("loading the models")
+        self._collect(importing, "prepare")
+        for names in build_order(list(self.built), in_turns=self.on_gpus):
+            self._build(names)
+        self.roles = Roles(**self.built)
+
+    def _reserve(self, plan: LaunchPlan) -> None:
+        """Take the bundles of the roles with devices, and find out where they are, if that matters."""
+        parallel, sglang = plan.config.parallel, plan.config.sglang
+        self.on_gpus = parallel.device == "cuda"
+        bundle = {"CPU": 1, "GPU": 1} if self.on_gpus else {"CPU": 1}
+        count = shared_bundles(parallel, sglang)
+        self.group = placement_group([bundle] * count, strategy="PACK")
+        ready = self.group.ready()
+        while not ray.wait([ready], timeout=WAITING_FOR_BUNDLES)[0]:
+            plan.status(f"waiting until the Ray cluster has {count} free {'GPUs' if self.on_gpus else 'CPUs'}")
+        self.places = find_places(self.group) if self.on_gpus else [Place(i) for i in range(count)]
+
+    def _placed(self, plan: LaunchPlan, role: str) -> list[WorkerSpec]:
+        """The specs of a role's workers; rank i is in the i-th bundle, a server in the bundles of as many ranks."""
+        config, specs = plan.config, worker_specs(plan, role)
+        if not takes_bundles(role, config.parallel, config.sglang):
+            return specs
+        starts_servers = rollout_engine(config.rollout, config.sglang, config.parallel) == "sglang"
+        size = config.sglang.rollout_num_gpus_per_engine if role == "rollout" and starts_servers else 1
+        groups = server_places(self.places, size, len(specs))
+        return [
+            replace(spec, bundle=group[0].bundle, gpus=tuple(place.gpu for place in group if place.gpu))
+            for spec, group in zip(specs, groups, strict=True)
+        ]
+
+    def _worker(self, plan: LaunchPlan, spec: WorkerSpec) -> Any:
+        options: dict[str, Any] = {"num_cpus": SHARE, "runtime_env": {"env_vars": cpu_environment(spec.threads)}}
+        if spec.bundle is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=spec.bundle
+            )
+            if self.on_gpus:
+                options["num_gpus"] = SHARE
+        elif plan.graph[spec.role].uses_device:
+            options["num_cpus"] = SERVICE_CPUS * SHARE / spec.ranks
+        return ray.remote(RoleWorker).options(**options).remote(spec)
+
+    def _build(self, names: Sequence[str]) -> None:
+        """Build some roles at the same time; each is asleep when it is built."""
+        building = {}
+        for name in names:
+            workers = self.built[name].workers
+            addr, port = ray.get(workers[0].meeting_point.remote())
+            building[name] = [worker.build.remote(addr, port) for worker in workers]
+        self._collect(building, "build")
+
+    def _collect(self, asked: Mapping[str, list[Any]], doing: str) -> None:
+        """Wait for what several roles were asked for."""
+        try:
+            for name, refs in asked.items():
+                self.built[name].collect(refs, doing)
+        except BaseException:
+            disregard(ref for refs in asked.values() for ref in refs)
+            raise
+
+    def copy_weights(self, version: int) -> None:
+        """See `Session.copy_weights`; the references travel inside lists, so that nothing resolves them here."""
+        actor, rollout = self.built["actor"], self.built["rollout"]
+        with actor.awake():
+            exported = actor.collect([w.export_weights.remote() for w in actor.workers], "export_weights")
+        (refs,) = [refs for refs in exported if refs]
+        with rollout.awake():
+            rollout.collect([w.load_weights.remote(refs, version) for w in rollout.workers], "load_weights")
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        if self.owns_ray:
+            ray.shutdown()
+            if self.guardian is not None:
+                self.guardian.close()
+            return
+        for role in self.built.values():
+            for worker in role.workers:
+                ray.kill(worker)
+        if self.group is not None:
+            ray.util.remove_placement_group(self.group)
+
+
+def disregard(refs: Iterable[ray.ObjectRef]) -> None:
+    """Tell Ray that nobody will read these, which may fail yet: it prints errors that it thinks were overlooked."""
+    for ref in refs:
+        ref.future()
+
+
+def build_order(roles: Sequence[str], *, in_turns: bool) -> list[list[str]]:
+    """Which roles are built at the same time.
+
+    Args:
+        in_turns: they share GPUs: one at a time, and rollout last, because a server takes what memory it finds.
+    """
+    if not in_turns:
+        return [list(roles)]
+    return [[name] for name in sorted(roles, key=lambda name: name == "rollout")]
+
+
+def find_places(group: PlacementGroup) -> list[Place]:
+    """The bundles in the order of ranks; a short task in each says where it is."""
+    probe = ray.remote(probe_place)
+    asked = []
+    for bundle in range(group.bundle_count):
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        options = {"num_cpus": SHARE, "num_gpus": SHARE, "scheduling_strategy": strategy}
+        asked.append(probe.options(**options).remote(bundle))
+    return in_order(ray.get(asked))
+
+
+def probe_place(bundle: int) -> Place:
+    """Where this process is; runs in a bundle with one GPU."""
+    (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return Place(bundle, ray.util.get_node_ip_address(), str(gpu))
+
+
+def start_ray(plan: LaunchPlan) -> None:
+    """A Ray of our own on this machine, or the cluster that RAY_ADDRESS names.
+
+    A local one gets as many logical CPUs as the run needs, however many cores there are: roles take turns, and
+    TransferQueue waits for ever for a CPU it cannot get.
+
+    Raises:
+        EnvironmentFault: Ray did not start.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        _init_ray(address)
+        return
+    weights = sum(f.stat().st_size for f in plan.model_folder.glob("*.safetensors"))
+    _init_ray(
+        "local",
+        num_cpus=plan.config.parallel.ray_num_cpus or needed_cpus(plan.config.parallel, plan.config.sglang),
+        include_dashboard=False,
+        object_store_memory=max(256 << 20, 6 * weights),
+    )
+
+
+def _init_ray(address: str | None, **options: Any) -> None:
+    check_reachable(address)
+    # ray.init puts an aborting SIGTERM handler in the place of ours.
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR", **options)
+    except Exception as error:
+        # Ray raises bare Exceptions where a process of it is slow to start.
+        raise EnvironmentFault(start_failed(address, error)) from error
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def cluster_gpus() -> int:
+    """GPUs of the cluster that RAY_ADDRESS names, free or not.
+
+    Raises:
+        EnvironmentFault: there is no such cluster.
+    """
+    _init_ray(os.environ.get("RAY_ADDRESS"))
+    try:
+        return int(ray.cluster_resources().get("GPU", 0))
+    finally:
+        ray.shutdown()
+
+
+def check_resources(plan: LaunchPlan) -> None:
+    """Refuse before anything waits for CPUs or GPUs that will never be there.
+
+    Raises:
+        EnvironmentFault: the cluster has fewer free logical CPUs, or fewer GPUs at all, than the run needs.
+    """
+    gpus = shared_bundles(plan.config.parallel, plan.config.sglang) if plan.config.parallel.device == "cuda" else 0
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if there < gpus:
+        raise EnvironmentFault(too_few_gpus(there, gpus))
+    free, needed = ray.available_resources().get("CPU", 0.0), needed_cpus(plan.config.parallel, plan.config.sglang)
+    if free < needed:
+        raise EnvironmentFault(too_few_cpus(plan, free, needed))

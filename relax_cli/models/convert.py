@@ -1,0 +1,267 @@
+"""Hugging Face names and layouts to Megatron's (local layer spec) and back; both ways are exact copies.
+
+Megatron fuses `q_proj, k_proj, v_proj` into one matrix ordered by key-value group (the group's queries, its key, its
+value) and `gate_proj, up_proj` into one (gate first). Under tensor parallelism a rank holds whole groups, and its
+own slice of gate followed by its own slice of up. A vocabulary that does not divide gets rows of zeros at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.hf import ModelSpec
+
+EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+OUTPUT = "output_layer.weight"
+
+_OUTSIDE_LAYERS = {
+    EMBEDDING: "model.embed_tokens.weight",
+    FINAL_NORM: "model.norm.weight",
+    OUTPUT: "lm_head.weight",
+}
+_IN_LAYER = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+"""Parameters of a layer that are the same tensor on both sides."""
+
+
+def hf_to_megatron(weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int, tp_rank: int) -> dict[str, Tensor]:
+    """The state of one tensor-parallel rank, by Megatron's parameter names; `rank_tensors` gives it piece by piece."""
+    return dict(rank_tensors(weights, spec, tp_size, tp_rank))
+
+
+def rank_tensors(
+    weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int, tp_rank: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of one tensor-parallel rank, read as they are asked for: a whole model may not fit the memory.
+
+    Args:
+        weights: all tensors of the model under their Hugging Face names.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown or of a wrong shape, or the model does not divide by `tp_size`.
+    """
+    check_divisible(spec, tp_size)
+    reader = _Reader(weights, spec)
+    for name in (EMBEDDING,) if spec.tied else (EMBEDDING, OUTPUT):
+        matrix = reader.take(_OUTSIDE_LAYERS[name], spec.vocab_size, spec.hidden_size)
+        filler = padded_vocab(spec, tp_size) - spec.vocab_size
+        yield name, shard_for_rank(name, F.pad(matrix, (0, 0, 0, filler)) if filler else matrix, tp_size, tp_rank)
+    yield FINAL_NORM, reader.take(_OUTSIDE_LAYERS[FINAL_NORM], spec.hidden_size)
+    for layer in range(spec.num_layers):
+        for name, tensor in _read_layer(reader, layer).items():
+            yield name, shard_for_rank(name, tensor, tp_size, tp_rank)
+    reader.refuse_unused()
+
+
+def megatron_to_hf(full_state: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and tensors of an unsharded Megatron state (see `merge_shards`)."""
+    for name in megatron_names(spec):
+        yield from hf_tensors(name, full_state[name], spec)
+
+
+def megatron_names(spec: ModelSpec) -> list[str]:
+    """Every parameter of a policy, in the order in which Hugging Face writes what is made of it."""
+    names = [EMBEDDING, *(f"decoder.layers.{i}.{part}" for i in range(spec.num_layers) for part in _layer_parts(spec))]
+    return [*names, FINAL_NORM] if spec.tied else [*names, FINAL_NORM, OUTPUT]
+
+
+def hf_tensors(name: str, full: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors, one or more, that the unsharded Megatron parameter `name` holds.
+
+    They may be views of it. Works on tensors of the `meta` device, too.
+    """
+    if name in _OUTSIDE_LAYERS:
+        yield _OUTSIDE_LAYERS[name], full if name == FINAL_NORM else full[: spec.vocab_size]
+        return
+    layer, part = name.removeprefix("decoder.layers.").split(".", 1)
+    hf = f"model.layers.{layer}"
+    if part.startswith("self_attention.linear_qkv."):
+        yield from _write_qkv(full, spec, hf, part.rpartition(".")[2])
+    elif part == "mlp.linear_fc1.weight":
+        gate, up = full.chunk(2)
+        yield f"{hf}.mlp.gate_proj.weight", gate.contiguous()
+        yield f"{hf}.mlp.up_proj.weight", up.contiguous()
+    else:
+        yield f"{hf}.{_IN_LAYER[part]}", full
+
+
+def shard_for_rank(name: str, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+    """The part of an unsharded Megatron tensor that a tensor-parallel rank holds."""
+    if tp_size == 1:
+        return full
+    match _partition_of(name):
+        case "none":
+            return full
+        case "columns":
+            return full.chunk(tp_size, 1)[tp_rank].contiguous()
+        case "gate_up":
+            return torch.cat([half.chunk(tp_size)[tp_rank] for half in full.chunk(2)])
+        case _:
+            return full.chunk(tp_size)[tp_rank].contiguous()
+
+
+def merge_shards(name: str, shards: Sequence[Tensor]) -> Tensor:
+    """Undo `shard_for_rank`: the unsharded tensor from all ranks' parts, in rank order."""
+    if len(shards) == 1:
+        return shards[0]
+    match _partition_of(name):
+        case "none":
+            return shards[0]
+        case "columns":
+            return torch.cat(list(shards), 1)
+        case "gate_up":
+            halves = [shard.chunk(2) for shard in shards]
+            return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+        case _:
+            return torch.cat(list(shards))
+
+
+def padded_vocab(spec: ModelSpec, tp_size: int) -> int:
+    """Rows of the embedding over all ranks: the vocabulary, and what makes every rank's slice equally long."""
+    return spec.vocab_size + -spec.vocab_size % tp_size
+
+
+def is_sharded(name: str) -> bool:
+    """Whether tensor-parallel ranks hold different parts of a parameter; else each holds all of it."""
+    return _partition_of(name) != "none"
+
+
+def check_divisible(spec: ModelSpec, tp_size: int) -> None:
+    """Raises ConfigError where a dimension does not divide by the tensor-parallel size."""
+    parts = {
+        "attention heads": spec.num_heads,
+        "key-value heads": spec.num_kv_heads,
+        "FFN size": spec.ffn_hidden_size,
+    }
+    problems = [
+        Problem(
+            id="tensor-parallel-indivisible",
+            message=f"the model's {what} ({size}) does not divide by the tensor-parallel size",
+            fix="choose a --tensor-model-parallel-size that divides it",
+            option="--tensor-model-parallel-size",
+            got=str(tp_size),
+            expected=f"a divisor of {size}",
+        )
+        for what, size in parts.items()
+        if size % tp_size
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _partition_of(name: str) -> str:
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return "columns"
+    if name.endswith("linear_fc1.weight"):
+        return "gate_up"
+    if "linear_qkv" in name or name in (EMBEDDING, OUTPUT):
+        return "rows"
+    return "none"
+
+
+class _Reader:
+    """Takes tensors by name, checks shapes, and remembers what was taken."""
+
+    def __init__(self, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
+        self.weights = weights
+        self.spec = spec
+        self.taken: set[str] = set()
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        if name not in self.weights:
+            raise _bad_weights(f"the model has no tensor {name}", expected=name)
+        tensor = self.weights[name]
+        if tensor.shape != shape:
+            message = f"tensor {name} does not have the shape that config.json describes"
+            raise _bad_weights(message, str(tuple(tensor.shape)), str(shape))
+        self.taken.add(name)
+        return tensor
+
+    def refuse_unused(self) -> None:
+        # Old exports carry rotary tables, and a copy of the embedding as the tied output layer.
+        tied_copy = {"lm_head.weight"} if self.spec.tied else set()
+        unused = {name for name in self.weights if not name.endswith("rotary_emb.inv_freq")} - self.taken - tied_copy
+        if unused:
+            raise _bad_weights(
+                f"the model has tensors that config.json does not describe: {', '.join(sorted(unused)[:5])}"
+            )
+
+
+def _bad_weights(message: str, got: str = "", expected: str = "") -> ConfigError:
+    return ConfigError(
+        Problem(
+            id="model-weights-mismatch",
+            message=message,
+            fix="check that config.json and the safetensors files belong together",
+            option="--hf-checkpoint",
+            got=got,
+            expected=expected,
+        )
+    )
+
+
+def _read_layer(reader: _Reader, layer: int) -> dict[str, Tensor]:
+    spec, hf, ours = reader.spec, f"model.layers.{layer}", f"decoder.layers.{layer}"
+    hidden, ffn, q_rows = spec.hidden_size, spec.ffn_hidden_size, spec.num_heads * spec.head_dim
+    state = {
+        f"{ours}.input_layernorm.weight": reader.take(f"{hf}.input_layernorm.weight", hidden),
+        f"{ours}.self_attention.linear_qkv.weight": _read_qkv(reader, hf, "weight", hidden),
+        f"{ours}.self_attention.linear_proj.weight": reader.take(f"{hf}.self_attn.o_proj.weight", hidden, q_rows),
+        f"{ours}.pre_mlp_layernorm.weight": reader.take(f"{hf}.post_attention_layernorm.weight", hidden),
+        f"{ours}.mlp.linear_fc1.weight": torch.cat(
+            [reader.take(f"{hf}.mlp.{part}_proj.weight", ffn, hidden) for part in ("gate", "up")]
+        ),
+        f"{ours}.mlp.linear_fc2.weight": reader.take(f"{hf}.mlp.down_proj.weight", hidden, ffn),
+    }
+    if spec.qkv_bias:
+        state[f"{ours}.self_attention.linear_qkv.bias"] = _read_qkv(reader, hf, "bias")
+    if spec.qk_norm:
+        for part in ("q", "k"):
+            norm = reader.take(f"{hf}.self_attn.{part}_norm.weight", spec.head_dim)
+            state[f"{ours}.self_attention.{part}_layernorm.weight"] = norm
+    return state
+
+
+def _read_qkv(reader: _Reader, hf: str, kind: str, *tail: int) -> Tensor:
+    spec = reader.spec
+    groups, dim = spec.num_kv_heads, spec.head_dim
+    rows = {"q": spec.num_heads * dim, "k": groups * dim, "v": groups * dim}
+    parts = [reader.take(f"{hf}.self_attn.{part}_proj.{kind}", count, *tail) for part, count in rows.items()]
+    return torch.cat([part.reshape(groups, -1, *tail) for part in parts], dim=1).reshape(-1, *tail)
+
+
+def _layer_parts(spec: ModelSpec) -> list[str]:
+    norms = [f"self_attention.{part}_layernorm.weight" for part in ("q", "k")] if spec.qk_norm else []
+    return [
+        "input_layernorm.weight",
+        *(f"self_attention.linear_qkv.{kind}" for kind in (("weight", "bias") if spec.qkv_bias else ("weight",))),
+        *norms,
+        "self_attention.linear_proj.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    ]
+
+
+def _write_qkv(fused: Tensor, spec: ModelSpec, hf: str, kind: str) -> Iterator[tuple[str, Tensor]]:
+    tail = fused.shape[1:]
+    queries = spec.num_heads // spec.num_kv_heads
+    grouped = fused.reshape(spec.num_kv_heads, queries + 2, spec.head_dim, *tail)
+    for part, heads in (
+        ("q", slice(0, queries)),
+        ("k", slice(queries, queries + 1)),
+        ("v", slice(queries + 1, None)),
+    ):
+        yield f"{hf}.self_attn.{part}_proj.{kind}", grouped[:, heads].reshape(-1, *tail).contiguous()

@@ -1,0 +1,141 @@
+"""Hugging Face model folders: what `config.json` describes, and safetensors in and out. Knows no Megatron."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.spec import FAMILIES as FAMILIES
+from relax_cli.models.spec import ModelSpec as ModelSpec
+from relax_cli.models.spec import RopeScaling as RopeScaling
+from relax_cli.models.spec import read_json
+from relax_cli.models.spec import read_spec as read_spec
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 4 << 30
+
+
+def inverse_frequencies(spec: ModelSpec) -> Tensor:
+    """Rotary frequencies `[head_dim / 2]` fp32: plain, `linear` or `llama3` scaling, as transformers computes them."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    plain = 1.0 / (spec.rope_theta**exponents)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return plain
+    if scaling.rope_type == "linear":
+        return plain / scaling.factor
+    # Slow frequencies are divided by the factor, fast ones kept, with a ramp between.
+    turns = plain * (scaling.original_max_positions / (2 * math.pi))
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return plain * (keep + (1.0 - keep) / scaling.factor)
+
+
+class HfWeights(Mapping[str, Tensor]):
+    """The tensors of a model folder by name, read from disk when asked for, as fp32.
+
+    Raises:
+        ConfigError: the folder holds no readable safetensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file_of: dict[str, Path] = {}
+        if (folder / INDEX_FILE).exists():
+            weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
+            self._file_of = {name: folder / file for name, file in weight_map.items()}
+        else:
+            path = folder / SINGLE_FILE
+            self._file_of = dict.fromkeys(self._names_in(path), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._file_of[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name).float()  # type: ignore[no-any-return]
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(path, error) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    @staticmethod
+    def _names_in(path: Path) -> list[str]:
+        try:
+            with safe_open(path, framework="pt") as file:
+                return list(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        Problem(
+            id="model-weights-unreadable",
+            message=f"cannot read the weights {path.name}: {error}",
+            fix=f"put a complete {SINGLE_FILE} (or shards with {INDEX_FILE}) into the model folder",
+            option="--hf-checkpoint",
+            where=str(path),
+        )
+    )
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and fp32 tensors of a model folder, one at a time."""
+    yield from HfWeights(folder).items()
+
+
+def write_hf(folder: Path, named: Iterable[tuple[str, Tensor]], template_folder: Path) -> None:
+    """Write a model folder that transformers loads: weights as given; config and tokenizer files as in the template.
+
+    `config.json` gets the type of the weights written. `folder` is made; existing files are overwritten.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in sorted(template_folder.iterdir()):
+        if source.is_file() and source.suffix in {".json", ".txt", ".model", ".jinja"} and source.name != INDEX_FILE:
+            shutil.copyfile(source, folder / source.name)
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in named:
+        if size and size + tensor.nbytes > MAX_SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+    _write_shards(folder, shards)
+    _set_config_dtype(folder / "config.json", next(iter(shards[0].values())).dtype)
+
+
+def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
+    if len(shards) == 1:
+        save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
+    config = read_json(path)
+    name = str(dtype).removeprefix("torch.")
+    for key in ("torch_dtype", "dtype"):
+        if key in config:
+            config[key] = name
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

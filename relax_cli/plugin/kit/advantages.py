@@ -1,0 +1,200 @@
+"""Checks of an advantage function: each takes a `Subject` and returns what it found, nothing when all is well.
+
+Legend: `B` samples, `T` response tokens (padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from relax_cli.algorithms.types import AdvantageInputs
+from relax_cli.plugin.kit.cases import (
+    GARBAGE,
+    TOLERANCE,
+    UNTRAINED,
+    Subject,
+    advantage_cases,
+    advantage_inputs,
+    gap,
+    padded,
+    rows_of,
+    with_garbage,
+)
+from relax_cli.plugin.kit.findings import Finding
+
+_SELECT = "select the inputs: torch.where(mask, x, 0); a product with the mask keeps NaN"
+_OWN_ROW = "compute every row from that row alone; --normalize-advantages whitens over the whole rollout"
+_GROUP = "compare a sample only with those of the same group_ids, wherever they stand in the batch"
+
+
+def shape(subject: Subject) -> list[Finding]:
+    """Advantages, and returns where there is a critic, are `[B, T]`, finite, and 0 in masked slots."""
+    inputs = advantage_inputs(subject)
+    outputs = subject.advantages(inputs)
+    found = []
+    if subject.estimator.needs_critic and outputs.returns is None:
+        found.append(_finding("there is a critic, and no returns to train it on", "return AdvantageOutputs(A, R)"))
+    for name, value in {"advantages": outputs.advantages, "returns": outputs.returns}.items():
+        if value is None:
+            continue
+        if value.shape != inputs.mask.shape:
+            message = f"{name} has shape {tuple(value.shape)} for a batch of shape {tuple(inputs.mask.shape)}"
+            found.append(_finding(message, "return one number per token, [B, T]"))
+        elif not value.isfinite().all():
+            found.append(_finding(f"{name} is not finite for ordinary inputs", "look for log or division of 0"))
+        elif value[~inputs.mask].any():
+            found.append(_finding(f"{name} is not 0 in masked slots", _SELECT))
+    return found
+
+
+def all_masked(subject: Subject) -> list[Finding]:
+    """A batch in which nothing is trainable has advantages 0."""
+    for inputs in advantage_cases(subject):
+        nothing = with_garbage(replace(inputs, mask=torch.zeros_like(inputs.mask)), float("nan"))
+        got_BT = subject.advantages(nothing).advantages
+        if gap(got_BT, torch.zeros_like(got_BT)) > 0:
+            return [_finding("nothing is trainable, and the advantages are not 0", _SELECT)]
+    return []
+
+
+def masked_garbage(subject: Subject) -> list[Finding]:
+    """NaN and inf in masked slots, and the reward of a sample without a trainable token, change nothing."""
+    for inputs in advantage_cases(subject):
+        clean_BT = subject.advantages(inputs).advantages
+        for garbage in GARBAGE:
+            if gap(subject.advantages(with_garbage(inputs, garbage)).advantages, clean_BT) > TOLERANCE:
+                return [_finding(f"{garbage} in masked slots changes the advantages", _SELECT)]
+        rewards = inputs.rewards.clone()
+        rewards[UNTRAINED] = 100.0
+        if gap(subject.advantages(replace(inputs, rewards=rewards)).advantages, clean_BT) > TOLERANCE:
+            message = "the reward of a sample without a trainable token changes the advantages of others"
+            return [_finding(message, "leave samples with mask.any(dim=1) false out of the baseline")]
+    return []
+
+
+def padding(subject: Subject) -> list[Finding]:
+    """Masked columns at the end change nothing."""
+    for inputs in advantage_cases(subject):
+        width = inputs.mask.shape[1]
+        got_BT = subject.advantages(padded(inputs, 5)).advantages[:, :width]
+        if gap(got_BT, subject.advantages(inputs).advantages) > TOLERANCE:
+            return [_finding("five masked columns more change it", "count trainable tokens, not columns")]
+    return []
+
+
+def row_order(subject: Subject) -> list[Finding]:
+    """Shuffled rows give the same rows, shuffled."""
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(4))
+    for inputs in advantage_cases(subject):
+        shuffled = rows_of(inputs, order)
+        if gap(subject.advantages(shuffled).advantages, subject.advantages(inputs).advantages[order]) > TOLERANCE:
+            return [_finding("shuffling the rows changes the advantage of a row", _GROUP)]
+    return []
+
+
+def row_by_row(subject: Subject) -> list[Finding]:
+    """With a critic a row's result is the same to the bit whatever rows are next to it.
+
+    The Critic's ranks have only their own rows, the Advantages service has all of them.
+    """
+    for inputs in advantage_cases(subject):
+        whole = subject.advantages(inputs)
+        for rows in torch.arange(inputs.mask.shape[0])[:, None]:
+            alone = subject.advantages(rows_of(inputs, rows))
+            for name in ("advantages", "returns"):
+                one, all_rows = getattr(alone, name), getattr(whole, name)
+                if all_rows is not None and (one is None or gap(one, all_rows[rows]) > 0):
+                    return [_finding(f"{name} of row {int(rows)} alone differ from those in the batch", _OWN_ROW)]
+    return []
+
+
+def groups(subject: Subject) -> list[Finding]:
+    """Groups never mix, and the baseline is that of the group, not of the batch."""
+    inputs = advantage_inputs(subject)
+    base_BT = subject.advantages(inputs).advantages
+    found = []
+    first = inputs.group_ids == inputs.group_ids[0]
+
+    def with_rewards(rewards: Tensor) -> Tensor:
+        return subject.advantages(replace(inputs, rewards=rewards)).advantages
+
+    others_BT = with_rewards(torch.where(first, inputs.rewards, inputs.rewards.flip(0) * 3))
+    if gap(others_BT[first], base_BT[first]) > TOLERANCE:
+        found.append(_finding("rewards of other groups change the advantages of a group", _GROUP))
+    if gap(with_rewards(inputs.rewards + first.float()), base_BT) > TOLERANCE:
+        message = "one group rewarded 1 higher throughout gets other advantages: the baseline is not the group's"
+        found.append(_finding(message, "subtract the mean of the group, not of the batch"))
+    equal_BT = with_rewards(torch.full_like(inputs.rewards, 0.1))
+    if not bool((equal_BT[inputs.mask].abs() <= TOLERANCE).all()):
+        found.append(_finding("equal rewards in a group give advantages other than 0", _GROUP))
+    relabelled = replace(inputs, group_ids=inputs.group_ids + 7)
+    if gap(subject.advantages(relabelled).advantages, base_BT) > TOLERANCE:
+        found.append(_finding("other numbers for the same groups change the advantages", _GROUP))
+    return found
+
+
+def sign(subject: Subject) -> list[Finding]:
+    """A sample that is rewarded more gets a larger advantage."""
+    inputs = advantage_inputs(subject)
+    for row in inputs.mask.any(dim=1).nonzero().flatten().tolist():
+        more = inputs.rewards.clone()
+        more[row] += 1
+        before, after = (
+            float(subject.advantages(replace(inputs, rewards=rewards)).advantages[row].sum())
+            for rewards in (inputs.rewards, more)
+        )
+        if not after > before:
+            message = f"1 more reward takes the advantage of row {row} from {before:.4g} to {after:.4g}"
+            return [_finding(message, "advantage = reward − baseline")]
+    return []
+
+
+def detached(subject: Subject) -> list[Finding]:
+    """Advantages carry no gradient back to rewards or values."""
+    inputs = advantage_inputs(subject)
+    leaves = {"rewards": inputs.rewards.clone().requires_grad_()}
+    if inputs.values is not None:
+        leaves["values"] = inputs.values.clone().requires_grad_()
+    outputs = subject.advantages(replace(inputs, **leaves))
+    if outputs.advantages.requires_grad or (outputs.returns is not None and outputs.returns.requires_grad):
+        message = f"advantages or returns carry a gradient back to {' and '.join(leaves)}"
+        return [_finding(message, "decorate the function with @torch.no_grad()")]
+    return []
+
+
+def pure(subject: Subject) -> list[Finding]:
+    """The function leaves its inputs alone and gives the same result twice."""
+    inputs, untouched = (advantage_inputs(subject, with_extras=True) for _ in range(2))
+    first_BT = subject.advantages(inputs).advantages
+    found = []
+    if gap(subject.advantages(inputs).advantages, first_BT) > 0:
+        found.append(_finding("a second call gives other advantages", "remove chance and state from the formula"))
+    if any(gap(value, getattr(untouched, name)) > 0 for name, value in _tensors(inputs).items()):
+        found.append(_finding("the inputs are changed in place", "use x.clamp(), not x.clamp_()"))
+    return found
+
+
+CHECKS: dict[str, Callable[[Subject], list[Finding]]] = {
+    "pure": pure,
+    "shape": shape,
+    "all-masked": all_masked,
+    "masked-garbage": masked_garbage,
+    "padding": padding,
+    "row-order": row_order,
+    "row-by-row": row_by_row,
+    "groups": groups,
+    "sign": sign,
+    "detached": detached,
+}
+
+
+def _finding(message: str, fix: str) -> Finding:
+    return Finding("advantages", message, fix)
+
+
+def _tensors(inputs: AdvantageInputs) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}

@@ -1,0 +1,300 @@
+"""Checks of a policy loss: each takes a `Subject` and returns what it found, nothing when all is well.
+
+Legend: `B` samples, `T` response tokens (padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from relax_cli.algorithms.reduce import Mode, aggregate
+from relax_cli.algorithms.types import LossInputs
+from relax_cli.plugin.kit.cases import (
+    GARBAGE,
+    TOLERANCE,
+    Evaluated,
+    Subject,
+    at_ratio_one,
+    denominator_of,
+    evaluate,
+    gap,
+    loss_inputs,
+    padded,
+    rows_of,
+    with_garbage,
+)
+from relax_cli.plugin.kit.findings import Finding
+
+_SELECT = "select the inputs: torch.where(mask, x, 0); a product with the mask keeps NaN"
+_ROWS = "compute every row from that row alone; the trainer divides by the size of the whole batch"
+_MODES: tuple[Mode, ...] = ("token", "sample")
+_STEP = 1e-5
+
+
+def shape(subject: Subject) -> list[Finding]:
+    """Loss and metrics are `[B, T]`, finite, and 0 in masked slots."""
+    inputs = loss_inputs(subject)
+    terms = subject.policy_loss(inputs)
+    found = []
+    for name, value in {"loss_per_token": terms.loss_per_token, **terms.metrics}.items():
+        if value.shape != inputs.mask.shape:
+            found.append(
+                _finding(
+                    f"{name} has shape {tuple(value.shape)} for a batch of shape {tuple(inputs.mask.shape)}",
+                    "return one number per token: the trainer reduces them",
+                )
+            )
+        elif not value.isfinite().all():
+            found.append(_finding(f"{name} is not finite for ordinary inputs", "look for log or division of 0"))
+        elif value[~inputs.mask].any():
+            found.append(_finding(f"{name} is not 0 in masked slots", _SELECT))
+    return found
+
+
+def all_masked(subject: Subject) -> list[Finding]:
+    """A batch in which nothing is trainable has loss 0 and gradient 0."""
+    inputs = loss_inputs(subject)
+    nothing = with_garbage(replace(inputs, mask=torch.zeros_like(inputs.mask)), float("nan"))
+    got = evaluate(subject, nothing)
+    if not _is_zero(got.terms.loss_per_token):
+        return [_finding("nothing is trainable, and the loss per token is not 0", _SELECT)]
+    if not _is_zero(got.grad_BT):
+        return [_finding("nothing is trainable, and the gradient is not 0", _SELECT)]
+    return []
+
+
+def masked_garbage(subject: Subject) -> list[Finding]:
+    """NaN and inf in masked slots change neither loss nor gradient."""
+    inputs = loss_inputs(subject)
+    clean = evaluate(subject, inputs)
+    for garbage in GARBAGE:
+        got = evaluate(subject, with_garbage(inputs, garbage))
+        if wrong := _difference(got, clean):
+            return [_finding(f"{garbage} in masked slots changes the {wrong}", _SELECT)]
+        if not _is_zero(got.grad_BT[~inputs.mask]):
+            return [_finding(f"{garbage} in masked slots gives them a gradient", _SELECT)]
+    return []
+
+
+def padding(subject: Subject) -> list[Finding]:
+    """Masked columns at the end change nothing."""
+    inputs = loss_inputs(subject)
+    width = inputs.mask.shape[1]
+    wide = evaluate(subject, padded(inputs, 5))
+    terms = replace(wide.terms, loss_per_token=wide.terms.loss_per_token[:, :width])
+    narrow = replace(wide, terms=terms, grad_BT=wide.grad_BT[:, :width])
+    if wrong := _difference(narrow, evaluate(subject, inputs)):
+        return [_finding(f"five masked columns more change the {wrong}", "count trainable tokens, not columns")]
+    return []
+
+
+def row_order(subject: Subject) -> list[Finding]:
+    """Shuffled rows give the same rows, shuffled."""
+    inputs = loss_inputs(subject)
+    order = torch.randperm(inputs.mask.shape[0], generator=torch.Generator().manual_seed(3))
+    base = evaluate(subject, inputs)
+    expected = replace(
+        base,
+        terms=replace(base.terms, loss_per_token=base.terms.loss_per_token[order]),
+        grad_BT=base.grad_BT[order],
+    )
+    if wrong := _difference(evaluate(subject, rows_of(inputs, order)), expected):
+        return [_finding(f"shuffling the rows changes the {wrong} of a row", _ROWS)]
+    return []
+
+
+def micro_batch(subject: Subject) -> list[Finding]:
+    """The shares of micro-batches of 1 and 3 rows add up to the loss and the gradient of the whole batch."""
+    inputs = loss_inputs(subject)
+    for mode in _MODES:
+        denominator = denominator_of(inputs, mode)
+        whole = evaluate(subject, inputs, mode=mode)
+        for size in (1, 3):
+            parts = [
+                evaluate(subject, rows_of(inputs, rows), mode=mode, denominator=denominator)
+                for rows in chunks(inputs.mask.shape[0], size)
+            ]
+            loss = torch.stack([part.loss for part in parts]).sum()
+            grad_BT = torch.cat([part.grad_BT for part in parts])
+            if max(gap(loss, whole.loss), gap(grad_BT, whole.grad_BT)) > TOLERANCE:
+                return [_finding(f"micro-batches of {size} give another loss or gradient than one of 8", _ROWS)]
+    return []
+
+
+def gradient(subject: Subject) -> list[Finding]:
+    """The gradient is the derivative of the loss by central differences in float64.
+
+    What the formula computes without gradient (`detach`, `no_grad`) keeps its value while `logp` is varied.
+    """
+    inputs = loss_inputs(subject)
+    held = HeldConstants()
+
+    def loss_at(logp: Tensor) -> Tensor:
+        with held:
+            terms = subject.policy_loss(replace(inputs, logp=logp.requires_grad_()))
+        return aggregate(terms.loss_per_token, inputs.mask, mode="token", denominator=1)
+
+    logp = inputs.logp.clone()
+    loss = loss_at(logp)
+    if loss.dtype != torch.float64:
+        message = f"float64 inputs give a {loss.dtype} loss, too coarse to check its gradient"
+        return [_finding(message, "keep float64: relax_cli.algorithms.masking.select widens to at least float32")]
+    (grad_BT,) = torch.autograd.grad(loss, logp)
+
+    def moved(row: int, column: int, step: float) -> float:
+        other = inputs.logp.clone()
+        other[row, column] += step
+        held.rewind()
+        return float(loss_at(other).detach())
+
+    for row, column in inputs.mask.nonzero().tolist():
+        numeric = (moved(row, column, _STEP) - moved(row, column, -_STEP)) / (2 * _STEP)
+        exact = float(grad_BT[row, column])
+        if not abs(exact - numeric) <= TOLERANCE * max(1.0, abs(numeric)):
+            message = (
+                f"the gradient of token {column} of row {row} is {exact:.6g}, finite differences give {numeric:.6g}"
+            )
+            return [_finding(message, "look for .float(), .item(), .data or a custom backward in the formula")]
+    return []
+
+
+def ratio_one(subject: Subject) -> list[Finding]:
+    """Before the first update the gradient is that of `−A·logp`, the plain policy gradient."""
+    inputs = at_ratio_one(loss_inputs(subject))
+    got_BT = evaluate(subject, inputs).grad_BT
+    expected_BT = torch.where(inputs.mask, -inputs.advantages, 0.0) / denominator_of(inputs, "token")
+    if gap(got_BT, expected_BT) <= TOLERANCE:
+        return []
+    row, column = divmod(int((got_BT - expected_BT).abs().nan_to_num(torch.inf).argmax()), got_BT.shape[1])
+    return [
+        _finding(
+            f"at ratio 1 the gradient of token {column} of row {row} is {float(got_BT[row, column]):.4g}, "
+            f"the plain policy gradient {float(expected_BT[row, column]):.4g}",
+            "look for a missing detach or a wrong factor; where the paper means it so, set "
+            "ratio_one_is_policy_gradient=False on the Estimator",
+        )
+    ]
+
+
+def sign(subject: Subject) -> list[Finding]:
+    """A step down the loss makes samples with a positive advantage likelier, and others less likely."""
+    inputs = at_ratio_one(loss_inputs(subject))
+    inputs = replace(inputs, advantages=torch.where(inputs.mask, inputs.advantages[:, :1].sign(), 0.0))
+    push_B = -(evaluate(subject, inputs).grad_BT * inputs.advantages).sum(dim=1)
+    trained_B = (inputs.advantages != 0).any(dim=1)
+    if bool((push_B[trained_B] > 0).all()):
+        return []
+    return [
+        _finding(
+            "a step down the loss makes samples with a positive advantage less likely (or does not move them)",
+            "the loss is minimised: it starts with a minus",
+        )
+    ]
+
+
+def detached(subject: Subject) -> list[Finding]:
+    """Advantages and old log-probabilities get no gradient."""
+    inputs = loss_inputs(subject)
+    names = ("advantages", "old_logp", "rollout_logp")
+    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in names}
+    logp = inputs.logp.clone().requires_grad_()
+    loss = subject.policy_loss(replace(inputs, logp=logp, **leaves)).loss_per_token.sum()
+    if not loss.requires_grad:
+        return [_finding("the loss has no gradient at all", "do not detach logp everywhere")]
+    grads = torch.autograd.grad(loss, [logp, *leaves.values()], allow_unused=True)[1:]
+    return [
+        _finding(f"a gradient reaches {name}", f"detach it: inputs.{name}.detach()")
+        for name, grad in zip(names, grads, strict=True)
+        if grad is not None and not _is_zero(grad)
+    ]
+
+
+def pure(subject: Subject) -> list[Finding]:
+    """The function leaves its inputs alone and gives the same result twice."""
+    inputs = loss_inputs(subject)
+    first = evaluate(subject, inputs)
+    found = []
+    if wrong := _difference(evaluate(subject, inputs), first, tolerance=0.0):
+        found.append(_finding(f"a second call gives another {wrong}", "remove chance and state from the formula"))
+    if any(gap(value, getattr(loss_inputs(subject), name)) > 0 for name, value in _tensors(inputs).items()):
+        found.append(_finding("the inputs are changed in place", "use x.clamp(), not x.clamp_()"))
+    return found
+
+
+CHECKS: dict[str, Callable[[Subject], list[Finding]]] = {
+    "pure": pure,
+    "shape": shape,
+    "all-masked": all_masked,
+    "masked-garbage": masked_garbage,
+    "padding": padding,
+    "row-order": row_order,
+    "micro-batch": micro_batch,
+    "gradient": gradient,
+    "ratio-one": ratio_one,
+    "sign": sign,
+    "detached": detached,
+}
+
+
+class HeldConstants(TorchFunctionMode):
+    """Keeps what a formula computes without gradient, and hands it out again while an input is varied.
+
+    A formula such as `−sg(r)·A·logp` is not the antiderivative of its gradient; with `sg(r)` held it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.next: int | None = None
+        """Position in `kept` of the next value to hand out; None while recording."""
+
+    def rewind(self) -> None:
+        """Hand out the same values again, from the first one on."""
+        self.next = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every torch operation inside the `with` block."""
+        result = func(*args, **(kwargs or {}))
+        is_constant = getattr(func, "__name__", "") == "detach" or not torch.is_grad_enabled()
+        if not isinstance(result, Tensor) or not is_constant:
+            return result
+        if self.next is None:
+            self.kept.append(result.clone())
+            return result
+        held = self.kept[self.next] if self.next < len(self.kept) else result
+        self.next += 1
+        # A branch that only the varied input takes has nothing to hand out.
+        return held.clone() if held.shape == result.shape and held.dtype == result.dtype else result
+
+
+def _finding(message: str, fix: str) -> Finding:
+    return Finding("policy_loss", message, fix)
+
+
+def _difference(got: Evaluated, expected: Evaluated, *, tolerance: float = TOLERANCE) -> str:
+    """What differs, for people; empty when nothing does."""
+    pairs = {
+        "loss": (got.loss, expected.loss),
+        "loss per token": (got.terms.loss_per_token, expected.terms.loss_per_token),
+        "gradient": (got.grad_BT, expected.grad_BT),
+    }
+    return next((name for name, pair in pairs.items() if gap(*pair) > tolerance), "")
+
+
+def chunks(rows: int, size: int) -> list[Tensor]:
+    """Row numbers in groups of at most `size`."""
+    return [torch.arange(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+def _is_zero(x: Tensor) -> bool:
+    return not bool(x.isnan().any()) and not bool(x.any())
+
+
+def _tensors(inputs: LossInputs) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}

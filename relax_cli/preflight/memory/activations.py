@@ -1,0 +1,93 @@
+"""What one forward and backward pass keeps, counted tensor by tensor as the layers of `backends/megatron` save them.
+
+Legend: `N` response tokens of a micro-batch, `V` vocabulary, `t` tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_cli.config.schema import BatchSection, ParallelSection
+from relax_cli.models.spec import ModelSpec
+from relax_cli.preflight.memory.sizes import Lengths
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A micro-batch of the longest samples."""
+
+    samples: int
+    lengths: Lengths
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the layers; the last one predicts nothing."""
+        return self.samples * (self.lengths.prompt + self.lengths.response - 1)
+
+    @property
+    def answers(self) -> int:
+        """Response tokens."""
+        return self.samples * self.lengths.response
+
+
+def largest_pass(batch: BatchSection, lengths: Lengths, data_parallel: int) -> Pass:
+    """The largest micro-batch of a rank; one of more, but shorter samples has no more tokens."""
+    per_rank = -(-batch.samples_per_step // max(1, data_parallel))
+    most = batch.micro_batch_size
+    if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is not None:
+        most = batch.max_tokens_per_gpu // (lengths.prompt + lengths.response)
+    return Pass(max(1, min(most, per_rank)), lengths)
+
+
+def activation_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:
+    """What is saved for the backward pass under the chosen recomputation, and the gradients of one layer."""
+    ranks = layout.tensor_model_parallel_size
+    in_flight = work.tokens * (4 * (spec.ffn_hidden_size // ranks) + 4 * spec.hidden_size)
+    return bytes_each * (_saved(spec, layout, work) + in_flight)
+
+
+def logits_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, *, entropy_grad: bool) -> int:
+    """fp32: logits, log-softmax and its exponential, or their gradients; the entropy bonus keeps two more."""
+    vocabulary = spec.vocabulary_of_rank(layout.tensor_model_parallel_size)
+    return 4 * (5 if entropy_grad else 3) * work.answers * vocabulary
+
+
+def forward_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:
+    """A forward pass that keeps nothing."""
+    width = 4 * spec.hidden_size + 3 * (spec.ffn_hidden_size // layout.tensor_model_parallel_size)
+    return bytes_each * work.tokens * width
+
+
+def _saved(spec: ModelSpec, layout: ParallelSection, work: Pass) -> int:
+    """Numbers that are kept from the forward to the backward pass."""
+    kept, layer_input = _whole_layers(spec, layout, work), work.tokens * _states(spec, layout)
+    if layout.recompute_granularity != "full":
+        return kept
+    layers, count = spec.num_layers, layout.recompute_num_layers or 1
+    if layout.recompute_method == "block":
+        # The first layers keep their input; one of them at a time is computed again, beside the layers that keep all.
+        again = min(count, layers)
+        return again * layer_input + kept * min(layers, layers - again + 1) // layers
+    chunks = -(-layers // count)
+    return chunks * layer_input + kept * min(count, layers) // layers
+
+
+def _whole_layers(spec: ModelSpec, layout: ParallelSection, work: Pass) -> int:
+    """Without recomputation, or with that of parts of a layer."""
+    ranks, layers, states = layout.tensor_model_parallel_size, spec.num_layers, _states(spec, layout)
+    parts = set(layout.recompute_modules or ("core_attn",)) if layout.recompute_granularity == "selective" else set()
+    # Norms save their unit vectors and hand their outputs to matrix products, which save them too.
+    norm = 2 * states
+    attention = spec.attention_numbers(ranks)
+    if "core_attn" in parts:
+        attention -= spec.core_attention_numbers(ranks)
+    mlp = norm + (0 if "mlp" in parts else 3 * (spec.ffn_hidden_size // ranks))
+    saved = work.tokens * (layers * norm + attention)
+    # The last layer's MLP and the final norm see response tokens only, where the model is ours.
+    last = work.answers if spec.answers_early else work.tokens
+    return saved + (layers - 1) * work.tokens * mlp + last * (mlp + 2 * states)
+
+
+def _states(spec: ModelSpec, layout: ParallelSection) -> int:
+    """Numbers of one token between layers on one rank."""
+    return spec.hidden_size // layout.tensor_model_parallel_size if layout.sequence_parallel else spec.hidden_size

@@ -1,0 +1,232 @@
+"""How much memory the processes of a run need, from the sizes in `config.json` and the batch; pure arithmetic.
+
+Weights, gradients and Adam's moments are exact. Activations are counted for micro-batches of full length: real batches
+stay below. What is special about GPUs is in `memory_gpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relax_cli.config.placement import ranks_of, rollout_engine
+from relax_cli.config.schema import Config
+from relax_cli.models.spec import ModelSpec
+from relax_cli.preflight.memory.activations import (
+    Pass,
+    activation_bytes,
+    forward_bytes,
+    largest_pass,
+    logits_bytes,
+)
+from relax_cli.preflight.memory.gpu import server_memory
+from relax_cli.preflight.memory.sizes import (
+    CPU,
+    GPU,
+    GRADIENTS,
+    LIBRARIES,
+    MIB,
+    OBJECT_STORE,
+    Lengths,
+    Precision,
+    RoleMemory,
+)
+
+BASE_BYTES = 450 * MIB
+"""Memory of a worker before it holds a model: Python, torch, Ray and what the role imports (measured)."""
+SHARED_BYTES = 120 * MIB
+"""The part of it that all workers share: code of libraries (measured)."""
+OTHER_PROCESSES = 1200 * MIB
+"""The driver, Ray's own processes and TransferQueue's two, without what is shared (measured)."""
+
+MOST_ROWS = 256
+"""Most rows that the embedded engine generates at a time."""
+KV_CACHE_BYTES = 1 << 30
+"""Most bytes of its key/value cache, unless a single row needs more."""
+PREFILL_TOKENS = 4096
+"""Prompt tokens it computes at a time."""
+
+OFFLOADED = 16
+"""Bytes of a parameter whose optimizer is in host memory: fp32 master weight, gradient and two moments."""
+
+
+def precision_of(config: Config) -> Precision:
+    """bf16 with `--device cuda`, fp32 otherwise."""
+    return GPU if config.parallel.device == "cuda" else CPU
+
+
+def roles_memory(config: Config, roles: tuple[str, ...], spec: ModelSpec, lengths: Lengths) -> list[RoleMemory]:
+    """One process of each role, on the CPU or the GPU as `--device` says (`auto`: CPU)."""
+    sizes = _Sizes(config, spec, lengths, precision_of(config))
+    return [sizes.role(role) for role in roles]
+
+
+def phase_bytes(config: Config, memory: Sequence[RoleMemory]) -> dict[str, int]:
+    """What each phase needs: in all processes together on a CPU, on one GPU with `--device cuda`."""
+    if config.parallel.device == "cuda":
+        phases = {m.role: m.model_bytes + sum(m.working.values()) for m in memory if m.model_bytes}
+        publishing = sum(m.model_bytes + sum(m.publishing.values()) for m in memory if m.publishing)
+        return phases | ({"publish weights": publishing} if publishing else {})
+    held = _base(config, memory) + sum(m.ranks * m.model_bytes for m in memory)
+    phases = {m.role: held + m.ranks * sum(m.working.values()) for m in memory if m.working}
+    return {**phases, "publish weights": held + sum(m.all_publishing_bytes for m in memory)}
+
+
+def host_peak(config: Config, memory: Sequence[RoleMemory]) -> int:
+    """The most that all processes of a CPU run hold together."""
+    held = _base(config, memory) + sum(m.ranks * m.model_bytes for m in memory)
+    if config.parallel.launcher == "local":
+        return held + max(m.extra_bytes for m in memory)
+    readers = sum(m.ranks for m in memory if m.role == "rollout")
+    # The object store's copy of the weights is in the memory of every process that looks at it, but exists once.
+    counted_again = readers * max(m.publishing.get(OBJECT_STORE, 0) for m in memory)
+    working = sum(m.ranks * sum(m.working.values()) for m in memory)
+    return held + working + sum(m.all_publishing_bytes for m in memory) - counted_again
+
+
+def _base(config: Config, memory: Sequence[RoleMemory]) -> int:
+    """Memory without any model."""
+    if config.parallel.launcher == "local":
+        return BASE_BYTES
+    return OTHER_PROCESSES + SHARED_BYTES + sum(m.ranks * (m.base_bytes - SHARED_BYTES) for m in memory)
+
+
+def kv_cache_bytes(spec: ModelSpec, rows: int, columns: int) -> int:
+    """fp32 keys and values of `rows` samples of `columns` tokens."""
+    return 2 * 4 * spec.cached_layers * spec.num_kv_heads * spec.head_dim * rows * columns
+
+
+def engine_rows(spec: ModelSpec, requests: int, columns: int) -> int:
+    """Rows that the embedded engine generates at a time."""
+    return min(requests, MOST_ROWS, max(1, KV_CACHE_BYTES // kv_cache_bytes(spec, 1, columns)))
+
+
+def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
+    """One checkpoint of the actor, and of the critic if it is saved: weights, master copies and moments."""
+    precision = precision_of(config)
+    saves_critic = "critic" in config.parallel.resource and config.critic.critic_save is not None
+    parameters = spec.parameters + (spec.value_parameters if saves_critic else 0)
+    untrained = precision.weights * spec.untrained_parameters * (2 if saves_critic else 1)
+    return (precision.weights + precision.master + precision.moments) * parameters + untrained
+
+
+class _Sizes:
+    """The arithmetic of one configuration."""
+
+    def __init__(self, config: Config, spec: ModelSpec, lengths: Lengths, precision: Precision) -> None:
+        self.config = config
+        self.layout = config.parallel
+        self.spec = spec
+        self.lengths = lengths
+        self.precision = precision
+        self.tensor_parallel = config.parallel.tensor_model_parallel_size
+        self.engine = rollout_engine(config.rollout, config.sglang, config.parallel)
+        self.on_cpu = precision is CPU
+
+    def role(self, role: str) -> RoleMemory:
+        """One process of `role`."""
+        ranks = ranks_of(self.layout, role) if role in self.layout.resource else 1
+        base = {LIBRARIES: BASE_BYTES} if self.on_cpu else {}
+        if role in ("actor", "critic"):
+            return self._trained(role, ranks, base)
+        if role == "reference":
+            return self._reference(ranks, base)
+        if role != "rollout":
+            return RoleMemory(role, ranks, base, {}, {}, keeps_freed=self.on_cpu)
+        return self._server(ranks, base) if self.engine == "sglang" else self._embedded(ranks, base)
+
+    def _server(self, ranks: int, base: dict[str, int]) -> RoleMemory:
+        """A worker that generates on an SGLang server."""
+        if not self.on_cpu:
+            return server_memory(self.config.sglang, self.layout, self.spec, ranks)
+        held = {} if self.config.sglang.rollout_external else {"weights": self.precision.weights * self.spec.parameters}
+        return RoleMemory("rollout", ranks, base | held, {}, self._published(), keeps_freed=True)
+
+    def _embedded(self, ranks: int, base: dict[str, int]) -> RoleMemory:
+        """A worker that generates by itself, on the CPU wherever the other roles are."""
+        weights = CPU.weights * self.spec.parameters
+        # Tied weights are held twice: rows of the embedding, and packed for the output layer.
+        head = 4 * self.spec.vocab_size * self.spec.hidden_size if self.spec.tied else 0
+        held, working = {"weights": weights + head}, self._generation(ranks)
+        if not self.on_cpu:
+            return RoleMemory("rollout", ranks, {}, {}, {}, keeps_freed=False, host=held | working)
+        publishing = self._published() | {"unpacked weights": weights}
+        return RoleMemory("rollout", ranks, base | held, working, publishing, keeps_freed=True)
+
+    def _trained(self, role: str, ranks: int, base: dict[str, int]) -> RoleMemory:
+        """Actor or critic: what it holds, its largest forward and backward pass, and what publishing adds."""
+        work = self._pass(ranks)
+        working = {"activations": activation_bytes(self.spec, self.layout, work, self.precision.activations)}
+        publishing: dict[str, int] = {}
+        if role == "actor":
+            entropy_grad = self.config.algorithm.entropy_coef != 0
+            working["logits"] = logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad)
+            publishing = self._published()
+        resident, host = self._training_state(role, self._data_parallel(ranks))
+        return RoleMemory(role, ranks, base | resident, working, publishing, keeps_freed=self.on_cpu, host=host)
+
+    def _training_state(self, role: str, data_parallel: int) -> tuple[dict[str, int], dict[str, int]]:
+        """What a rank of actor or critic holds on its device while awake, and in host memory all the time."""
+        spec, precision, section = self.spec, self.precision, self.config.optimizer
+        count = spec.parameters_of_rank if role == "actor" else spec.value_parameters_of_rank
+        parameters = count(self.tensor_parallel)
+        updated = -(-parameters // data_parallel) if section.use_distributed_optimizer else parameters
+        untrained = precision.weights * -(-spec.untrained_parameters // self.tensor_parallel)
+        held = {"weights": precision.weights * parameters, GRADIENTS: precision.gradients * parameters}
+        if untrained:
+            held["vision tower"] = untrained
+        offloaded = {"optimizer": OFFLOADED * updated}
+        if section.optimizer_cpu_offload and self.on_cpu:
+            return held | offloaded, {}
+        if not section.optimizer_cpu_offload:
+            held["Adam moments"] = precision.moments * updated
+            if precision.master:
+                held["fp32 master weights"] = precision.master * updated
+        if self.on_cpu:
+            return held, {}
+        # Asleep, a role is in page-locked host memory, which it keeps for the next time. Gradients are dropped.
+        parked = {"parked": sum(held.values()) - held[GRADIENTS]}
+        return held, parked | offloaded if section.optimizer_cpu_offload else parked
+
+    def _reference(self, ranks: int, base: dict[str, int]) -> RoleMemory:
+        work = self._pass(ranks)
+        parameters = self.spec.parameters_of_rank(self.tensor_parallel)
+        parameters += -(-self.spec.untrained_parameters // self.tensor_parallel)
+        weights = self.precision.weights * parameters
+        working = {
+            "activations": forward_bytes(self.spec, self.layout, work, self.precision.activations),
+            "logits": logits_bytes(self.spec, self.layout, work, entropy_grad=False),
+        }
+        host = {} if self.on_cpu else {"parked": weights}
+        resident = base | {"weights": weights}
+        return RoleMemory("reference", ranks, resident, working, {}, keeps_freed=self.on_cpu, host=host)
+
+    def _published(self) -> dict[str, int]:
+        """Weights on their way from the actor to the rollout workers."""
+        if not self.on_cpu:
+            # One bucket is gathered while the one before it is being sent.
+            return {"buckets of weights": 2 * self.config.sglang.update_weight_buffer_size}
+        if self.layout.launcher == "local":
+            return {}
+        # In Ray's object store actor and rollout workers share them.
+        return {OBJECT_STORE: self.precision.weights * self.spec.parameters}
+
+    def _generation(self, ranks: int) -> dict[str, int]:
+        spec, lengths, batch = self.spec, self.lengths, self.config.batch
+        columns = lengths.prompt + lengths.response
+        requests = -(-batch.rollout_batch_size // ranks) * batch.n_samples_per_prompt
+        rows = engine_rows(spec, requests, columns)
+        tokens = min(max(PREFILL_TOKENS, lengths.prompt), rows * lengths.prompt)
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        width = 3 * spec.hidden_size + 2 * queries + 3 * keys + 3 * spec.ffn_hidden_size
+        return {
+            "KV cache": kv_cache_bytes(spec, rows, columns),
+            "activations": 4 * tokens * width,
+            # Logits, log-softmax and its exponential in fp32, the cumulative sum in fp64.
+            "sampling": 20 * rows * spec.vocab_size,
+        }
+
+    def _data_parallel(self, ranks: int) -> int:
+        return max(1, ranks // self.tensor_parallel)
+
+    def _pass(self, ranks: int) -> Pass:
+        return largest_pass(self.config.batch, self.lengths, self._data_parallel(ranks))

@@ -1,0 +1,312 @@
+"""What a run will do: roles, placement, batches and steps, memory and disk. Pure, and known before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from relax_cli.config.placement import (
+    needed_cpus,
+    processes_of,
+    ranks_of,
+    shared_bundles,
+    takes_bundles,
+    threads_of,
+)
+from relax_cli.config.schema import Config, ParallelSection
+from relax_cli.models.spec import ModelSpec
+from relax_cli.preflight.inputs import ASSUMED_PROMPT, Facts
+from relax_cli.preflight.machine import Machine
+from relax_cli.preflight.memory.estimate import checkpoint_bytes, host_peak, phase_bytes, precision_of, roles_memory
+from relax_cli.preflight.memory.gpu import GpuMemory, assumptions, gpu_memory
+from relax_cli.preflight.memory.sizes import RoleMemory
+from relax_cli.preflight.rules.machine import kept_checkpoints
+
+
+class GraphRole(Protocol):
+    """What is needed of `relax_cli.plugin.graph.RoleSpec`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def summary(self) -> str: ...
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    @property
+    def writes(self) -> tuple[str, ...]: ...
+    @property
+    def uses_device(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role of the run."""
+
+    name: str
+    summary: str
+    reads: tuple[str, ...]
+    """Fields of TransferQueue."""
+    writes: tuple[str, ...]
+    processes: int
+    threads: int
+    """CPU threads of each process."""
+    bundles: tuple[int, ...]
+    """Bundles of the placement group it sits in; none for a service without a device."""
+    idle_bundles: int
+    """Bundles that wait while this role works."""
+
+
+@dataclass(frozen=True)
+class StepsPlan:
+    """How prompts become optimizer steps."""
+
+    prompts_per_rollout: int
+    samples_per_prompt: int
+    samples_per_rollout: int
+    steps_per_rollout: int
+    samples_per_step: int
+    first_rollout: int
+    """0, or where a resumed run goes on."""
+    rollouts: int | None
+    """Of the whole run; None where it depends on data that were not read."""
+    optimizer_steps: dict[str, int]
+    """Of the whole run, by trained role."""
+    prompts: int | None
+    """Training prompts in the data."""
+    longest_prompt: int
+    longest_response: int
+    most_tokens_per_rollout: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole plan."""
+
+    roles: tuple[RolePlan, ...]
+    device: str
+    launcher: str
+    bundles: int
+    logical_cpus: int
+    """Of Ray; more than cores is fine, roles take turns."""
+    gpus: int
+    gpus_here: int
+    steps: StepsPlan
+    memory: tuple[RoleMemory, ...]
+    """Empty where the model is not known."""
+    parameters: dict[str, int]
+    phases: dict[str, int]
+    """Bytes in each phase: of all processes together on a CPU, of one GPU on GPUs."""
+    peak: int
+    """The most bytes that all processes of a CPU run hold; 0 on GPUs, or where the model is not known."""
+    gpu: GpuMemory | None
+    """How the phases fit GPUs; None on a CPU, or where the model is not known."""
+    checkpoint: int
+    """Bytes of one checkpoint (of the pair); 0 where nothing is saved or the model is not known."""
+    checkpoints_kept: int
+    disk_free: int | None
+    memory_here: int | None
+    assumptions: tuple[str, ...]
+
+    @property
+    def parked(self) -> int:
+        """Bytes of host memory that sleeping roles and offloaded optimizers of GPUs take, in all processes."""
+        return sum(m.ranks * m.host_bytes for m in self.memory)
+
+    @property
+    def gpus_why(self) -> str:
+        """The count in words."""
+        if not self.gpus:
+            return "none: every role runs on the CPU"
+        shared = ", ".join(f"{role.name} {len(role.bundles)}" for role in self.roles if role.bundles)
+        return f"the roles share them and take turns, so the largest decides ({shared})"
+
+
+def optimizer_steps(config: Config, rollouts: int, *, has_critic: bool) -> tuple[int, int]:
+    """Optimizer steps of a run of `rollouts`: of the actor, which rests in critic-only steps, and of the critic."""
+    per_rollout, critic = config.batch.steps_per_rollout, config.critic
+    resting = critic.num_critic_only_steps if has_critic else 0
+    actor = max(1, rollouts - resting) * per_rollout
+    return actor, rollouts * per_rollout * critic.critic_updates_per_step
+
+
+def build_plan(
+    config: Config, graph: Sequence[GraphRole], facts: Facts, machine: Machine, *, cores: int, first_rollout: int = 0
+) -> Plan:
+    """The plan of a configuration whose roles are all in `--resource`."""
+    parallel = config.parallel
+    names = tuple(role.name for role in graph)
+    memory = () if facts.model is None else tuple(roles_memory(config, names, facts.model, facts.lengths_for(config)))
+    on_gpu = parallel.device == "cuda"
+    saves = config.checkpoint.save is not None and facts.model is not None
+    return Plan(
+        roles=tuple(_role(config, role, cores) for role in graph),
+        device=parallel.device,
+        launcher=parallel.launcher,
+        bundles=shared_bundles(parallel, config.sglang),
+        logical_cpus=needed_cpus(parallel, config.sglang),
+        gpus=shared_bundles(parallel, config.sglang) if on_gpu else 0,
+        gpus_here=machine.gpus,
+        steps=_steps(config, facts, "critic" in names, first_rollout),
+        memory=memory,
+        parameters={} if facts.model is None else _parameters(facts.model, has_critic="critic" in names),
+        phases=phase_bytes(config, memory) if memory else {},
+        peak=host_peak(config, memory) if memory and not on_gpu else 0,
+        gpu=_gpu(config, facts, machine, memory) if on_gpu else None,
+        checkpoint=checkpoint_bytes(config, facts.model) if saves and facts.model is not None else 0,
+        checkpoints_kept=kept_checkpoints(config, facts) if saves else 0,
+        disk_free=machine.free_disk(config.checkpoint.save or "."),
+        memory_here=machine.memory,
+        assumptions=tuple(_assumptions(config, facts)),
+    )
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """The JSON form: roles, placement, gpus, steps, memory."""
+    return {
+        "roles": [
+            {"name": r.name, "summary": r.summary, "reads": list(r.reads), "writes": list(r.writes)} for r in plan.roles
+        ],
+        "placement": {
+            "launcher": plan.launcher,
+            "device": plan.device,
+            "bundles": plan.bundles,
+            "logical_cpus": plan.logical_cpus,
+            "processes": {r.name: r.processes for r in plan.roles},
+            "threads": {r.name: r.threads for r in plan.roles},
+            "role_bundles": {r.name: list(r.bundles) for r in plan.roles},
+            "idle_bundles": {r.name: r.idle_bundles for r in plan.roles if r.idle_bundles},
+        },
+        "gpus": {"needed": plan.gpus, "here": plan.gpus_here, "why": plan.gpus_why},
+        "steps": vars(plan.steps),
+        "memory": {
+            "parameters": plan.parameters,
+            "per_process": [
+                {
+                    "role": m.role,
+                    "processes": m.ranks,
+                    "resident": m.resident,
+                    "working": m.working,
+                    "publishing": m.publishing,
+                    "host": m.host,
+                    "peak_bytes": m.peak_bytes,
+                }
+                for m in plan.memory
+            ],
+            "phases": {"of": "one GPU" if plan.gpus else "all processes", "bytes": plan.phases},
+            "peak_bytes": plan.peak or max(plan.phases.values(), default=None),
+            "parked_on_host_bytes": plan.parked,
+            "gpu": None if plan.gpu is None else _gpu_dict(plan.gpu),
+            "host_bytes_here": plan.memory_here,
+            "checkpoint_bytes": plan.checkpoint,
+            "checkpoints_kept": plan.checkpoints_kept,
+            "disk_bytes_needed": plan.checkpoint * plan.checkpoints_kept,
+            "disk_bytes_free": plan.disk_free,
+            "assumptions": list(plan.assumptions),
+        },
+    }
+
+
+def _parameters(spec: ModelSpec, *, has_critic: bool) -> dict[str, int]:
+    found = {"policy": spec.parameters}
+    if has_critic:
+        found["critic"] = spec.value_parameters
+    if spec.untrained_parameters:
+        found["vision tower, not trained"] = spec.untrained_parameters
+    return found
+
+
+def _gpu(config: Config, facts: Facts, machine: Machine, memory: Sequence[RoleMemory]) -> GpuMemory | None:
+    if facts.model is None:
+        return None
+    size = machine.gpu_memory() if machine.gpus else None
+    return gpu_memory(config, facts.model, memory, facts.lengths_for(config), size, machine.gpus)
+
+
+def _gpu_dict(gpu: GpuMemory) -> dict[str, Any]:
+    return {
+        "phases": [
+            {"phase": fit.phase, "gpu_bytes": fit.gpu, "needed_bytes": fit.needed, "fits": fit.fits} for fit in gpu.fits
+        ],
+        "sglang": {
+            "static_fraction": gpu.fraction,
+            "sequences_wanted": gpu.wanted,
+            "caches": [
+                {"gpu_bytes": c.gpu, "cache_bytes": c.size, "full_length_sequences": c.sequences} for c in gpu.caches
+            ],
+        },
+        "host_bytes_of_a_node": gpu.host,
+        "gpus_of_a_node": gpu.host_gpus,
+        "lower_first": {phase: list(options) for phase, options in gpu.advice.items()},
+    }
+
+
+def _role(config: Config, role: GraphRole, cores: int) -> RolePlan:
+    parallel = config.parallel
+    ranks = ranks_of(parallel, role.name)
+    has_bundle = role.uses_device and takes_bundles(role.name, parallel, config.sglang) and parallel.launcher == "ray"
+    return RolePlan(
+        name=role.name,
+        summary=role.summary,
+        reads=role.reads,
+        writes=role.writes,
+        processes=processes_of(role.name, parallel, config.rollout, config.sglang),
+        threads=threads_of(parallel, role.name, cores),
+        bundles=tuple(range(ranks)) if has_bundle else (),
+        idle_bundles=shared_bundles(parallel, config.sglang) - ranks if has_bundle else 0,
+    )
+
+
+def _steps(config: Config, facts: Facts, has_critic: bool, first_rollout: int) -> StepsPlan:
+    batch, lengths, rollouts = config.batch, facts.lengths_for(config), facts.rollouts(config)
+    steps: dict[str, int] = {}
+    if rollouts is not None:
+        actor, critic = optimizer_steps(config, rollouts, has_critic=has_critic)
+        steps = {"critic": critic, "actor": actor} if has_critic else {"actor": actor}
+    return StepsPlan(
+        prompts_per_rollout=batch.rollout_batch_size,
+        samples_per_prompt=batch.n_samples_per_prompt,
+        samples_per_rollout=batch.samples_per_rollout,
+        steps_per_rollout=batch.steps_per_rollout,
+        samples_per_step=batch.samples_per_step,
+        first_rollout=first_rollout,
+        rollouts=rollouts,
+        optimizer_steps=steps,
+        prompts=facts.prompts,
+        longest_prompt=lengths.prompt,
+        longest_response=lengths.response,
+        most_tokens_per_rollout=batch.samples_per_rollout * (lengths.prompt + lengths.response),
+    )
+
+
+def _assumptions(config: Config, facts: Facts) -> list[str]:
+    section = config.rollout
+    if section.rollout_max_prompt_len is not None:
+        prompts = f"prompts of {section.rollout_max_prompt_len} tokens (--rollout-max-prompt-len)"
+    elif facts.longest_prompt is not None:
+        prompts = f"prompts of {facts.longest_prompt} tokens, the longest of the first {len(facts.prompt_lens)}"
+    else:
+        prompts = f"prompts of {ASSUMED_PROMPT} tokens, as none could be counted"
+    found = [f"{prompts}; every response as long as allowed", f"numbers: {precision_of(config).name}"]
+    if config.parallel.recompute_granularity is not None:
+        found.append(_recomputation(config.parallel))
+    ranks = config.parallel.tensor_model_parallel_size
+    if facts.model is not None and facts.model.vocab_size % ranks:
+        rows = facts.model.vocabulary_of_rank(ranks) * ranks
+        found.append(f"vocabulary of {facts.model.vocab_size}, padded to {rows}")
+    if config.parallel.device == "cuda":
+        return found + assumptions(config)
+    found.append("sleeping roles keep weights, gradients and moments")
+    found.append("memory that a phase frees mostly stays with its process")
+    if config.parallel.device == "auto":
+        found.append("--device auto is decided at launch; it is taken as cpu here")
+    return found
+
+
+def _recomputation(layout: ParallelSection) -> str:
+    if layout.recompute_granularity == "selective":
+        return f"selective recomputation of {', '.join(layout.recompute_modules) or 'core_attn'}"
+    count = layout.recompute_num_layers or 1
+    layers = "1 layer" if count == 1 else f"{count} layers"
+    which = f"of the first {layers}" if layout.recompute_method == "block" else f"{layers} at a time"
+    return f"full recomputation, {which}"
