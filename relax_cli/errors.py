@@ -24,6 +24,9 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
+Severity = Literal["error", "warning"]
+
+
 @dataclass(frozen=True)
 class Problem:
     """One finding about a configuration or its surroundings, in four parts."""
@@ -40,7 +43,44 @@ class Problem:
     """Origin of the value: `default`, `recipe.yaml:12`, `RELAX_LR`, `--lr`, or a file:line in data."""
     got: str = ""
     expected: str = ""
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
+
+
+@dataclass(frozen=True)
+class ProblemKind:
+    """What all problems of one id share. Declared once, beside the code that finds them; `docs/rules.md` lists them.
+
+    Calling it makes a `Problem` of this kind.
+    """
+
+    id: str
+    theme: str
+    """Heading of `docs/rules.md` under which it stands."""
+    summary: str
+    """What the page says about it: when it is reported and why. Markdown."""
+    option: str = ""
+    severity: Severity = "error"
+
+    def __call__(
+        self, message: str, *, fix: str, option: str | None = None, where: str = "", got: str = "", expected: str = ""
+    ) -> Problem:
+        """A problem of this kind; `option` replaces the kind's own."""
+        blamed = self.option if option is None else option
+        return Problem(self.id, message, fix, blamed, where, got, expected, self.severity)
+
+
+_KINDS: dict[str, ProblemKind] = {}
+
+
+def problem_kind(id: str, theme: str, summary: str, *, option: str = "", severity: Severity = "error") -> ProblemKind:
+    """Declare a kind of problem, at import time."""
+    assert id not in _KINDS, f"two kinds of problems have the id {id}"
+    return _KINDS.setdefault(id, ProblemKind(id, theme, summary, option, severity))
+
+
+def declared_kinds() -> tuple[ProblemKind, ...]:
+    """Every kind that the modules imported so far have declared."""
+    return tuple(_KINDS.values())
 
 
 class RelaxError(Exception):
