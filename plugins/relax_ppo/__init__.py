@@ -21,7 +21,7 @@ from relax_cli import (
 from relax_ppo.rules import check_config, normalize_config
 
 if TYPE_CHECKING:
-    from relax_cli.engine.plan import LaunchPlan
+    from relax_cli.plugin.launch_plan import LaunchPlan
     from relax_ppo.loss import policy_loss as policy_loss
 
 

@@ -24,21 +24,12 @@ from relax_cli.checkpoint import align, layout
 from relax_cli.checkpoint import resume_problems as problems_of
 from relax_cli.checkpoint.layout import CheckpointMeta
 from relax_cli.errors import Problem, ResumeError
+from relax_cli.plugin.launch_plan import LoadFrom
 
 GO_BACK = frozenset({"resume-unreadable", "checkpoint-meta-unreadable", "resume-pair-mismatch"})
 """Problems that an older iteration does not have."""
 RELEASE = "release"
 """Tracker text, and folder, of weights that no run counted."""
-
-
-@dataclass(frozen=True)
-class LoadFrom:
-    """What one role loads."""
-
-    folder: Path
-    """Of one checkpoint: `iter_*` or `release`."""
-    weights_only: bool = False
-    """The model's tensors alone: optimizer, schedule and random state are new, and so is a value head."""
 
 
 @dataclass(frozen=True)

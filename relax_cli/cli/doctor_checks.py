@@ -22,7 +22,7 @@ from relax_cli.cli.console import table
 from relax_cli.cli.doctor_records import Check as Check
 from relax_cli.cli.doctor_versions import driver_check, version_checks
 from relax_cli.config.redact import scrubbed
-from relax_cli.preflight.machine import gpu_count, total_memory
+from relax_cli.preflight.machine import gpu_count, total_memory, usable_cores
 from relax_cli.preflight.memory.sizes import in_bytes
 
 if TYPE_CHECKING:
@@ -182,8 +182,7 @@ def _devices(works: set[str], timeout: float) -> Iterator[Check]:
 def _memory() -> Iterator[Check]:
     total = total_memory()
     yield Check("memory", "ok", "unknown" if total is None else in_bytes(total))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Check("cores", "ok", str(cores))
+    yield Check("cores", "ok", str(usable_cores()))
     if Path("/dev/shm").is_dir():
         usage = shutil.disk_usage("/dev/shm")
         found = f"{in_bytes(usage.free)} of {in_bytes(usage.total)} free"

@@ -21,7 +21,8 @@ from relax_cli.preflight.plan import Plan, build_plan, plan_dict
 from relax_cli.preflight.resolve import Resolved, examine
 
 if TYPE_CHECKING:
-    from relax_cli.checkpoint.resume import LoadFrom, ResumeDecision, ResumeReport
+    from relax_cli.checkpoint.resume import ResumeDecision, ResumeReport
+    from relax_cli.plugin.launch_plan import LoadFrom
     from relax_cli.plugin.manager import Plugins
 
 ShowOrigin = Annotated[
@@ -135,8 +136,7 @@ def check_run(
     resource = config.parallel.resource
     if any(name not in resource for name in graph.names) or any(s < 0 or d < 0 for s, d in resource.values()):
         return Checked(resolved, tuple(problems), None, start)
-    from relax_cli.engine.plan import usable_cores
-    from relax_cli.preflight.machine import Machine
+    from relax_cli.preflight.machine import Machine, usable_cores
 
     plan = build_plan(config, graph.roles, resolved.facts, Machine(), cores=usable_cores(), first_rollout=first)
     return Checked(resolved, tuple(problems), plan, start)

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_cli.checkpoint.resume import LoadFrom
 from relax_cli.config.layers import estimator_options, rebuild_config
 from relax_cli.config.placement import processes_of, rollout_engine, threads_of
 from relax_cli.config.schema import Config
-from relax_cli.engine.plan import LaunchPlan, optimizer_steps, usable_cores
 from relax_cli.plugin.graph import ServiceGraph
+from relax_cli.plugin.launch_plan import LaunchPlan, LoadFrom
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Estimator
+from relax_cli.preflight.machine import usable_cores
+from relax_cli.preflight.plan import optimizer_steps
 from relax_cli.roles.protocols import SampleQueue
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from relax_cli.engine.build import RoleBuilder, cpu_environment, worker_specs
-from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.session import RoleGroup, Roles, Session
+from relax_cli.plugin.launch_plan import LaunchPlan
 
 
 class LocalRole(RoleGroup):

@@ -18,12 +18,12 @@ from relax_cli.checkpoint.fingerprint import RunIdentity, identify
 from relax_cli.config.redact import shell_join
 from relax_cli.config.schema import Config
 from relax_cli.engine.locks import claimed, written_folders
-from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import RunReport, Trainer
 from relax_cli.errors import Problem, RelaxError, RunError, Terminated
 from relax_cli.plugin.graph import ServiceGraph
+from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.device_choice import DeviceChange
 from relax_cli.preflight.inputs import rollouts_of

@@ -7,7 +7,7 @@ arguments it does not need. Importing a plugin must import no torch: name functi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -15,18 +15,12 @@ if TYPE_CHECKING:
     from relax_cli.config.schema import Config
     from relax_cli.errors import Problem
     from relax_cli.plugin.graph import ServiceGraph
+    from relax_cli.plugin.launch_plan import LaunchPlan
     from relax_cli.plugin.records import Estimator, Normalized, Reward
 
 PROJECT = "relax"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-
-
-class LaunchPlan(Protocol):
-    """The least a launch plan offers; the engine's own has more."""
-
-    @property
-    def config(self) -> Config: ...
 
 
 @hookspec

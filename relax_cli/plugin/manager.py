@@ -13,8 +13,8 @@ from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem, RelaxError, RunError
 from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
-from relax_cli.plugin.hookspecs import LaunchPlan
 from relax_cli.plugin.installed import Plugin, PluginRow, Provided
+from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.records import Estimator, Normalized, Reward, unusable
 
 GROUP = "relax.plugins"

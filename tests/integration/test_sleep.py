@@ -13,10 +13,10 @@ from relax_cli.backends import device
 from relax_cli.backends.device import Parking
 from relax_cli.engine.local import LocalRole, LocalSession
 from relax_cli.engine.locks import claimed, written_folders
-from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.run import prepare_run
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer
+from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.resolve import resolve
 from relax_cli.quickstart.task import prepare

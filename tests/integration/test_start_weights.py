@@ -19,8 +19,9 @@ from training_runs import Run, build, micro_batches
 
 from relax_cli.backends.megatron import checkpointing
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.resume import LoadFrom, decide_resume
+from relax_cli.checkpoint.resume import decide_resume
 from relax_cli.errors import ResumeError
+from relax_cli.plugin.launch_plan import LoadFrom
 from relax_cli.quickstart.task import prepare
 
 TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}

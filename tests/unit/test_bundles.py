@@ -10,10 +10,10 @@ import pytest
 
 from relax_cli.config.placement import needed_cpus, processes_of, shared_bundles, takes_bundles
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
-from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
 from relax_cli.engine.ray.launch import RaySession, build_order
 from relax_cli.errors import EnvironmentFault
+from relax_cli.plugin.launch_plan import LaunchPlan
 
 EIGHT = ParallelSection(
     resource={"actor": (1, 8), "critic": (1, 8), "rollout": (1, 8), "advantages": (1, 0)}, device="cuda"

@@ -14,9 +14,10 @@ import pytest
 from checkpoints import SHARDED, save, save_release, write_weights
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.resume import LoadFrom, decide_resume, examine_resume, was_saved_beside_a_critic
+from relax_cli.checkpoint.resume import decide_resume, examine_resume, was_saved_beside_a_critic
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection
 from relax_cli.errors import Problem, ResumeError
+from relax_cli.plugin.launch_plan import LoadFrom
 from relax_cli.preflight.rules.files import Surroundings
 from relax_cli.preflight.rules.save import writable_folders
 

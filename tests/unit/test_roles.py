@@ -10,9 +10,9 @@ import torch
 
 from relax_cli.algorithms.gae import gae
 from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, CriticSection, GaeOptions, GroupOptions
-from relax_cli.engine.plan import optimizer_steps
 from relax_cli.plugin.graph import RoleSpec, base_graph, completed
 from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.plan import optimizer_steps
 from relax_cli.roles.advantage_inputs import advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import Columns
 from relax_cli.roles.critic import with_end_state

@@ -29,13 +29,13 @@ from relax_cli.config.placement import (
 )
 from relax_cli.engine.build import RoleBuilder, WorkerSpec, cpu_environment, worker_specs
 from relax_cli.engine.local import free_port
-from relax_cli.engine.plan import LaunchPlan
 from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
 from relax_cli.engine.ray.guardian import Guardian
 from relax_cli.engine.ray.object_store import as_arrays, as_tensors
 from relax_cli.engine.ray.problems import check_reachable, start_failed, too_few_cpus, too_few_gpus
 from relax_cli.engine.session import RoleGroup, Roles, Session
 from relax_cli.errors import EnvironmentFault, Problem, RelaxError, RunError
+from relax_cli.plugin.launch_plan import LaunchPlan
 
 ANSWER_SIGNALS = 0.1
 """Seconds of waiting for a worker after which this process looks whether it got a signal."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 
 from relax_cli.config.placement import QUEUE_CPUS, ranks_of
-from relax_cli.engine.plan import LaunchPlan
 from relax_cli.errors import EnvironmentFault, Problem
+from relax_cli.plugin.launch_plan import LaunchPlan
 
 CONNECTING_SECONDS = 20.0
 

@@ -1,22 +1,29 @@
-"""What a launcher needs to know."""
+"""Everything decided about a run before it is launched: the argument of the `relax_launch` hook."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_cli.checkpoint.resume import LoadFrom
 from relax_cli.config.schema import Config
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.records import Estimator
-from relax_cli.preflight.plan import optimizer_steps as optimizer_steps
+
+
+@dataclass(frozen=True)
+class LoadFrom:
+    """What one role loads."""
+
+    folder: Path
+    """Of one checkpoint: `iter_*` or `release`."""
+    weights_only: bool = False
+    """The model's tensors alone: optimizer, schedule and random state are new, and so is a value head."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything decided about a run; the argument of the `relax_launch` hook."""
+    """What a launcher needs to know."""
 
     config: Config
     estimator: Estimator
@@ -30,8 +37,3 @@ class LaunchPlan:
     """Shows what is being started."""
     reference_folder: Path | None = None
     """Model folder of the reference role; `model_folder` when None."""
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
