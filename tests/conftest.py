@@ -1,5 +1,11 @@
 """For all tests."""
 
+import os
+
+# Before torch is imported, and for every process that a test starts: waiting OpenMP threads spin by default, and on two
+# cores they take the time of those that work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from hypothesis import settings
 
 # The same examples on every run: a test that failed can be run again, and one that passed does not fail by chance.

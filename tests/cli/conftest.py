@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from importlib.metadata import EntryPoint
 
 import pytest
 import typer
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from relax_cli.cli.app import build_app
-from relax_cli.plugin.manager import GROUP, Plugins
-
-BUILT_IN = ("ppo", "grpo", "gspo", "cispo", "sapo")
-
-Invoke = Callable[..., Result]
-Process = Callable[..., "subprocess.CompletedProcess[str]"]
+from relax_cli.plugin.manager import Plugins
+from tests.support.cli_app import Invoke, Process, built_in_plugins
 
 
 @pytest.fixture(scope="session")
 def plugins() -> Plugins:
-    return Plugins([EntryPoint(name, f"relax_{name}", GROUP) for name in BUILT_IN])
+    return built_in_plugins()
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,7 @@ from relax_cli.cli.app import build_app, main
 from relax_cli.errors import ConfigError, EnvironmentFault, Problem, RelaxError, ResumeError, RunError
 from relax_cli.plugin.manager import GROUP, Plugins
 from relax_cli.preflight.resolve import examine
-
-from .conftest import Invoke
+from tests.support.cli_app import Invoke
 
 PROBLEM = Problem(id="some-rule", message="something is wrong", fix="do this", got="a", expected="b", option="--x")
 

@@ -19,8 +19,7 @@ from relax_cli.cli.app import build_app
 from relax_cli.cli.doctor_checks import Check, Part, check_part
 from relax_cli.config.versions import CPU_SET, GPU_SET, NEW_CPU_SET, SGLANG_CONTRACTS
 from relax_cli.plugin.manager import GROUP, Plugins
-
-from .conftest import Invoke
+from tests.support.cli_app import Invoke
 
 QUICK = ("psutil", "pluggy")
 """Parts that import at once; the whole table takes half a minute on two cores."""

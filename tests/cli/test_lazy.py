@@ -9,8 +9,8 @@ import typer
 
 from relax_cli.cli.app import COMMANDS, build_app
 from relax_cli.plugin.manager import Plugins
+from tests.support.cli_app import Invoke, Process
 
-from .conftest import Invoke, Process
 from .test_process import MAIN
 
 

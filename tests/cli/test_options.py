@@ -9,8 +9,7 @@ import pytest
 from relax_cli.cli.options import join_pairs, option_flags
 from relax_cli.config.layers import config_model
 from relax_cli.plugin.manager import Plugins
-
-from .conftest import Invoke
+from tests.support.cli_app import Invoke, built_in_plugins
 
 FROZEN = Path(__file__).parent / "options.txt"
 
@@ -64,16 +63,5 @@ def test_help_keeps_square_brackets(invoke: Invoke) -> None:
     assert '{"role": [services, devices]}' in " ".join(invoke("train", "--help").stdout.split())
 
 
-def _freeze() -> None:
-    from importlib.metadata import EntryPoint
-
-    from relax_cli.plugin.manager import GROUP
-
-    from .conftest import BUILT_IN
-
-    found = Plugins([EntryPoint(name, f"relax_{name}", GROUP) for name in BUILT_IN])
-    FROZEN.write_text("\n".join(option_flags(config_model(found.estimators().values()))) + "\n")
-
-
 if __name__ == "__main__":
-    _freeze()
+    FROZEN.write_text("\n".join(option_flags(config_model(built_in_plugins().estimators().values()))) + "\n")

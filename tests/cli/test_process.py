@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from .conftest import Process
+from tests.support.cli_app import Process
 
 HEAVY = ("torch", "ray", "sglang", "megatron", "transformers", "transfer_queue", "numpy")
 

@@ -25,7 +25,7 @@ from relax_cli.config.redact import config_dump, placeholder, redacted, scrubbed
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import GROUP, Plugins
 from relax_cli.preflight.resolve import examine
-from tests.cli.conftest import BUILT_IN
+from tests.support.cli_app import BUILT_IN
 
 SECRET = "hunter2-xyzzy"
 URL = f"https://me:{SECRET}@judge.example/v1?access_token={SECRET}&level=2"

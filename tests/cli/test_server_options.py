@@ -12,8 +12,7 @@ from relax_cli.cli.options import gather_server_options
 from relax_cli.config.layers import load_config
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError
-
-from .conftest import Invoke
+from tests.support.cli_app import Invoke
 
 OWN = {"--lr", "--sglang-options", "--sglang-mem-fraction-static", "--recipe"}
 

@@ -9,8 +9,7 @@ import pytest
 
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.resolve import examine
-
-from .conftest import Invoke
+from tests.support.cli_app import Invoke
 
 PPO = ("--recipe", "tiny-ppo-cpu")
 

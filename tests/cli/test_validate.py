@@ -16,8 +16,8 @@ from relax_cli.cli.option_docs import recipe_schema
 from relax_cli.config.model import config_model
 from relax_cli.config.recipes import bundled_recipes
 from relax_cli.plugin.manager import Plugins
+from tests.support.cli_app import Invoke, Process
 
-from .conftest import Invoke, Process
 from .test_process import HEAVY, MAIN
 
 TINY = ("validate-config", "--recipe", "tiny-ppo-cpu")

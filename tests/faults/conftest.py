@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_runs import Folders, Zygote, arguments
 
 from relax_cli.quickstart.task import prepare
+from tests.support.fault_runs import Folders, Zygote, arguments
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_runs import Ended, Folders, Zygote, arguments, open_to_all
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.resume import examine_resume
+from tests.support.fault_runs import Ended, Folders, Zygote, arguments, open_to_all
 
 NOBODY = 65534
 

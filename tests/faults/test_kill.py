@@ -7,45 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from fault_runs import STEPS, Folders, Zygote, arguments
 
-from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.resume import examine_resume
+from tests.support.fault_runs import STEPS, Folders, Zygote, arguments, assert_resumable
 
 FIRST_SAVE = range(1, 70)
 """File operations in the save folders from the start of a run to the middle of its second save."""
 LATER = range(70, 320)
-
-
-def published(folders: Folders) -> int:
-    """The iteration that both trackers have reached; 0 before the first save."""
-    found = [layout.read_tracker(folder) for folder in (folders.actor, folders.critic)]
-    assert not any(tracker.problem for tracker in found)
-    return min(tracker.iteration if isinstance(tracker.iteration, int) else 0 for tracker in found)
-
-
-def complete_in_both(folders: Folders) -> int:
-    """The newest iteration that is complete in both folders; 0 when there is none."""
-    iterations = set(layout.list_iterations(folders.actor)) & set(layout.list_iterations(folders.critic))
-    complete = [
-        i
-        for i in iterations
-        if all(layout.is_complete(layout.iteration_folder(f, i)) for f in (folders.actor, folders.critic))
-    ]
-    return max(complete, default=0)
-
-
-def assert_resumable(folders: Folders, what: str) -> int:
-    """The verdict after a kill; returns the iteration that it resumes at."""
-    report = examine_resume(str(folders.actor), str(folders.critic), has_critic=True, deep=True)
-    assert not report.problems, (what, report.problems)
-    iteration = report.decision.iteration or 0
-    assert report.decision.verdict == ("resume" if iteration else "cold-start"), what
-    assert published(folders) <= iteration <= complete_in_both(folders), what
-    for folder in (folders.actor, folders.critic):
-        for saved in layout.list_iterations(folder):
-            assert layout.is_complete(layout.iteration_folder(folder, saved)), (what, folder, saved)
-    return iteration
 
 
 def assert_equal(folders: Folders, straight: Folders, what: list[str]) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fault_runs import Folders, Zygote, arguments
-from test_kill import assert_resumable
 
 from relax_cli.checkpoint import layout
+from tests.support.fault_runs import Folders, Zygote, arguments, assert_resumable
 
 ENOUGH = ["--num-rollout", "24", "--keep-checkpoints", "3"]
 

@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from fault_runs import Folders, Zygote, arguments
 
 from relax_cli.checkpoint import layout
+from tests.support.fault_runs import Folders, Zygote, arguments
 
 CODES = {"SIGINT": 130, "SIGTERM": 143}
 THIRD_STEP = ("run/rollouts/step_000002", 1)

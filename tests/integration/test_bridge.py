@@ -22,9 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from tiny_models import save_tiny_model
 from torch import Tensor
-from training_runs import Run, build, loss_fn, micro_batches, train
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import bridge
@@ -34,8 +32,8 @@ from relax_cli.config.schema import ParallelSection
 from relax_cli.errors import ConfigError, EnvironmentFault
 from relax_cli.models.convert import hf_to_megatron, megatron_to_hf
 from relax_cli.models.hf import HfWeights, read_spec
-
-ROWS = list(range(6))
+from tests.support.tiny_models import save_tiny_model
+from tests.support.training_runs import ROWS, Run, build, loss_fn, micro_batches, train
 
 
 class HFWeightTuple(NamedTuple):

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_runs import deployed, train
 
 from relax_cli.quickstart.task import prepare
+from tests.support.local_runs import deployed, train
 
 GROUPS = ("batch.rollout_batch_size=8", "batch.n_samples_per_prompt=4", "batch.num_rollout=1")
 FORWARDS = (

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from local_runs import deployed, train
 from transformers import AutoModelForCausalLM
 
 from relax_cli.errors import RunError
 from relax_cli.quickstart.task import prepare
+from tests.support.local_runs import deployed, train
 
 GROUPS = ("batch.rollout_batch_size=8", "batch.n_samples_per_prompt=4", "batch.micro_batch_size=8")
 ONE_STEP = (*GROUPS, "batch.num_steps_per_rollout=1")

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_store import META, ROWS
-from tiny_models import VOCAB, on_ranks, save_tiny_model
-from training_runs import Run, build, loss_fn, micro_batches
 from typer.testing import CliRunner, Result
 
 from relax_cli.backends.megatron import parallel
@@ -21,6 +18,8 @@ from relax_cli.checkpoint.export import export_hf
 from relax_cli.cli.app import build_app
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import load_plugins
+from tests.support.tiny_models import VOCAB, on_ranks, save_tiny_model
+from tests.support.training_runs import META, ROWS, Run, build, loss_fn, micro_batches
 
 TOKENS = torch.arange(12).reshape(2, 6) % VOCAB
 

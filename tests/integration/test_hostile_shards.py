@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from test_store import META
-from tiny_models import save_tiny_model
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from training_runs import Run, build
 
 from relax_cli.backends.megatron import checkpointing, random_state
 from relax_cli.checkpoint import layout, safe_load, store
 from relax_cli.errors import ResumeError
+from tests.support.tiny_models import save_tiny_model
+from tests.support.training_runs import META, Run, build
 
 
 class Exploit:

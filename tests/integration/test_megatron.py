@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, on_ranks, save_tiny_model
-from training_runs import RESPONSE_LENS, Run, build, loss_fn, micro_batches, samples, train
 
 from relax_cli.backends.megatron import cpu_support, parallel
 from relax_cli.backends.megatron.records import ResponseIndex
 from relax_cli.backends.megatron.trainer import MicroBatch
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import HfWeights
+from tests.support.tiny_models import VOCAB, on_ranks, save_tiny_model
+from tests.support.training_runs import RESPONSE_LENS, Run, build, loss_fn, micro_batches, samples, train
 
 FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
 

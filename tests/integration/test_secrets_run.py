@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_runs import SMALL
 from rich.console import Console
 
 from relax_cli.cli.console import Output
@@ -21,6 +20,7 @@ from relax_cli.errors import RunError
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.resolve import resolve
 from relax_cli.quickstart.task import prepare
+from tests.support.local_runs import SMALL
 
 SECRET = "hunter2-xyzzy"
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_runs import train
 
 from relax_cli.backends import device
 from relax_cli.backends.device import Parking
@@ -20,6 +19,7 @@ from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.resolve import resolve
 from relax_cli.quickstart.task import prepare
+from tests.support.local_runs import train
 
 MODEL_ROLES = ("rollout", "critic", "actor")
 

@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_runs import Finished, train
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
-from tiny_models import on_ranks, save_tiny_model
-from training_runs import Run, build, micro_batches
 
 from relax_cli.backends.megatron import checkpointing
 from relax_cli.checkpoint import layout
@@ -23,9 +20,10 @@ from relax_cli.checkpoint.resume import decide_resume
 from relax_cli.errors import ResumeError
 from relax_cli.plugin.launch_plan import LoadFrom
 from relax_cli.quickstart.task import prepare
-
-TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}
-ROWS = list(range(6))
+from tests.support.cli_runs import without_times
+from tests.support.local_runs import Finished, train
+from tests.support.tiny_models import on_ranks, save_tiny_model
+from tests.support.training_runs import ROWS, Run, build, micro_batches
 
 
 @pytest.fixture(scope="module")
@@ -230,10 +228,6 @@ def ppo(task: Path, out: Path, **options: Any) -> Finished:
     }
     words = [f"{name}={json.dumps(value)}" for name, value in {**small, **options}.items()]
     return train(task, out, str(task / "recipe.yaml"), *words)
-
-
-def without_times(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in step.items() if k not in TIMES and "memory" not in k} for step in metrics]
 
 
 @pytest.fixture(scope="module")

@@ -15,18 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import on_ranks, save_tiny_model
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from training_runs import Run, build, loss_fn, micro_batches, train
 
 from relax_cli.backends.device import Parking, peak_memory_bytes, select_device
 from relax_cli.checkpoint import layout, safe_load, store
 from relax_cli.checkpoint.hashing import HashingFileSystem
 from relax_cli.checkpoint.layout import Tracker
 from relax_cli.errors import ResumeError, RunError
-
-META = {"weight_version": 4, "seeds": {"seed": 1}, "config_hash": "abc", "data_position": 17}
-ROWS = list(range(6))
+from tests.support.tiny_models import on_ranks, save_tiny_model
+from tests.support.training_runs import META, ROWS, Run, build, loss_fn, micro_batches, train
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import on_ranks, save_tiny_model
-from training_runs import Run, build, loss_fn, micro_batches
 
 from relax_cli.checkpoint import layout, store
 from relax_cli.errors import RunError
+from tests.support.tiny_models import on_ranks, save_tiny_model
+from tests.support.training_runs import Run, build, loss_fn, micro_batches
 
 
 @pytest.mark.parametrize("broken", ["__1_0.distcp", "common.pt"])

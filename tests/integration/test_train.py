@@ -7,19 +7,16 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from relax_cli.quickstart.task import prepare
+from tests.support.cli_runs import read_metrics, start, train
 
-RELAX = [sys.executable, "-m", "relax_cli"]
-TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}
 RANKS = '{"actor": [1, %d], "critic": [1, %d], "rollout": [1, %d], "advantages": [1, 0]}'
 
 
@@ -29,30 +26,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task") / "quickstart"
     prepare(folder, seed=1, steps=3)
     return folder
-
-
-def start(task: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    """Three short PPO steps, the first of them critic-only."""
-    small = ["--rollout-batch-size", "32", "--micro-batch-size", "16", "--num-critic-only-steps", "1"]
-    folders = ["--run-dir", str(out / "run"), "--save", str(out / "actor"), "--critic-save", str(out / "critic")]
-    no_eval = ["--set", "eval.eval_prompt_data=[]", "--set", "eval.eval_interval=null"]
-    command = [*RELAX, "train", "--recipe", str(task / "recipe.yaml"), *small, *folders, *no_eval, *options]
-    # A process group of its own, as a shell gives it: Ctrl-C in a terminal reaches all of it.
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def train(task: Path, out: Path, *options: str) -> list[dict[str, Any]]:
-    """Metrics of a run that must succeed."""
-    process = start(task, out, *options)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return read_metrics(out)
-
-
-def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """Everything in `metrics.jsonl` that does not depend on the clock."""
-    lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES and "memory" not in k} for line in lines]
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import on_ranks, save_tiny_model
-from training_runs import Run, build, loss_fn, micro_batches, rows_of_rank, samples, train
 
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.frozen import run_batch
 from relax_cli.backends.megatron.trainer import MicroBatch, TrainableModel
+from tests.support.tiny_models import on_ranks, save_tiny_model
+from tests.support.training_runs import ROWS, Run, build, loss_fn, micro_batches, rows_of_rank, samples, train
 
 KINDS = ("policy", "value")
-ROWS = list(range(6))
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tiny_models import save_tiny_model
 from torch import Tensor
-from training_runs import Run, build, loss_fn, micro_batches, train
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import layers, model
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import HfWeights
+from tests.support.tiny_models import save_tiny_model
+from tests.support.training_runs import Run, build, loss_fn, micro_batches, train
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from estimators import (
+from hypothesis import given
+from torch import Tensor
+
+from relax_cli import AdvantageInputs, LossInputs
+from relax_cli.algorithms.reduce import aggregate
+from relax_cli.config.schema import RewardSection
+from relax_cli.data.rewards import RewardInput, load_reward
+from relax_cli.errors import RunError
+from tests.support.estimators import (
     LENGTH,
     ROWS,
     SEEDS,
@@ -21,14 +29,6 @@ from estimators import (
     scalar_loss,
     some,
 )
-from hypothesis import given
-from torch import Tensor
-
-from relax_cli import AdvantageInputs, LossInputs
-from relax_cli.algorithms.reduce import aggregate
-from relax_cli.config.schema import RewardSection
-from relax_cli.data.rewards import RewardInput, load_reward
-from relax_cli.errors import RunError
 
 
 def at_ratio(ratio: float, advantage: float, options: Any, dtype: torch.dtype = torch.float32) -> LossInputs:

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from batches import SEEDS, quick, random_batch, rng
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_cli.algorithms.gae import gae, score_on_last_token
+from tests.support.batches import SEEDS, quick, random_batch, rng
 
 
 def plain_gae(

@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from estimators import OPTIONS, Variant, every_variant, row_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import on_ranks, save_tiny_model
 from torch import Tensor
 from torch.nn.functional import pad
-from training_runs import RESPONSE_LENS, Run, build, samples
 
 from relax_cli import AdvantageInputs, LossInputs
 from relax_cli.algorithms.gae import whiten
@@ -28,6 +25,9 @@ from relax_cli.algorithms.reduce import Mode, aggregate
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
 from relax_cli.roles.batching import plan_rows
+from tests.support.estimators import OPTIONS, Variant, every_variant, row_loss
+from tests.support.tiny_models import on_ranks, save_tiny_model
+from tests.support.training_runs import RESPONSE_LENS, Run, build, samples
 
 MODES: tuple[Mode, ...] = ("sample", "token")
 TOLERANCE = 1e-6

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from estimators import LENGTH, ROWS, SEEDS, Variant, every_mode, random_inputs, scalar_loss, some
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import on_ranks
 from torch import Tensor
 
 from relax_cli.algorithms.gae import gae
@@ -22,6 +20,8 @@ from relax_cli.algorithms.value_loss import clipped_value_loss
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
+from tests.support.estimators import LENGTH, ROWS, SEEDS, Variant, every_mode, random_inputs, scalar_loss, some
+from tests.support.tiny_models import on_ranks
 
 # -- GAE -------------------------------------------------------------------------------------------
 

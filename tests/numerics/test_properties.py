@@ -15,7 +15,6 @@ import relax_ppo
 import relax_sapo
 import torch
 import torch.distributed as dist
-from batches import SEEDS, quick, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,6 +27,7 @@ from relax_cli.algorithms.kl import kl_estimate
 from relax_cli.algorithms.reduce import aggregate
 from relax_cli.algorithms.surrogate import rejection_mask, tis_weight
 from relax_cli.algorithms.value_loss import clipped_value_loss
+from tests.support.batches import SEEDS, quick, rng
 
 POLICY_LOSSES: dict[str, tuple[Callable[[LossInputs], LossTerms], Any]] = {
     "ppo": (relax_ppo.policy_loss, relax_ppo.PpoOptions()),

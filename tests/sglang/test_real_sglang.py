@@ -10,8 +10,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from server import SAMPLING_KEYS
-from tiny_models import VOCAB, save_tiny_model
 
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache
@@ -21,6 +19,8 @@ from relax_cli.backends.rollout.sglang.replies import generate_payload
 from relax_cli.backends.rollout.sglang.server import launch_command
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
 from relax_cli.config.sglang_options import RESERVED, installed_options
+from tests.support.sglang.server import SAMPLING_KEYS
+from tests.support.tiny_models import VOCAB, save_tiny_model
 
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.95, top_k=20, stop_token_ids=(3, 4), stop=("x",))
 

@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults import Fault, Faults, Kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server import SAMPLING_KEYS, ContractServer, running_server
-from tiny_models import VOCAB, save_tiny_model
 
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
@@ -23,6 +20,9 @@ from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFa
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.targets import WeightTarget
 from relax_cli.errors import RunError
+from tests.support.sglang.faults import Fault, Faults, Kind
+from tests.support.sglang.server import SAMPLING_KEYS, ContractServer, running_server
+from tests.support.tiny_models import VOCAB, save_tiny_model
 
 POSITIONS = 128
 SAMPLING = SamplingParams(max_new_tokens=10, temperature=0.9, top_p=0.95, top_k=40, stop_token_ids=(3, 4, 5, 6, 7, 8))

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import Fault, Faults
-from server import running_server
-from tiny_models import VOCAB, save_tiny_model
 
 from relax_cli.backends.rollout.protocol import Request, SamplingParams
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from tests.support.sglang.faults import Fault, Faults
+from tests.support.sglang.server import running_server
+from tests.support.tiny_models import VOCAB, save_tiny_model
 
 
 def test_an_interrupt_aborts_what_is_running_and_does_not_wait_for_it(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import running_server
-from tiny_models import save_tiny_model
 
 from relax_cli.backends.rollout.sglang import opening
 from relax_cli.backends.rollout.sglang.opening import open_engine
 from relax_cli.backends.rollout.sglang.targets import WeightTarget, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
 from relax_cli.errors import EnvironmentFault
+from tests.support.sglang.server import running_server
+from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_package import write_package
-from faults import Fault, Faults, to_json
-from local_runs import Finished, train
-from server import running_server
 
 from relax_cli.config import sglang_options
 from relax_cli.errors import RunError
 from relax_cli.quickstart.task import prepare
+from tests.support.local_runs import Finished, train
+from tests.support.sglang.fake_package import write_package
+from tests.support.sglang.faults import Fault, Faults, to_json
+from tests.support.sglang.server import running_server
 
 SMALL = (
     "batch.rollout_batch_size=32",

@@ -17,13 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Faults
 from safetensors import SafetensorError
-from server import ContractServer, running_server
-from tiny_models import on_ranks, save_tiny_model
 from torch.multiprocessing import reductions
-from training_runs import Run, build
-from weight_runs import LIMIT, change, no_slower_than, send, sender, serve_dying
 
 from relax_cli.backends.device import Device, select_device
 from relax_cli.backends.megatron.trainer import TrainableModel
@@ -33,6 +28,11 @@ from relax_cli.backends.rollout.sglang.server import free_port
 from relax_cli.backends.rollout.sglang.targets import WeightTarget, node_of, this_node
 from relax_cli.backends.rollout.sglang.weights import choose_way
 from relax_cli.errors import RunError
+from tests.support.sglang.faults import Faults
+from tests.support.sglang.server import ContractServer, running_server
+from tests.support.sglang.weight_runs import LIMIT, change, no_slower_than, send, sender, serve_dying
+from tests.support.tiny_models import on_ranks, save_tiny_model
+from tests.support.training_runs import Run, build
 
 WAYS = ("tensor", "distributed", "disk")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rule_cases import PPO_ROLES, REFUSED_AND_NEAR_MISS, Change, roles
 
 from relax_cli.config.schema import Config
 from relax_cli.data.prompts import load_prompts
 from relax_cli.errors import Problem
 from relax_cli.preflight.rules.files import Surroundings
 from relax_cli.preflight.rules.run import check_config
+from tests.support.rule_cases import PPO_ROLES, REFUSED_AND_NEAR_MISS, Change, roles
 
 AROUND = Surroundings(read_prompts=load_prompts, cores=2, has_cuda=False)
 

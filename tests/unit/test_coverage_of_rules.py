@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rule_ids import PACKAGE, SOURCES, rule_ids
 
 from relax_cli.config.model import config_model, options_by_name
 from relax_cli.config.schema import Config, ParallelSection
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.rules.files import Surroundings
 from relax_cli.preflight.rules.run import check_config
+from tests.support.rule_cases import REFUSED_AND_NEAR_MISS
+from tests.support.rule_ids import PACKAGE, SOURCES, rule_ids
+from tests.support.unused_option_cases import UNUSED_OPTION_CASES
 
 TESTS = Path(__file__).parent.parent
 JUDGES = re.compile(r"(preflight/.*|config/(schema|redact)|plugin/rules|relax_[a-z]+/rules)\.py")
@@ -37,10 +39,7 @@ def test_every_rule_has_a_test_that_names_it() -> None:
 
 
 def test_there_are_many_rules_about_a_configuration_with_refusal_and_near_miss() -> None:
-    from rule_cases import REFUSED_AND_NEAR_MISS
-    from test_effects import RULES
-
-    rules = {rule for rule, _, _ in (*REFUSED_AND_NEAR_MISS, *RULES)}
+    rules = {rule for rule, _, _ in (*REFUSED_AND_NEAR_MISS, *UNUSED_OPTION_CASES)}
     assert len(rules) >= 60
 
 

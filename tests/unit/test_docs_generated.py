@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from rule_ids import rule_ids
+from tests.support.rule_ids import rule_ids
 
 ROOT = Path(__file__).parent.parent.parent
 

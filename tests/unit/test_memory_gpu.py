@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standins import QWEN3_4B, QWEN3_5_9B
 
 from relax_cli.config.schema import Config
 from relax_cli.models.hybrid import read_any_spec
@@ -17,6 +16,7 @@ from relax_cli.preflight import machine
 from relax_cli.preflight.memory import estimate as memory
 from relax_cli.preflight.memory import gpu as memory_gpu
 from relax_cli.preflight.memory.sizes import GRADIENTS, Lengths, RoleMemory
+from tests.support.standins import QWEN3_4B, QWEN3_5_9B
 
 LENGTHS = Lengths(1000, 3000)
 TOKENS = 3999

@@ -9,13 +9,13 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from standins import MODELS, prepare_all
 
 from relax_cli.cli.validate import Checked, as_text, check_run
 from relax_cli.config.recipes import bundled_recipes, describe
 from relax_cli.config.schema import Config
 from relax_cli.plugin.manager import GROUP, Plugins
 from relax_cli.preflight.rules.machine import MACHINE_IDS
+from tests.support.standins import MODELS, prepare_all
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "scripts" / "training" / "text" / "run-qwen35-9B-8xgpu-ppo.sh"

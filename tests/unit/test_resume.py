@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoints import SHARDED, save, save_release, write_weights
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.resume import decide_resume, examine_resume, was_saved_beside_a_critic
@@ -20,6 +19,7 @@ from relax_cli.errors import Problem, ResumeError
 from relax_cli.plugin.launch_plan import LoadFrom
 from relax_cli.preflight.rules.files import Surroundings
 from relax_cli.preflight.rules.save import writable_folders
+from tests.support.checkpoints import SHARDED, save, save_release, write_weights
 
 AROUND = Surroundings(read_prompts=lambda *_: None)
 NOBODY = 65534

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import typer
-from checkpoints import save, save_release
 from typer.testing import CliRunner, Result
 
 from relax_cli.checkpoint.fingerprint import identify
@@ -18,6 +17,7 @@ from relax_cli.cli.app import build_app
 from relax_cli.config.schema import Config
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.resolve import examine
+from tests.support.checkpoints import save, save_release
 
 Relax = Callable[..., Result]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import save, save_release, write_weights
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.fingerprint import (
@@ -23,6 +22,7 @@ from relax_cli.config.schema import Config
 from relax_cli.errors import ResumeError
 from relax_cli.preflight.rules.files import Surroundings, save_folders
 from relax_cli.preflight.start import decide_run, examine_run
+from tests.support.checkpoints import save, save_release, write_weights
 
 MODEL = {
     "model_type": "qwen3",

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from faults import Faults
-from server import ContractServer
-from training_runs import Run, build
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron.weight_buckets import RoleRanks
 from relax_cli.backends.rollout.sglang.targets import WeightTarget
 from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
 from relax_cli.errors import RunError
+from tests.support.sglang.faults import Faults
+from tests.support.sglang.server import ContractServer
+from tests.support.training_runs import Run, build
 
 LIMIT = 10_000
 """Bytes of a bucket: more than any tensor of the tiny models (12288 for the embedding) but one."""

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tiny_models import VOCAB
 from torch import Tensor
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
 from relax_cli.config.schema import OptimizerSection, ParallelSection
+from tests.support.tiny_models import VOCAB
 
 PROMPT_LENS = (3, 5, 2, 4, 6, 3)
 RESPONSE_LENS = (4, 2, 6, 5, 1, 3)
+ROWS = list(range(6))
+META = {"weight_version": 4, "seeds": {"seed": 1}, "config_hash": "abc", "data_position": 17}
+"""What a checkpoint says besides its tensors."""
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from faults import Fault, Faults, from_json
-from receiver import WeightReceiver
-from serving import ServedModel
-from spoiling import spoilt
+
+from tests.support.sglang.faults import Fault, Faults, from_json
+from tests.support.sglang.receiver import WeightReceiver
+from tests.support.sglang.serving import ServedModel
+from tests.support.sglang.spoiling import spoilt
 
 SAMPLING_KEYS = frozenset(
     re.findall(

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}
+from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.resume import examine_resume
+from tests.support.cli_runs import read_metrics
+
 STEPS = 6
 
 
@@ -36,9 +39,7 @@ class Folders:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Everything in `metrics.jsonl` that does not depend on the clock."""
-        path = self.run / "metrics.jsonl"
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        return [{k: v for k, v in r.items() if k not in TIMES and "memory" not in k} for r in records]
+        return read_metrics(self.root)
 
     def samples(self) -> list[list[dict[str, Any]]]:
         """The sample records of every step."""
@@ -48,7 +49,7 @@ class Folders:
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended, whichever way."""
+    """The outcome of a run."""
 
     code: int
     """Exit status, negative for a signal."""
@@ -138,3 +139,34 @@ def open_to_all(root: Path, task: Path, user: int) -> int | None:
             folder.chmod(folder.stat().st_mode | 0o055)
     os.chown(root, user, user)
     return user
+
+
+def published(folders: Folders) -> int:
+    """The iteration that both trackers have reached; 0 before the first save."""
+    found = [layout.read_tracker(folder) for folder in (folders.actor, folders.critic)]
+    assert not any(tracker.problem for tracker in found)
+    return min(tracker.iteration if isinstance(tracker.iteration, int) else 0 for tracker in found)
+
+
+def complete_in_both(folders: Folders) -> int:
+    """The newest iteration that is complete in both folders; 0 when there is none."""
+    iterations = set(layout.list_iterations(folders.actor)) & set(layout.list_iterations(folders.critic))
+    complete = [
+        i
+        for i in iterations
+        if all(layout.is_complete(layout.iteration_folder(f, i)) for f in (folders.actor, folders.critic))
+    ]
+    return max(complete, default=0)
+
+
+def assert_resumable(folders: Folders, what: str) -> int:
+    """The verdict after a kill; returns the iteration that it resumes at."""
+    report = examine_resume(str(folders.actor), str(folders.critic), has_critic=True, deep=True)
+    assert not report.problems, (what, report.problems)
+    iteration = report.decision.iteration or 0
+    assert report.decision.verdict == ("resume" if iteration else "cold-start"), what
+    assert published(folders) <= iteration <= complete_in_both(folders), what
+    for folder in (folders.actor, folders.critic):
+        for saved in layout.list_iterations(folder):
+            assert layout.is_complete(layout.iteration_folder(folder, saved)), (what, folder, saved)
+    return iteration

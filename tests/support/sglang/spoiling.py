@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
-from faults import Fault
+
+from tests.support.sglang.faults import Fault
 
 
 def spoilt(reply: Any, fault: Fault, many: bool) -> Response:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
 
 LAUNCH = f"""
 import runpy, sys
-sys.path.insert(0, {str(HERE)!r})
-runpy.run_path({str(HERE / "server.py")!r}, run_name="__main__")
+sys.path.insert(0, {str(ROOT)!r})
+runpy.run_module("tests.support.sglang.server", run_name="__main__", alter_sys=True)
 """
 ARGS = """
 class ServerArgs:

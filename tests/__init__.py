@@ -1,0 +1,1 @@
+"""Tests; what several of them use is in `tests.support`."""

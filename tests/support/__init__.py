@@ -1,0 +1,1 @@
+"""What several test files use: tiny models, runs, stand-ins, cases."""

@@ -1,0 +1,41 @@
+"""Whole runs of `relax train` in a process of their own, as a user starts them, and their metrics."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RELAX = [sys.executable, "-m", "relax_cli"]
+TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}
+
+
+def start(task: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    """Three short PPO steps, the first of them critic-only."""
+    small = ["--rollout-batch-size", "32", "--micro-batch-size", "16", "--num-critic-only-steps", "1"]
+    folders = ["--run-dir", str(out / "run"), "--save", str(out / "actor"), "--critic-save", str(out / "critic")]
+    no_eval = ["--set", "eval.eval_prompt_data=[]", "--set", "eval.eval_interval=null"]
+    command = [*RELAX, "train", "--recipe", str(task / "recipe.yaml"), *small, *folders, *no_eval, *options]
+    # A process group of its own, as a shell gives it: Ctrl-C in a terminal reaches all of it.
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def train(task: Path, out: Path, *options: str) -> list[dict[str, Any]]:
+    """Metrics of a run that must succeed."""
+    process = start(task, out, *options)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return read_metrics(out)
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """Everything in `metrics.jsonl` that does not depend on the clock."""
+    lines = (out / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    return without_times([json.loads(line) for line in lines])
+
+
+def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What does not depend on the clock or on the machine's memory."""
+    return [{k: v for k, v in r.items() if k not in TIMES and "memory" not in k} for r in records]
