@@ -37,23 +37,21 @@ class LightTokenizer:
         eos = special.get("eos_token")
         self.eos_token_id: int | None = None if eos is None else tokenizer.token_to_id(eos)
 
-    def __call__(self, text: str) -> Encoding:
-        """Ids of a plain prompt, with the special tokens that the tokenizer adds."""
-        return Encoding(self._tokenizer.encode(text).ids)
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+        """Ids of a text."""
+        return Encoding(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, return_dict: bool
-    ) -> list[int]:
-        """Ids of rendered chat messages.
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        """Rendered chat messages.
 
         Raises:
             jinja2.TemplateError: the template is invalid or refuses the messages.
         """
         assert self.chat_template is not None
-        assert not return_dict
-        text = render(self.chat_template, messages, self._special, add_generation_prompt=add_generation_prompt)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        assert not tokenize
+        return render(self.chat_template, messages, self._special, add_generation_prompt=add_generation_prompt)
 
 
 def load_light(folder: Path) -> LightTokenizer | None:

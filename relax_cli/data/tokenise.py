@@ -47,7 +47,8 @@ def encode_prompt(
             without `--apply-chat-template`, there is nothing to encode, or an id is not below `vocab_size`.
     """
     if apply_chat_template:
-        ids = _apply_template(tokenizer, prompt)
+        # The template writes the special tokens itself.
+        ids = tokenizer(_render(tokenizer, prompt), add_special_tokens=False).input_ids
     elif isinstance(prompt.content, str):
         ids = tokenizer(prompt.content).input_ids
     else:
@@ -105,7 +106,15 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _apply_template(tokenizer: Any, prompt: Prompt) -> list[int]:
+def prompt_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) -> str:
+    """The prompt as its reward sees it: text as it is in the data, chat messages as the template renders them."""
+    if isinstance(prompt.content, str):
+        return prompt.content
+    assert apply_chat_template, "encode_prompt refuses messages without the template"
+    return _render(tokenizer, prompt)
+
+
+def _render(tokenizer: Any, prompt: Prompt) -> str:
     from jinja2 import TemplateError
 
     content = prompt.content
@@ -113,12 +122,12 @@ def _apply_template(tokenizer: Any, prompt: Prompt) -> list[int]:
     if tokenizer.chat_template is None:
         raise _prompt_error(prompt, "the tokenizer has no chat template", fix="leave out --apply-chat-template")
     try:
-        ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:
         raise _prompt_error(
             prompt, f"the chat template refuses the messages: {error}", fix=f"correct {prompt.source}"
         ) from error
-    return ids
+    return text
 
 
 def _eos_ids(config: dict[str, Any]) -> set[int]:

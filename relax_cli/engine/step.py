@@ -40,7 +40,7 @@ class StepRecord:
             self.metrics |= spreads[name].metrics(name)
         self.metrics["prompt_len/mean"] = spreads["prompt_len"].mean
         self.metrics["truncated_frac"] = spreads["truncated"].mean
-        self.metrics |= {name: spread.mean for name, spread in spreads.items() if name.startswith("reward/")}
+        self.metrics |= {name: spread.mean for name, spread in spreads.items() if name.startswith("reward/part/")}
         self.metrics["tokens/response"] = lengths.total
         self.metrics["tokens/total"] = lengths.total + spreads["prompt_len"].total
 

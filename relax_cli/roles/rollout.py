@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from relax_cli.backends.rollout.protocol import Generation, Request, RolloutEngine, SamplingParams
+from relax_cli.backends.rollout.protocol import Request, RolloutEngine, SamplingParams
 from relax_cli.backends.rollout.sglang.targets import WeightTarget
 from relax_cli.config.schema import BatchSection, DataSection, RolloutSection
 from relax_cli.data.prompts import Prompt, PromptOrder
-from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
+from relax_cli.data.rewards import RewardFunction
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError
+from relax_cli.roles.judging import Judge, Judged, Sampled, reward_spreads
 from relax_cli.roles.protocols import SampleQueue
 from relax_cli.roles.records import EvalShare
 from relax_cli.tracking.spread import Spread
@@ -26,18 +26,6 @@ from relax_cli.tracking.writers import RolloutWriter
 
 EVAL_STREAM = 1 << 40
 """Stands for the rollout id in the seeds of held-out samples, so that every evaluation draws the same noise."""
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One sample from prompt to reward."""
-
-    row: int
-    prompt: Prompt
-    prompt_tokens: list[int]
-    generation: Generation
-    response: str
-    result: RewardResult
 
 
 class RolloutRole:
@@ -65,7 +53,7 @@ class RolloutRole:
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.reward = reward
+        self.judge = Judge(reward, tokenizer, sampling.stop, apply_chat_template=data.apply_chat_template)
         self.queue = queue
         self.prompts = prompts
         self.eval_prompts = eval_prompts
@@ -139,11 +127,10 @@ class RolloutRole:
 
     def _spreads(self) -> dict[str, Spread]:
         return {
-            "reward": Spread.of(j.result.reward for j in self.judged),
+            **reward_spreads(self.judged),
             "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),
             "prompt_len": Spread.of(len(j.prompt_tokens) for j in self.judged),
             "truncated": Spread.of(j.generation.finish_reason == "length" for j in self.judged),
-            **self._reward_parts(),
         }
 
     def evaluate(self, name: str, examples: int) -> EvalShare:
@@ -182,7 +169,7 @@ class RolloutRole:
         try:
             self.engine.close()
         finally:
-            self.reward.close()
+            self.judge.close()
 
     def _sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, stream: int) -> list[Judged]:
         first, last = (len(prompts) * r // self.workers for r in (self.rank, self.rank + 1))
@@ -193,25 +180,12 @@ class RolloutRole:
             for (row, _), ids in zip(jobs, tokens, strict=True)
         ]
         generations = self.engine.generate(requests, self.sampling)
-        responses = [self.tokenizer.decode(g.tokens, skip_special_tokens=True) for g in generations]
-        inputs = [
-            RewardInput(
-                prompt=prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"],
-                response=response,
-                label=prompt.label,
-                metadata=prompt.metadata,
-                truncated=generation.finish_reason == "length",
-                group=row // samples_per_prompt,
-            )
-            for (row, prompt), generation, response in zip(jobs, generations, responses, strict=True)
-        ]
-        results = self.reward(inputs)
-        return [
-            Judged(row, prompt, ids, generation, response, result)
-            for (row, prompt), ids, generation, response, result in zip(
-                jobs, tokens, generations, responses, results, strict=True
-            )
-        ]
+        return self.judge(
+            [
+                Sampled(row, row // samples_per_prompt, prompt, ids, generation)
+                for (row, prompt), ids, generation in zip(jobs, tokens, generations, strict=True)
+            ]
+        )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = encode_prompt(self.tokenizer, prompt, apply_chat_template=self.data.apply_chat_template)
@@ -232,17 +206,10 @@ class RolloutRole:
                 "response_mask": [torch.ones(len(j.generation.tokens), dtype=torch.int64) for j in self.judged],
                 "rollout_log_probs": [scalar(j.generation.log_probs, dtype=torch.float32) for j in self.judged],
                 "rewards": [scalar(j.result.reward, dtype=torch.float32) for j in self.judged],
-                "group_ids": [scalar(j.row // self.batch.n_samples_per_prompt) for j in self.judged],
+                "group_ids": [scalar(j.group) for j in self.judged],
                 "truncated": [scalar(int(j.generation.finish_reason == "length")) for j in self.judged],
             },
         )
-
-    def _reward_parts(self) -> dict[str, Spread]:
-        names = sorted({name for j in self.judged for name in j.result.parts})
-        return {
-            f"reward/{name}": Spread.of(j.result.parts[name] for j in self.judged if name in j.result.parts)
-            for name in names
-        }
 
     def _prompt_text(self, judged: Judged) -> str:
         text: str = self.tokenizer.decode(judged.prompt_tokens, skip_special_tokens=True)
@@ -252,7 +219,7 @@ class RolloutRole:
         judged = self.judged[index]
         return {
             "row": judged.row,
-            "group": judged.row // self.batch.n_samples_per_prompt,
+            "group": judged.group,
             "source": judged.prompt.source,
             "prompt": self._prompt_text(judged),
             "response": judged.response,

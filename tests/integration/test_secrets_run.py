@@ -66,7 +66,7 @@ def test_the_password_of_a_reward_server_is_in_no_file_and_on_no_screen(
     resolved = resolve(plugins, ["tiny-grpo-cpu"], env, words, {"rm_type": "remote"})
     finished = train(plugins, resolved, Console(file=screen, width=1000))
     (step,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert "reward/words" in step
+    assert "reward/part/words" in step
     lines = "\n".join(closing_lines(finished))
     assert '"reward.rm_url=${RELAX_RM_URL:?' in lines
 

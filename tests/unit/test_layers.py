@@ -28,6 +28,7 @@ BACK_CALLS = {
     # To be taken down: imports that run upwards.
     ("config/model.py", "plugin"),
     ("data/rewards/__init__.py", "preflight"),
+    ("roles/judging.py", "tracking"),
     ("roles/records.py", "tracking"),
     ("roles/rollout.py", "tracking"),
 }
