@@ -4,8 +4,9 @@ used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from relax_cli.plugin.lazy import lazy_attributes as lazy_attributes
 
 if TYPE_CHECKING:
     from relax_cli.algorithms.types import AdvantageInputs as AdvantageInputs
@@ -21,37 +22,24 @@ if TYPE_CHECKING:
     from relax_cli.plugin.graph import RoleSpec as RoleSpec
     from relax_cli.plugin.graph import ServiceGraph as ServiceGraph
     from relax_cli.plugin.hookspecs import hookimpl as hookimpl
+    from relax_cli.plugin.launch_plan import LaunchPlan as LaunchPlan
     from relax_cli.plugin.records import Change as Change
     from relax_cli.plugin.records import Estimator as Estimator
     from relax_cli.plugin.records import Normalized as Normalized
     from relax_cli.plugin.records import Reward as Reward
 
-_HOME = {
-    "AdvantageInputs": "relax_cli.algorithms.types",
-    "AdvantageOutputs": "relax_cli.algorithms.types",
-    "Change": "relax_cli.plugin.records",
-    "ClipOptions": "relax_cli.config.schema",
-    "Config": "relax_cli.config.schema",
-    "Estimator": "relax_cli.plugin.records",
-    "GaeOptions": "relax_cli.config.schema",
-    "GroupOptions": "relax_cli.config.schema",
-    "LossInputs": "relax_cli.algorithms.types",
-    "LossTerms": "relax_cli.algorithms.types",
-    "Normalized": "relax_cli.plugin.records",
-    "Problem": "relax_cli.errors",
-    "Reward": "relax_cli.plugin.records",
-    "RoleSpec": "relax_cli.plugin.graph",
-    "Section": "relax_cli.config.schema",
-    "ServiceGraph": "relax_cli.plugin.graph",
-    "hookimpl": "relax_cli.plugin.hookspecs",
+_HOMES = {
+    "relax_cli.algorithms.types": ("AdvantageInputs", "AdvantageOutputs", "LossInputs", "LossTerms"),
+    "relax_cli.config.schema": ("ClipOptions", "Config", "GaeOptions", "GroupOptions", "Section"),
+    "relax_cli.errors": ("Problem",),
+    "relax_cli.plugin.graph": ("RoleSpec", "ServiceGraph"),
+    "relax_cli.plugin.hookspecs": ("hookimpl",),
+    "relax_cli.plugin.launch_plan": ("LaunchPlan",),
+    "relax_cli.plugin.records": ("Change", "Estimator", "Normalized", "Reward"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+_NAMES = {name: f"{home}:{name}" for home, names in _HOMES.items() for name in names}
+__getattr__ = lazy_attributes(__name__, **_NAMES)
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOME)
+    return sorted([*_NAMES, "lazy_attributes"])

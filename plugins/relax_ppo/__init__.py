@@ -5,24 +5,24 @@ The formula is in `loss.py`, the advantages in `advantages.py`, the rules of a P
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relax_cli import (
     ClipOptions,
     Config,
     Estimator,
     GaeOptions,
+    LaunchPlan,
     Normalized,
     Problem,
     RoleSpec,
     ServiceGraph,
     hookimpl,
+    lazy_attributes,
 )
 from relax_ppo.rules import check_config, normalize_config
 
-if TYPE_CHECKING:
-    from relax_cli.plugin.launch_plan import LaunchPlan
-    from relax_ppo.loss import policy_loss as policy_loss
+__getattr__ = lazy_attributes(__name__, policy_loss="relax_ppo.loss:policy_loss")
 
 
 class PpoOptions(ClipOptions, GaeOptions):
@@ -89,12 +89,3 @@ def relax_launch(plan: LaunchPlan) -> Any:
     from relax_cli.engine.ray.launch import launch_colocated
 
     return launch_colocated(plan)
-
-
-def __getattr__(name: str) -> Any:
-    # The math imports torch, so it is loaded when it is used.
-    if name == "policy_loss":
-        from relax_ppo.loss import policy_loss
-
-        return policy_loss
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,15 +5,12 @@ The formula is in `loss.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from pydantic import Field
 
-from relax_cli import Config, Estimator, GroupOptions, Problem, hookimpl
+from relax_cli import Config, Estimator, GroupOptions, Problem, hookimpl, lazy_attributes
 from relax_cli.plugin.rules import check_group_size
 
-if TYPE_CHECKING:
-    from relax_sapo.loss import policy_loss as policy_loss
+__getattr__ = lazy_attributes(__name__, policy_loss="relax_sapo.loss:policy_loss")
 
 
 class SapoOptions(GroupOptions):
@@ -41,12 +38,3 @@ def relax_estimators() -> list[Estimator]:
 @hookimpl
 def relax_check_config(config: Config) -> list[Problem]:
     return check_group_size(config)
-
-
-def __getattr__(name: str) -> Any:
-    # The math imports torch, so it is loaded when it is used.
-    if name == "policy_loss":
-        from relax_sapo.loss import policy_loss
-
-        return policy_loss
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

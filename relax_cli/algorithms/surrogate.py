@@ -90,18 +90,4 @@ def tis_weight(train_logp: Tensor, rollout_logp: Tensor, *, low: float, high: fl
     Returns:
         `[B, T]`, float32.
     """
-    return _engine_ratio(train_logp, rollout_logp).clamp(low, high)
-
-
-@torch.no_grad()
-def rejection_mask(train_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Trainable tokens whose `exp(train_logp − rollout_logp)` lies in `[low, high]`, bool `[B, T]`.
-
-    It takes the place of the mask and is never multiplied into a loss. Arguments as in `tis_weight`.
-    """
-    ratio_BT = _engine_ratio(train_logp, rollout_logp)
-    return as_bool(mask) & (ratio_BT >= low) & (ratio_BT <= high)
-
-
-def _engine_ratio(train_logp: Tensor, rollout_logp: Tensor) -> Tensor:
-    return torch.exp(train_logp.float() - rollout_logp.float())
+    return torch.exp(train_logp.float() - rollout_logp.float()).clamp(low, high)

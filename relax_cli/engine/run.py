@@ -80,7 +80,6 @@ def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun
         identity = identify(config, model, resolved.facts.prompts)
         plan = LaunchPlan(
             config=config,
-            estimator=plugins.estimator(config.algorithm.advantage_estimator),
             graph=graph,
             model_folder=model,
             reference_folder=reference_folder(config, graph, display),

@@ -7,16 +7,15 @@ arguments it does not need. Importing a plugin must import no torch: name functi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
 
-if TYPE_CHECKING:
-    from relax_cli.config.schema import Config
-    from relax_cli.errors import Problem
-    from relax_cli.plugin.graph import ServiceGraph
-    from relax_cli.plugin.launch_plan import LaunchPlan
-    from relax_cli.plugin.records import Estimator, Normalized, Reward
+from relax_cli.config.schema import Config
+from relax_cli.errors import Problem
+from relax_cli.plugin.graph import ServiceGraph
+from relax_cli.plugin.launch_plan import LaunchPlan
+from relax_cli.plugin.records import Estimator, Normalized, Reward
 
 PROJECT = "relax"
 hookspec = pluggy.HookspecMarker(PROJECT)

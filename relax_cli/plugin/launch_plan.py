@@ -8,7 +8,6 @@ from pathlib import Path
 
 from relax_cli.config.schema import Config
 from relax_cli.plugin.graph import ServiceGraph
-from relax_cli.plugin.records import Estimator
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class LaunchPlan:
     """What a launcher needs to know."""
 
     config: Config
-    estimator: Estimator
     graph: ServiceGraph
     model_folder: Path
     run_dir: Path

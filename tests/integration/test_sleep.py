@@ -34,7 +34,6 @@ def session(tmp_path: Path) -> Any:
     config, run_dir = prepare_run(resolve(plugins, [str(tmp_path / "q" / "recipe.yaml")], {}, small, flags).config)
     plan = LaunchPlan(
         config=config,
-        estimator=plugins.estimator("ppo"),
         graph=plugins.service_graph(config),
         model_folder=Path(config.model.hf_checkpoint),
         run_dir=run_dir,

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_cli.algorithms.gae import gae, score_on_last_token
+from relax_cli.algorithms.gae import gae, plain_gae, score_on_last_token
 from tests.support.batches import SEEDS, quick, random_batch, rng
 
 
-def plain_gae(
+def gae_of_a_row(
     rewards: list[float], values: list[float], gamma: float, lam: float, end: float
 ) -> tuple[list[float], list[float]]:
     """The textbook recurrence over one row without masked tokens, in float64."""
@@ -42,13 +42,29 @@ def test_gae_is_the_plain_recurrence_on_the_trainable_tokens(
 ) -> None:
     rewards_BT, values_BT, mask_BT = random_batch(seed, 3, length, density, prefix=prefix)
     bootstrap_B = torch.randn(3, generator=rng(seed + 1)) if with_bootstrap else None
-    got = gae(rewards_BT, values_BT, mask_BT, gamma=gamma, lam=lam, bootstrap=bootstrap_B)
+    results = [
+        form(rewards_BT, values_BT, mask_BT, gamma=gamma, lam=lam, bootstrap=bootstrap_B) for form in (gae, plain_gae)
+    ]
     for b, on_T in enumerate(mask_BT):
         end = 0.0 if bootstrap_B is None else float(bootstrap_B[b])
-        expected = plain_gae(rewards_BT[b][on_T].tolist(), values_BT[b][on_T].tolist(), gamma, lam, end)
-        for got_BT, expected_row in zip(got, expected, strict=True):
-            assert not got_BT[b][~on_T].any()
-            torch.testing.assert_close(got_BT[b][on_T], torch.tensor(expected_row), rtol=1e-4, atol=2e-5)
+        expected = gae_of_a_row(rewards_BT[b][on_T].tolist(), values_BT[b][on_T].tolist(), gamma, lam, end)
+        for got in results:
+            for got_BT, expected_row in zip(got, expected, strict=True):
+                assert not got_BT[b][~on_T].any()
+                torch.testing.assert_close(got_BT[b][on_T], torch.tensor(expected_row), rtol=1e-4, atol=2e-5)
+
+
+@quick
+@given(seed=SEEDS, length=st.integers(1, 200), prefix=st.booleans(), per_row=st.booleans())
+def test_the_scan_and_the_definition_of_gae_agree(seed: int, length: int, prefix: bool, per_row: bool) -> None:
+    batch = random_batch(seed, 5, length, 0.8, prefix=prefix)
+    lam = torch.rand(5, generator=rng(seed + 2)) if per_row else 0.95
+    options = {"gamma": 0.98, "lam": lam, "bootstrap": torch.randn(5, generator=rng(seed + 1))}
+    soiled = [torch.where(batch[2], x, math.nan) for x in batch[:2]]
+    wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    definition = plain_gae(*(x.double() for x in soiled), batch[2], **wide)
+    for fast_BT, plain_BT in zip(gae(*soiled, batch[2], **options), definition, strict=True):
+        torch.testing.assert_close(fast_BT, plain_BT.float(), rtol=1e-4, atol=2e-5)
 
 
 @quick

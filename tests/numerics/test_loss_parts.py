@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +13,12 @@ from torch import Tensor
 
 from relax_cli.algorithms.gae import gae
 from relax_cli.algorithms.kl import kl_estimate
-from relax_cli.algorithms.surrogate import rejection_mask, tis_weight
+from relax_cli.algorithms.surrogate import tis_weight
 from relax_cli.algorithms.value_loss import clipped_value_loss
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
-from tests.support.estimators import LENGTH, ROWS, SEEDS, Variant, every_mode, random_inputs, scalar_loss, some
+from tests.support.estimators import LENGTH, ROWS, SEEDS, Variant, random_inputs, some
 from tests.support.tiny_models import on_ranks
 
 # -- GAE -------------------------------------------------------------------------------------------
@@ -126,36 +124,6 @@ def test_tis_scales_each_tokens_gradient_by_its_truncated_weight(seed: int, low:
 def test_equal_log_probs_have_a_tis_weight_of_exactly_one() -> None:
     logp_BT = torch.tensor([[-0.1, -7.3, -30.0]])
     assert tis_weight(logp_BT, logp_BT, low=0.0, high=2.0).tolist() == [[1.0, 1.0, 1.0]]
-
-
-@every_mode
-def test_a_rejected_token_is_as_if_it_were_masked(mode: Any) -> None:
-    one = Variant.of("ppo")
-    inputs = random_inputs(5, one.options, dtype=torch.float32)
-    # In masked slots the ratio is 1, well inside the bounds.
-    inputs = replace(inputs, old_logp=torch.where(inputs.mask, inputs.old_logp, 0.0))
-    rollout_BT = inputs.old_logp.clone()
-    b, t = inputs.mask.nonzero()[0].tolist()
-    rollout_BT[b, t] -= 3.0
-    kept_BT = rejection_mask(inputs.old_logp, rollout_BT, inputs.mask, low=0.5, high=2.0)
-    expected_BT = inputs.mask.clone()
-    expected_BT[b, t] = False
-    assert torch.equal(kept_BT, expected_BT)
-    # Not even an infinite loss comes through.
-    hurt_BT = inputs.old_logp.clone()
-    hurt_BT[b, t] = -math.inf
-    got = scalar_loss(one, replace(inputs, old_logp=hurt_BT, mask=kept_BT), mode)
-    (grad_BT,) = torch.autograd.grad(got, inputs.logp)
-    assert got.isfinite()
-    assert grad_BT[b, t] == 0
-    assert torch.equal(got, scalar_loss(one, replace(inputs, mask=expected_BT), mode))
-
-
-@pytest.mark.parametrize(("ratio", "kept"), [(0.49, False), (0.5, True), (1.0, True), (2.0, True), (2.01, False)])
-def test_the_bounds_of_rejection_belong_to_what_is_kept(ratio: float, kept: bool) -> None:
-    one_BT = torch.ones(1, 1)
-    mask_BT = rejection_mask(torch.log(one_BT * ratio), 0 * one_BT, one_BT, low=0.5, high=2.0)
-    assert mask_BT.tolist() == [[kept]]
 
 
 # -- KL and value loss -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from relax_cli.algorithms.groups import advantages as group_token_advantages
 from relax_cli.algorithms.groups import group_advantages
 from relax_cli.algorithms.kl import kl_estimate
 from relax_cli.algorithms.reduce import aggregate
-from relax_cli.algorithms.surrogate import rejection_mask, tis_weight
+from relax_cli.algorithms.surrogate import tis_weight
 from relax_cli.algorithms.value_loss import clipped_value_loss
 from tests.support.batches import SEEDS, quick, rng
 
@@ -238,13 +238,6 @@ def test_tis_weights_are_truncated_and_detached() -> None:
     weight_BT = tis_weight(train_BT, rollout_BT, low=0.5, high=2.0)
     torch.testing.assert_close(weight_BT, torch.tensor([[2.0, 1.5, 0.5]]))
     assert not weight_BT.requires_grad
-
-
-def test_rejection_keeps_trainable_tokens_inside_the_bounds() -> None:
-    train_BT = torch.tensor([[0.0, 3.0, 0.1, math.nan, 0.0]])
-    mask_BT = torch.tensor([[1, 1, 1, 1, 0]])
-    kept_BT = rejection_mask(train_BT, torch.zeros(1, 5), mask_BT, low=0.5, high=2.0)
-    assert kept_BT.tolist() == [[True, False, True, False, False]]
 
 
 # -- group advantages, reduction -------------------------------------------------------------------

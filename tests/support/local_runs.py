@@ -60,7 +60,6 @@ def deployed(task: Path, out: Path, recipe: str, *overrides: str) -> Iterator[tu
     graph = plugins.service_graph(config)
     plan = LaunchPlan(
         config=config,
-        estimator=plugins.estimator(config.algorithm.advantage_estimator),
         graph=graph,
         model_folder=Path(config.model.hf_checkpoint),
         run_dir=run_dir,

@@ -90,7 +90,6 @@ def launched(role: str, sglang: SglangSection, rollout: RolloutSection = SAMPLED
     nothing: Any = None
     plan = LaunchPlan(
         config=config,
-        estimator=nothing,
         graph=nothing,
         model_folder=Path("model"),
         run_dir=Path("run"),

@@ -26,7 +26,6 @@ def plan_of(tmp_path: Path) -> LaunchPlan:
     nothing: Any = None
     return LaunchPlan(
         config=Config(),
-        estimator=nothing,
         graph=nothing,
         model_folder=tmp_path,
         run_dir=tmp_path / "run",

@@ -1,0 +1,23 @@
+"""Attributes that import their module on first use. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazy_attributes(module: str, **references: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose import must be cheap.
+
+    For example `__getattr__ = lazy_attributes(__name__, policy_loss="relax_mine.loss:policy_loss")`: torch is imported
+    when somebody reads `relax_mine.policy_loss`.
+    """
+
+    def load(name: str) -> Any:
+        if name not in references:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, attribute = references[name].partition(":")
+        return getattr(import_module(home), attribute)
+
+    return load
