@@ -13,6 +13,9 @@ import torch.multiprocessing as mp
 import transformers
 
 VOCAB = 96
+# Ranks are forks of one process that has imported all this and computed nothing.
+_FORKS = mp.get_context("forkserver")
+_FORKS.set_forkserver_preload(["relax_cli.backends.megatron.trainer", "relax_cli.checkpoint.store", "transformers"])
 
 
 def save_tiny_model(
@@ -57,10 +60,9 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
+    queue = _FORKS.Queue()
     workers = [
-        context.Process(target=_work, args=(queue, function, rank, ranks, port, args), daemon=True)
+        _FORKS.Process(target=_work, args=(queue, function, rank, ranks, port, args), daemon=True)
         for rank in range(ranks)
     ]
     for worker in workers:
