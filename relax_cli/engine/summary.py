@@ -6,7 +6,7 @@ from typing import Any
 
 from relax_cli.engine.run import FinishedRun, way_on
 from relax_cli.engine.trainer import Evaluation
-from relax_cli.tracking.live import curve
+from relax_cli.tracking.plots import curve
 
 
 def closing_lines(run: FinishedRun) -> list[str]:

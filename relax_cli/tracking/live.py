@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table on a terminal, one plain line per step elsewhere."""
+"""Progress of a run on the screen: a live table on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-
-from relax_cli.tracking import metrics as names
-from relax_cli.tracking.plots import curve as curve
-from relax_cli.tracking.plots import sparkline as sparkline
 
 PHASES = {
     "rollout": "gen",
@@ -44,21 +40,21 @@ class _Column:
 
 
 COLUMNS = (
-    _Column("reward", names.REWARD_MEAN, 6, 1),
-    _Column("len", names.RESPONSE_LEN_MEAN, 5, 4),
-    _Column("v_loss", names.VALUE_LOSS, 8, 2),
-    _Column("pg_loss", names.PG_LOSS, 8, 3),
-    _Column("pg_clip", names.PG_CLIP_FRAC, 7, 6),
-    _Column("v_clip", names.VALUE_CLIP_FRAC, 6, 8),
-    _Column("kl", names.PPO_KL, 8, 5),
-    _Column("tok/s", names.TOKENS_PER_SECOND, 6, 7),
+    _Column("reward", "reward/mean", 6, 1),
+    _Column("len", "response_len/mean", 5, 4),
+    _Column("v_loss", "value_loss", 8, 2),
+    _Column("pg_loss", "pg_loss", 8, 3),
+    _Column("pg_clip", "pg_clip_frac", 7, 6),
+    _Column("v_clip", "value_clip_frac", 6, 8),
+    _Column("kl", "ppo_kl", 8, 5),
+    _Column("tok/s", "tokens_per_second", 6, 7),
 )
 
 
 class StepDisplay:
-    """Shows steps as they finish; a context manager, which leaves the terminal as it was whatever happens.
+    """Shows steps as they finish; a context manager that restores the terminal on any exit.
 
-    Give it a console on stderr. `show` takes the record that also goes to `metrics.jsonl`.
+    Give it a console on stderr. `show` takes the record that is also written to `metrics.jsonl`.
     """
 
     def __init__(self, console: Console, total_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,14 +80,14 @@ class StepDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
-            # The last picture stays on the screen: without a phase that is no longer going on.
+            # The last frame stays on the screen, without a phase that has ended.
             self._status = ""
             self._live.stop()
 
     def status(self, text: str) -> None:
-        """Say what is going on now, for example `starting Ray`; an empty text takes it away.
+        """Show the current activity, for example `starting Ray`; an empty text removes it.
 
-        Off a terminal only what happens before the first step is worth a line.
+        Off a terminal only activity before the first step gets a line.
         """
         if text != self._status:
             self._status, self._status_since = text, self._clock()
@@ -99,7 +95,7 @@ class StepDisplay:
                 self._print(f"{text} ...")
 
     def note(self, text: str) -> None:
-        """Say something that stays, above the table."""
+        """Print a permanent line above the table."""
         self._print(text)
 
     def show(self, record: Mapping[str, Any]) -> None:
@@ -117,8 +113,8 @@ class StepDisplay:
 
     def _measure(self, record: Mapping[str, Any]) -> None:
         now = self._clock()
-        # Start-up is no part of the first step.
-        phases = sum(record.get(names.PHASE_SECONDS, {}).values())
+        # The first step's duration excludes start-up.
+        phases = sum(record.get("phase_seconds", {}).values())
         self._durations.append(phases if self._shown_at is None else now - self._shown_at)
         self._shown_at = now
         left = self._total - record["step"] - 1
@@ -155,7 +151,7 @@ class StepDisplay:
 
 
 def fitting_columns(width: int, step_width: int) -> tuple[list[_Column], bool]:
-    """The columns that fit a terminal of `width`, in order, and whether the seconds per phase fit, too."""
+    """The columns that fit a terminal of `width`, in order, and whether the seconds per phase also fit."""
     left = width - step_width - 1
     chosen = set()
     for column in sorted(COLUMNS, key=lambda column: column.importance):
@@ -168,7 +164,7 @@ def fitting_columns(width: int, step_width: int) -> tuple[list[_Column], bool]:
 
 
 def plain_line(record: Mapping[str, Any], total: int, eta: float | None) -> str:
-    """One step as a line of ASCII, always the same fields in the same order, the seconds of its phases last."""
+    """One step as a line of ASCII: the same fields in the same order, seconds per phase last."""
     parts = [f"step {_step_text(record['step'], total)}", f"eta {clock_text(eta)}"]
     for column in COLUMNS:
         value = number_text(record.get(column.metric))
@@ -177,7 +173,7 @@ def plain_line(record: Mapping[str, Any], total: int, eta: float | None) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Three digits that matter, in at most 8 characters; a dash for None."""
+    """Three significant digits in at most 8 characters; a dash for None."""
     if value is None:
         return "-"
     size = abs(value)
@@ -191,7 +187,7 @@ def number_text(value: float | None) -> str:
 
 def phase_text(record: Mapping[str, Any]) -> str:
     """Seconds per phase, for example `gen 0.2 crit 0.3 act 0.2 sync 0.1`, without those that round to 0."""
-    phases: Mapping[str, float] = record.get(names.PHASE_SECONDS, {})
+    phases: Mapping[str, float] = record.get("phase_seconds", {})
     return " ".join(
         f"{PHASES.get(name, name)} {seconds:.{1 if seconds < 100 else 0}f}"
         for name, seconds in phases.items()
@@ -200,7 +196,7 @@ def phase_text(record: Mapping[str, Any]) -> str:
 
 
 def clock_text(seconds: float | None) -> str:
-    """`mm:ss`, or `h:mm:ss` from an hour on; a dash for None."""
+    """`mm:ss`, or `h:mm:ss` from one hour; a dash for None."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

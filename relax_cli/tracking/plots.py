@@ -1,4 +1,4 @@
-"""Small plots made of text."""
+"""A plot in text."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 LONGEST_LABEL = len("-1.23e+100")
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """One line of at most `width` block characters; neighbours are averaged where there are more values.
-
-    Values that are not finite leave a gap; a constant series is a line at half height.
-    """
-    columns = _columns(values, width)
-    low, high = _range(columns)
-    return "".join(" " if value is None else BLOCKS[round(_level(value, low, high) * 7)] for value in columns)
-
-
 def curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """A bar plot of `height` lines, at most `width` wide, with the highest and lowest value on its axis."""
+    """A bar plot of `height` lines, at most `width` wide, with the highest and lowest value on its axis.
+
+    Neighbours are averaged where there are more values than columns; values that are not finite leave a gap.
+    """
     assert height >= 2, height
     columns = _columns(values, max(1, width - LONGEST_LABEL - 2))
     low, high = _range(columns)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from relax_cli.errors import ResumeError
 from relax_cli.tracking.live import StepDisplay, clock_text, fitting_columns, number_text, plain_line
-from relax_cli.tracking.plots import curve, sparkline
+from relax_cli.tracking.plots import curve
 from relax_cli.tracking.writers import MetricsWriter, RolloutWriter, TensorBoardWriter, drop_rollouts, write_config
 
 FULL = {
@@ -279,12 +279,11 @@ def test_the_cursor_comes_back_after_an_interruption(error: Callable[[], BaseExc
 # --- plots ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_sparkline_rises_with_its_values_and_leaves_gaps() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, 0, 7, 7], 2) == "▁█"
-    assert sparkline([0, math.nan, 7], 5) == "▁ █"
-    assert len(set(sparkline([3, 3, 3], 5))) == 1
-    assert sparkline([], 5) == ""
+def test_a_curve_leaves_gaps_and_draws_a_constant_series() -> None:
+    gap = [line.split("┤")[1].ljust(3)[1] for line in curve([0.0, math.nan, 7.0], 20, 3)]
+    assert gap == [" ", " ", " "]
+    assert [line.count("█") for line in curve([3.0, 3.0, 3.0], 20, 4)] == [0, 0, 3, 3]
+    assert curve([], 20, 2) == [" ┤", " ┤"]
 
 
 def test_a_curve_fills_its_height_and_is_labelled() -> None:
