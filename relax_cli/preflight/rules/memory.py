@@ -1,0 +1,140 @@
+"""Rules about the memory of this machine and its GPUs, by the estimates of `relax_cli.preflight.memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relax_cli.config.placement import shared_bundles
+from relax_cli.config.schema import Config
+from relax_cli.errors import MACHINE_THEME
+from relax_cli.preflight.inputs import RunInputs
+from relax_cli.preflight.machine import Machine
+from relax_cli.preflight.memory.estimate import host_peak, roles_memory
+from relax_cli.preflight.memory.gpu import Fit, GpuMemory, certain_bytes, gpu_memory, host_bytes
+from relax_cli.preflight.memory.sizes import RoleMemory, in_bytes
+from relax_cli.preflight.rules.registry import Finding, Found, rule
+
+
+@rule("memory-too-small", MACHINE_THEME, option="--hf-checkpoint", needs="machine")
+def memory_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Found:
+    """Weights, gradients and Adam's moments alone are more than the memory of this machine."""
+    certain, _, here = _cpu_memory(config, inputs, machine)
+    if certain > here:
+        yield Finding(
+            "the models do not fit this machine's memory",
+            got=f"{in_bytes(here)} here",
+            expected=f"{in_bytes(certain)} for weights, gradients and moments",
+            fix="choose a smaller model, or fewer ranks in --resource",
+        )
+
+
+@rule("memory-tight", MACHINE_THEME, option="--micro-batch-size", severity="warning", needs="machine")
+def memory_tight(config: Config, inputs: RunInputs, machine: Machine) -> Found:
+    """A warning: by the estimate (shown in the plan with its assumptions) the run may need more memory than there
+    is."""
+    certain, peak, here = _cpu_memory(config, inputs, machine)
+    if certain <= here < peak:
+        yield Finding(
+            "the run may need more memory than this machine has",
+            got=f"{in_bytes(here)} here",
+            expected=f"about {in_bytes(peak)}",
+            fix="lower --micro-batch-size or --rollout-max-response-len, or use fewer ranks in --resource",
+        )
+
+
+def _cpu_memory(config: Config, inputs: RunInputs, machine: Machine) -> tuple[int, int, int]:
+    """Bytes needed for certain, bytes at the peak, and bytes of this machine; zeros where the run is not its own."""
+    if inputs.model is None or machine.memory is None or config.parallel.device == "cuda" or machine.ray_address:
+        return 0, 0, 0
+    estimate = _roles(config, inputs)
+    certain = sum(m.ranks * m.model_bytes for m in estimate)
+    return certain, host_peak(config, estimate), machine.memory
+
+
+@rule("gpu-memory-too-small", MACHINE_THEME, option="--resource", needs="machine")
+def gpu_memory_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Found:
+    """What a role holds for certain (weights, gradients, optimizer) is more than a GPU of this machine has. The fix
+    lists what to lower, the option that costs least first. Only where `nvidia-smi` shows GPUs."""
+    for fit, held, advice in _misfits(config, inputs, machine):
+        if held > fit.gpu:
+            message, expected = f"{fit.phase} does not fit a GPU of this machine", f"{in_bytes(held)} for certain"
+            yield Finding(message, advice, f"{in_bytes(fit.gpu)} a GPU", expected, _blamed(fit))
+
+
+@rule("gpu-memory-tight", MACHINE_THEME, option="--resource", severity="warning", needs="machine")
+def gpu_memory_tight(config: Config, inputs: RunInputs, machine: Machine) -> Found:
+    """A warning: with the largest batches, or with SGLang's part, a phase may need more than a GPU of this machine
+    has."""
+    for fit, held, advice in _misfits(config, inputs, machine):
+        if held <= fit.gpu:
+            message = f"{fit.phase} may need more memory than a GPU of this machine has"
+            yield Finding(
+                message, advice, f"{in_bytes(fit.gpu)} a GPU", f"about {in_bytes(fit.needed)}", _blamed(fit)
+            )
+
+
+def _misfits(config: Config, inputs: RunInputs, machine: Machine) -> Iterator[tuple[Fit, int, str]]:
+    """Phases that do not fit a GPU of this machine, the bytes each holds for certain, and what to lower."""
+    plan = _gpu_plan(config, inputs, machine)
+    by_role = {m.role: m for m in _roles(config, inputs)} if plan else {}
+    for fit in plan.fits if plan else ():
+        if not fit.fits:
+            held = certain_bytes(by_role[fit.phase]) if fit.phase in by_role else fit.needed
+            advice = plan.advice.get(fit.phase, ()) if plan else ()
+            yield fit, held, f"in this order: {', '.join(advice or ['a higher --tensor-model-parallel-size'])}"
+
+
+def _blamed(fit: Fit) -> str | None:
+    return "--sglang-mem-fraction-static" if fit.phase == "rollout" else None
+
+
+@rule("sglang-cache-too-small", MACHINE_THEME, option="--sglang-mem-fraction-static", needs="machine")
+def sglang_cache_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Found:
+    """`--sglang-mem-fraction-static` covers weights and KV cache of a server. Next to the weights there is no room for
+    one sample of full length."""
+    plan = _gpu_plan(config, inputs, machine)
+    for cache in plan.caches if plan else ():
+        if not cache.sequences and plan:
+            yield Finding(
+                "SGLang's part of a GPU has no room for a single sample of full length",
+                got=f"{in_bytes(max(0, cache.size))} besides the weights, of {plan.fraction:g} × {in_bytes(cache.gpu)}",
+                expected=f"keys and values of {config.rollout.rollout_max_response_len} and more tokens",
+                fix=f"--rollout-num-gpus-per-engine {2 * config.sglang.rollout_num_gpus_per_engine}, or raise "
+                "--sglang-mem-fraction-static",
+            )
+
+
+@rule("host-memory-too-small", MACHINE_THEME, needs="machine")
+def host_memory_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Found:
+    """Roles of a GPU run sleep in host memory, and `--optimizer-cpu-offload` keeps moments there. Together they need
+    more than this machine has."""
+    if not _runs_on_gpus_here(config, machine) or machine.memory is None or inputs.model is None:
+        return
+    bundles = shared_bundles(config.parallel, config.sglang)
+    needed = host_bytes(_roles(config, inputs), min(bundles, machine.gpus), bundles)
+    if needed > machine.memory:
+        shard = "" if config.optimizer.use_distributed_optimizer else "--use-distributed-optimizer, "
+        yield Finding(
+            "sleeping roles and offloaded optimizers do not fit this machine's memory",
+            option="--optimizer-cpu-offload" if config.optimizer.optimizer_cpu_offload else "--resource",
+            got=f"{in_bytes(machine.memory)} here",
+            expected=in_bytes(needed),
+            fix=f"{shard}a larger machine, or a smaller model",
+        )
+
+
+def _runs_on_gpus_here(config: Config, machine: Machine) -> bool:
+    return config.parallel.device == "cuda" and machine.gpus > 0 and not machine.ray_address
+
+
+def _gpu_plan(config: Config, inputs: RunInputs, machine: Machine) -> GpuMemory | None:
+    size = machine.gpu_memory() if _runs_on_gpus_here(config, machine) else None
+    if size is None or inputs.model is None:
+        return None
+    lengths = inputs.lengths_for(config)
+    return gpu_memory(config, inputs.model, _roles(config, inputs), lengths, size, machine.gpus)
+
+
+def _roles(config: Config, inputs: RunInputs) -> list[RoleMemory]:
+    assert inputs.model is not None
+    return roles_memory(config, tuple(config.parallel.resource), inputs.model, inputs.lengths_for(config))

@@ -1,0 +1,110 @@
+"""How a rule declares itself: `@rule(id, theme, …)` above a generator that yields what is wrong.
+
+The docstring of a rule is its text in `docs/rules.md`. Its parameters are named after what it reads: sections of the
+configuration (`batch`, `parallel`, …), `config` as a whole, or fields of `RuleContext` (`inputs`, `machine`, `rewards`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from relax_cli.config.schema import Config
+from relax_cli.data.rewards import BUILTIN_REWARDS
+from relax_cli.errors import Problem, ProblemKind, Severity, problem_kind
+from relax_cli.preflight.inputs import RunInputs
+from relax_cli.preflight.machine import Machine
+
+Needs = Literal["config", "files", "machine"]
+"""What a rule looks at besides the configuration: nothing, model and data files, this machine."""
+
+
+@dataclass(frozen=True)
+class RuleContext:
+    """Everything that a rule may ask for."""
+
+    config: Config
+    """After the plugins' normalisation."""
+    inputs: RunInputs = field(default_factory=RunInputs)
+    machine: Machine = field(default_factory=Machine)
+    rewards: frozenset[str] = frozenset(BUILTIN_REWARDS)
+    """Names that `--rm-type` may have."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found; its kind adds id and severity."""
+
+    message: str
+    fix: str
+    got: str = ""
+    expected: str = ""
+    option: str | None = None
+    """Where it is not the rule's own."""
+    where: str = ""
+
+
+Found = Iterator[Finding]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One check, and the kind of problem it reports."""
+
+    kind: ProblemKind
+    needs: Needs
+    check: Callable[..., Found]
+    reads: tuple[str, ...]
+
+    def problems(self, context: RuleContext) -> Iterator[Problem]:
+        """Everything that is wrong by this rule."""
+        sources = (context if name in CONTEXT else context.config for name in self.reads)
+        arguments = (getattr(source, name) for source, name in zip(sources, self.reads, strict=True))
+        for found in self.check(*arguments):
+            yield self.kind(
+                found.message,
+                fix=found.fix,
+                option=found.option,
+                where=found.where,
+                got=found.got,
+                expected=found.expected,
+            )
+
+
+CONTEXT = tuple(RuleContext.__dataclass_fields__)
+RULES: list[Rule] = []
+"""All rules, in the order in which they are asked."""
+
+
+def rule(
+    id: str, theme: str, *, option: str = "", severity: Severity = "error", needs: Needs = "config"
+) -> Callable[[Callable[..., Found]], Rule]:
+    """Make a rule of a function."""
+
+    def declare(check: Callable[..., Found]) -> Rule:
+        assert check.__doc__, f"rule {id} has no docstring"
+        reads = tuple(inspect.signature(check).parameters)
+        assert set(reads) <= {*CONTEXT, *Config.model_fields}, f"rule {id} reads {reads}"
+        kind = problem_kind(id, theme, inspect.cleandoc(check.__doc__), option=option, severity=severity)
+        RULES.append(Rule(kind, needs, check, reads))
+        return RULES[-1]
+
+    return declare
+
+
+def run_rules(context: RuleContext, *, skip_files: bool = False) -> list[Problem]:
+    """Every problem of a configuration.
+
+    Args:
+        skip_files: leave out the rules that need the model and data files or this machine.
+    """
+    resource = context.config.parallel.resource
+    countable = bool(resource) and all(min(counts) >= 0 for counts in resource.values())
+    found: list[Problem] = []
+    for each in RULES:
+        if (skip_files and each.needs != "config") or (each.needs == "machine" and not countable):
+            continue
+        found += each.problems(context)
+    return found if skip_files else [*found, *context.inputs.problems]

@@ -1,0 +1,219 @@
+"""Rules about the roles of `--resource`, how they share devices, and the processes that run them."""
+
+from __future__ import annotations
+
+from relax_cli.config.placement import (
+    QUEUE_CPUS,
+    SERVICE_CPUS,
+    needed_cpus,
+    rollout_engine,
+    shared_bundles,
+    takes_bundles,
+)
+from relax_cli.config.recipes import nearest
+from relax_cli.config.schema import Config, ParallelSection, SglangSection
+from relax_cli.errors import MACHINE_THEME
+from relax_cli.preflight.machine import Machine
+from relax_cli.preflight.rules.registry import Finding, Found, rule
+
+THEME = "Roles, devices, parallelism"
+ROLES = ("actor", "critic", "rollout", "advantages", "reference")
+"""Roles that `--resource` may name."""
+DEVICE_ROLES = ("actor", "critic", "rollout", "reference")
+"""Roles that hold a model."""
+TRAINED_ROLES = ("actor", "critic", "reference")
+"""Roles whose ranks form a Megatron tensor- and data-parallel grid."""
+MOST_RANKS_PER_CORE = 4
+
+
+@rule("resource-unknown-role", THEME, option="--resource")
+def resource_unknown_role(parallel: ParallelSection) -> Found:
+    """`--resource` names a role that does not exist."""
+    for role in parallel.resource:
+        if role not in ROLES:
+            guess = nearest(role, [name for name in ROLES if name not in parallel.resource])
+            yield Finding(
+                f"--resource names the unknown role {role!r}",
+                got=role,
+                expected=", ".join(ROLES),
+                fix=f'write "{guess}" instead of "{role}"' if guess else f'drop "{role}" from --resource',
+            )
+
+
+@rule("resource-missing-role", THEME, option="--resource")
+def resource_missing_role(parallel: ParallelSection) -> Found:
+    """`--resource` needs at least `actor` and `rollout`."""
+    for role in ("actor", "rollout"):
+        if role not in parallel.resource:
+            yield Finding(
+                f"--resource has no {role}",
+                got=", ".join(parallel.resource),
+                expected="at least actor and rollout",
+                fix=f'add "{role}": [1, 1] to --resource',
+            )
+
+
+@rule("resource-one-service", THEME, option="--resource")
+def resource_one_service(parallel: ParallelSection) -> Found:
+    """Every role is exactly one service; the second number is its size."""
+    for role, (services, devices) in parallel.resource.items():
+        if services != 1:
+            yield _count(role, services, devices, "exactly one service per role")
+
+
+@rule("resource-negative", THEME, option="--resource")
+def resource_negative(parallel: ParallelSection) -> Found:
+    """A count of `--resource` is below 0."""
+    for role, (services, devices) in parallel.resource.items():
+        if devices < 0:
+            yield _count(role, services, devices, "a device count of 0 or more")
+
+
+@rule("resource-no-device", THEME, option="--resource")
+def resource_no_device(parallel: ParallelSection) -> Found:
+    """A role that holds a model needs at least one device (on a CPU: one process). `advantages` may have 0."""
+    for role, (services, devices) in parallel.resource.items():
+        if devices == 0 and role in DEVICE_ROLES:
+            yield _count(role, services, devices, "at least one device for a model")
+
+
+def _count(role: str, services: int, devices: int, expected: str) -> Finding:
+    fix = f'write "{role}": [1, {max(devices, role in DEVICE_ROLES)}]'
+    got = f'"{role}": [{services}, {devices}]'
+    return Finding(f"--resource gives {role} impossible counts", fix, got, expected)
+
+
+@rule("local-launcher-one-process", THEME, option="--launcher")
+def local_launcher_one_process(parallel: ParallelSection) -> Found:
+    """`--launcher local` runs everything in one process, so no role can have two."""
+    wide = {role: n for role, (_, n) in parallel.resource.items() if n > 1}
+    if parallel.launcher == "local" and wide:
+        yield Finding(
+            "--launcher local runs everything in one process",
+            got=", ".join(f"{role} on {n}" for role, n in wide.items()),
+            expected="at most 1 device per role",
+            fix="--launcher ray, or a count of 1 for every role",
+        )
+
+
+@rule("pipeline-not-supported", THEME, option="--pipeline-model-parallel-size")
+def pipeline_not_supported(parallel: ParallelSection) -> Found:
+    """`--pipeline-model-parallel-size` above 1: pipeline parallelism is not supported."""
+    size = parallel.pipeline_model_parallel_size
+    if size != 1:
+        yield Finding(
+            "pipeline parallelism is not supported yet",
+            got=str(size),
+            expected="1",
+            fix="drop --pipeline-model-parallel-size; --tensor-model-parallel-size also splits a model",
+        )
+
+
+@rule("fully-async-not-supported", THEME, option="--fully-async")
+def fully_async_not_supported(parallel: ParallelSection) -> Found:
+    """`--fully-async` would generate while training, which is not supported."""
+    if parallel.fully_async:
+        yield Finding(
+            "generating while training is not supported: every rollout is sampled by the newest weights",
+            got="on",
+            expected="off",
+            fix="drop --fully-async",
+        )
+
+
+@rule("ranks-not-divisible", THEME, option="--resource")
+def ranks_not_divisible(parallel: ParallelSection) -> Found:
+    """The ranks of a trained role must be a multiple of tensor × pipeline parallel size."""
+    grid = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    for role, (_, devices) in parallel.resource.items():
+        if role in TRAINED_ROLES and devices > 0 and devices % grid:
+            yield Finding(
+                f"the {devices} ranks of {role} do not make whole groups of {grid} model-parallel ranks",
+                got=str(devices),
+                expected=f"a multiple of {grid}",
+                fix=f'write "{role}": [1, {max(1, round(devices / grid)) * grid}] in --resource',
+            )
+
+
+@rule("overlap-needs-cpu", THEME, option="--overlap-updates")
+def overlap_needs_cpu(parallel: ParallelSection) -> Found:
+    """On a GPU actor and critic take turns in memory, so `--overlap-updates` is for CPU runs."""
+    if parallel.overlap_updates and parallel.device == "cuda":
+        yield Finding(
+            "on a GPU actor and critic take turns in memory, so their updates cannot overlap",
+            got="--device cuda",
+            expected="--device cpu",
+            fix="drop --overlap-updates",
+        )
+
+
+@rule("ray-cpus", THEME, option="--ray-num-cpus")
+def ray_cpus(parallel: ParallelSection, sglang: SglangSection) -> Found:
+    """Ray has fewer logical CPUs than the roles and TransferQueue take. TransferQueue would wait for one forever."""
+    given = parallel.ray_num_cpus
+    # Counts that make no sense have rules of their own.
+    if given is None or any(min(counts) < 0 for counts in parallel.resource.values()):
+        return
+    needed = needed_cpus(parallel, sglang)
+    if given < needed:
+        yield Finding(
+            "the roles and TransferQueue need more logical CPUs than Ray would have",
+            got=str(given),
+            expected=f"at least {needed}: {shared_bundles(parallel, sglang)} for the roles, {QUEUE_CPUS} for "
+            f"TransferQueue, {SERVICE_CPUS} for services without a device",
+            fix=f"--ray-num-cpus {needed} (logical: more than cores is fine), or fewer workers in --resource",
+        )
+
+
+@rule("unequal-shapes", THEME, option="--resource", severity="warning")
+def unequal_shapes(parallel: ParallelSection, sglang: SglangSection) -> Found:
+    """On GPUs, roles of different sizes leave GPUs idle while the smaller one works. A warning that says which."""
+    sizes = {
+        role: services * devices
+        for role, (services, devices) in parallel.resource.items()
+        if devices > 0 and takes_bundles(role, parallel, sglang)
+    }
+    largest = max(sizes.values(), default=0)
+    idle = [f"{largest - size} while {role} works" for role, size in sizes.items() if size < largest]
+    if parallel.device == "cuda" and idle:
+        yield Finding(
+            f"roles of unequal size leave GPUs idle: {', '.join(idle)}",
+            got=", ".join(f"{role} {size}" for role, size in sizes.items()),
+            expected=f"{largest} for each",
+            fix="give actor, critic and rollout the same number of devices in --resource",
+        )
+
+
+@rule("update-weight-transport", THEME, option="--update-weight-transport")
+def update_weight_transport(config: Config) -> Found:
+    """On GPUs, servers that the run starts share GPUs with the actor: weights go by `tensor` or `disk`. The GPUs of
+    external servers are unknown: weights go by `distributed` or `disk`."""
+    section, chosen = config.sglang, config.sglang.update_weight_transport
+    allowed = "distributed" if section.rollout_external else "tensor"
+    if chosen in ("auto", "disk", allowed) or config.parallel.device != "cuda":
+        return
+    if rollout_engine(config.rollout, section, config.parallel) == "sglang":
+        reason = "their GPUs are unknown" if section.rollout_external else "NCCL takes one rank per GPU"
+        servers = "external servers" if section.rollout_external else "servers on the actor's own GPUs"
+        yield Finding(
+            f"weights cannot go to {servers} by {chosen}: {reason}",
+            got=chosen,
+            expected=f"auto, {allowed} or disk",
+            fix="drop --update-weight-transport, or use --update-weight-transport disk",
+        )
+
+
+@rule("ranks-vs-cores", MACHINE_THEME, option="--resource", needs="machine")
+def ranks_vs_cores(parallel: ParallelSection, machine: Machine) -> Found:
+    """On a CPU, a role would run more than four processes at once on each core."""
+    if parallel.device == "cuda" or (parallel.device == "auto" and machine.gpus):
+        return
+    most = MOST_RANKS_PER_CORE * machine.cores
+    for role, (_, devices) in parallel.resource.items():
+        if devices > most:
+            yield Finding(
+                f"{role} would run {devices} processes at once on {machine.cores} cores",
+                got=str(devices),
+                expected=f"at most {most} on this machine",
+                fix=f'write "{role}": [1, {machine.cores}] in --resource',
+            )
