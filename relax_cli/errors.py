@@ -26,6 +26,9 @@ class ExitCode(IntEnum):
 
 Severity = Literal["error", "warning"]
 
+MACHINE_THEME = "This machine"
+"""Theme of the problems that are notes where a configuration may be meant for another machine."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -81,6 +84,12 @@ def problem_kind(id: str, theme: str, summary: str, *, option: str = "", severit
 def declared_kinds() -> tuple[ProblemKind, ...]:
     """Every kind that the modules imported so far have declared."""
     return tuple(_KINDS.values())
+
+
+def is_about_machine(problem: Problem) -> bool:
+    """Whether it is what this machine lacks, and says nothing against the configuration."""
+    kind = _KINDS.get(problem.id)
+    return kind is not None and kind.theme == MACHINE_THEME
 
 
 class RelaxError(Exception):

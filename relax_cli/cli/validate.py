@@ -130,7 +130,7 @@ def check_run(
     if not skip_files:
         from relax_cli.preflight.start import examine_run
 
-        start = examine_run(config, has_critic="critic" in graph, num_rollout=resolved.facts.rollouts(config))
+        start = examine_run(config, has_critic="critic" in graph, num_rollout=resolved.inputs.rollouts(config))
         problems = sorted([*start.problems, *problems, *start.warnings], key=lambda p: p.severity != "error")
     first = 0 if start is None else start.decision.iteration or 0
     resource = config.parallel.resource
@@ -138,7 +138,7 @@ def check_run(
         return Checked(resolved, tuple(problems), None, start)
     from relax_cli.preflight.machine import Machine, usable_cores
 
-    plan = build_plan(config, graph.roles, resolved.facts, Machine(), cores=usable_cores(), first_rollout=first)
+    plan = build_plan(config, graph.roles, resolved.inputs, Machine(), cores=usable_cores(), first_rollout=first)
     return Checked(resolved, tuple(problems), plan, start)
 
 

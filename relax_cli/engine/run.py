@@ -77,7 +77,7 @@ def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun
             display.note(note)
         writers = metric_writers(stack, config, run_dir, first)
         model = model_folder(config.model.hf_checkpoint, display)
-        identity = identify(config, model, resolved.facts.prompts)
+        identity = identify(config, model, resolved.inputs.prompts)
         plan = LaunchPlan(
             config=config,
             graph=graph,

@@ -1,11 +1,20 @@
-"""What model and data files say about a run, for the plan and the rules about this machine."""
+"""What model and data files say about a run: read once, for the rules and the plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from relax_cli.config.schema import BatchSection, Config
-from relax_cli.models.spec import ModelSpec
+from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.hybrid import language_config, read_any_spec
+from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
+from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, ModelSpec
+from relax_cli.preflight.data_reader import DataReader
 from relax_cli.preflight.memory.sizes import Lengths
 
 ASSUMED_PROMPT = 512
@@ -13,20 +22,34 @@ ASSUMED_PROMPT = 512
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunInputs:
     """All fields are empty where files were not read."""
 
     model: ModelSpec | None = None
-    """What `config.json` says."""
+    """What `config.json` means."""
     prompts: int | None = None
     """Training prompts."""
     prompt_lens: tuple[int, ...] = ()
     """Tokens of the first training prompts."""
+    model_config: Mapping[str, Any] = field(default_factory=dict)
+    """`config.json` as it is; empty where it is missing or broken."""
+    problems: tuple[Problem, ...] = ()
+    """What is wrong in the files."""
 
     @property
     def longest_prompt(self) -> int | None:
         """Tokens of the longest of the first prompts."""
         return max(self.prompt_lens, default=None)
+
+    @property
+    def needs_bridge(self) -> bool:
+        """Whether the model goes through Megatron-Bridge."""
+        return self.model_config.get("model_type") in BRIDGE_FAMILIES
+
+    def model_count(self, name: str) -> int | None:
+        """A positive integer of the language model's part of `config.json`; None where it has none of that name."""
+        value = language_config(self.model_config).get(name)
+        return value if type(value) is int and value > 0 else None
 
     def lengths_for(self, config: Config) -> Lengths:
         """Longest prompt and response: the limits, or what was seen where there is none."""
@@ -39,6 +62,49 @@ class Facts:
         return rollouts_of(config.batch, self.prompts)
 
 
+def read_inputs(config: Config, progress: Callable[[str, float], None] | None = None) -> RunInputs:
+    """Read the model's `config.json` and every prompt, and collect what is wrong in them.
+
+    Args:
+        progress: told now and then which file is being read, and the part of it that is read.
+    """
+    folder, spec = _model_folder(config), None
+    problems: list[Problem] = []
+    model_config = (config_json(folder) if folder is not None else None) or {}
+    if folder is not None and model_config.get("model_type") in (*FAMILIES, *BRIDGE_FAMILIES):
+        try:
+            spec = read_any_spec(folder)
+        except ConfigError as error:
+            problems += error.problems
+    reader = DataReader(config, folder, spec, progress)
+    for option, source in prompt_sources(config):
+        try:
+            reader(config.data, source)
+        except ConfigError as error:
+            problems += [_of_option(p, option) for p in error.problems]
+    seen = reader.facts.get(config.data.prompt_data)
+    read = RunInputs(spec, model_config=model_config, problems=tuple(problems))
+    return read if seen is None else replace(read, prompts=seen.prompts, prompt_lens=seen.lengths)
+
+
+def prompt_sources(config: Config) -> Iterator[tuple[str, str]]:
+    """Option and file (or task) of every set of prompts, training prompts first."""
+    if config.data.prompt_data:
+        yield "--prompt-data", config.data.prompt_data
+    for item in config.eval.eval_prompt_data:
+        if source := item.partition("=")[2]:
+            yield "--eval-prompt-data", source
+
+
+def config_json(folder: Path) -> dict[str, Any] | None:
+    """`config.json` of a model folder; None where it is missing or not a JSON object."""
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def rollouts_of(batch: BatchSection, prompts: int | None) -> int | None:
     """`--num-rollout`, or whole rollouts in `--num-epoch` passes over so many prompts, at least one."""
     if batch.num_rollout is not None:
@@ -46,3 +112,16 @@ def rollouts_of(batch: BatchSection, prompts: int | None) -> int | None:
     if batch.num_epoch is None or prompts is None:
         return None
     return max(1, prompts * batch.num_epoch // batch.rollout_batch_size)
+
+
+def _model_folder(config: Config) -> Path | None:
+    """The model folder; None where it does not exist yet."""
+    name = config.model.hf_checkpoint
+    folder = converted_folder(name, default_cache_dir(os.environ)) if name.startswith(PREFIX) else Path(name)
+    return folder if name and folder is not None and folder.is_dir() else None
+
+
+def _of_option(problem: Problem, option: str) -> Problem:
+    if problem.option != "--prompt-data":
+        return problem
+    return replace(problem, option=option, fix=problem.fix.replace("--prompt-data", option))

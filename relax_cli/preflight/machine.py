@@ -69,6 +69,7 @@ class Machine:
 
     memory: int | None = field(default_factory=total_memory)
     gpus: int = field(default_factory=gpu_count)
+    cores: int = field(default_factory=usable_cores)
     free_disk: Callable[[str], int | None] = free_disk
     gpu_memory: Callable[[], int | None] = smallest_gpu
     """Bytes of its smallest GPU, asked for only where a run uses GPUs."""

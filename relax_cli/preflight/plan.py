@@ -16,12 +16,18 @@ from relax_cli.config.placement import (
 )
 from relax_cli.config.schema import Config, ParallelSection
 from relax_cli.models.spec import ModelSpec
-from relax_cli.preflight.inputs import ASSUMED_PROMPT, Facts
+from relax_cli.preflight.inputs import ASSUMED_PROMPT, RunInputs
 from relax_cli.preflight.machine import Machine
-from relax_cli.preflight.memory.estimate import checkpoint_bytes, host_peak, phase_bytes, precision_of, roles_memory
+from relax_cli.preflight.memory.estimate import (
+    checkpoint_bytes,
+    host_peak,
+    kept_checkpoints,
+    phase_bytes,
+    precision_of,
+    roles_memory,
+)
 from relax_cli.preflight.memory.gpu import GpuMemory, assumptions, gpu_memory
 from relax_cli.preflight.memory.sizes import RoleMemory
-from relax_cli.preflight.rules.machine import kept_checkpoints
 
 
 class GraphRole(Protocol):
@@ -131,14 +137,22 @@ def optimizer_steps(config: Config, rollouts: int, *, has_critic: bool) -> tuple
 
 
 def build_plan(
-    config: Config, graph: Sequence[GraphRole], facts: Facts, machine: Machine, *, cores: int, first_rollout: int = 0
+    config: Config,
+    graph: Sequence[GraphRole],
+    inputs: RunInputs,
+    machine: Machine,
+    *,
+    cores: int,
+    first_rollout: int = 0,
 ) -> Plan:
     """The plan of a configuration whose roles are all in `--resource`."""
     parallel = config.parallel
     names = tuple(role.name for role in graph)
-    memory = () if facts.model is None else tuple(roles_memory(config, names, facts.model, facts.lengths_for(config)))
+    memory = (
+        () if inputs.model is None else tuple(roles_memory(config, names, inputs.model, inputs.lengths_for(config)))
+    )
     on_gpu = parallel.device == "cuda"
-    saves = config.checkpoint.save is not None and facts.model is not None
+    saves = config.checkpoint.save is not None and inputs.model is not None
     return Plan(
         roles=tuple(_role(config, role, cores) for role in graph),
         device=parallel.device,
@@ -147,17 +161,17 @@ def build_plan(
         logical_cpus=needed_cpus(parallel, config.sglang),
         gpus=shared_bundles(parallel, config.sglang) if on_gpu else 0,
         gpus_here=machine.gpus,
-        steps=_steps(config, facts, "critic" in names, first_rollout),
+        steps=_steps(config, inputs, "critic" in names, first_rollout),
         memory=memory,
-        parameters={} if facts.model is None else _parameters(facts.model, has_critic="critic" in names),
+        parameters={} if inputs.model is None else _parameters(inputs.model, has_critic="critic" in names),
         phases=phase_bytes(config, memory) if memory else {},
         peak=host_peak(config, memory) if memory and not on_gpu else 0,
-        gpu=_gpu(config, facts, machine, memory) if on_gpu else None,
-        checkpoint=checkpoint_bytes(config, facts.model) if saves and facts.model is not None else 0,
-        checkpoints_kept=kept_checkpoints(config, facts) if saves else 0,
+        gpu=_gpu(config, inputs, machine, memory) if on_gpu else None,
+        checkpoint=checkpoint_bytes(config, inputs.model) if saves and inputs.model is not None else 0,
+        checkpoints_kept=kept_checkpoints(config.checkpoint, inputs.rollouts(config)) if saves else 0,
         disk_free=machine.free_disk(config.checkpoint.save or "."),
         memory_here=machine.memory,
-        assumptions=tuple(_assumptions(config, facts)),
+        assumptions=tuple(_assumptions(config, inputs)),
     )
 
 
@@ -216,11 +230,11 @@ def _parameters(spec: ModelSpec, *, has_critic: bool) -> dict[str, int]:
     return found
 
 
-def _gpu(config: Config, facts: Facts, machine: Machine, memory: Sequence[RoleMemory]) -> GpuMemory | None:
-    if facts.model is None:
+def _gpu(config: Config, inputs: RunInputs, machine: Machine, memory: Sequence[RoleMemory]) -> GpuMemory | None:
+    if inputs.model is None:
         return None
     size = machine.gpu_memory() if machine.gpus else None
-    return gpu_memory(config, facts.model, memory, facts.lengths_for(config), size, machine.gpus)
+    return gpu_memory(config, inputs.model, memory, inputs.lengths_for(config), size, machine.gpus)
 
 
 def _gpu_dict(gpu: GpuMemory) -> dict[str, Any]:
@@ -257,8 +271,8 @@ def _role(config: Config, role: GraphRole, cores: int) -> RolePlan:
     )
 
 
-def _steps(config: Config, facts: Facts, has_critic: bool, first_rollout: int) -> StepsPlan:
-    batch, lengths, rollouts = config.batch, facts.lengths_for(config), facts.rollouts(config)
+def _steps(config: Config, inputs: RunInputs, has_critic: bool, first_rollout: int) -> StepsPlan:
+    batch, lengths, rollouts = config.batch, inputs.lengths_for(config), inputs.rollouts(config)
     steps: dict[str, int] = {}
     if rollouts is not None:
         actor, critic = optimizer_steps(config, rollouts, has_critic=has_critic)
@@ -272,28 +286,28 @@ def _steps(config: Config, facts: Facts, has_critic: bool, first_rollout: int) -
         first_rollout=first_rollout,
         rollouts=rollouts,
         optimizer_steps=steps,
-        prompts=facts.prompts,
+        prompts=inputs.prompts,
         longest_prompt=lengths.prompt,
         longest_response=lengths.response,
         most_tokens_per_rollout=batch.samples_per_rollout * (lengths.prompt + lengths.response),
     )
 
 
-def _assumptions(config: Config, facts: Facts) -> list[str]:
+def _assumptions(config: Config, inputs: RunInputs) -> list[str]:
     section = config.rollout
     if section.rollout_max_prompt_len is not None:
         prompts = f"prompts of {section.rollout_max_prompt_len} tokens (--rollout-max-prompt-len)"
-    elif facts.longest_prompt is not None:
-        prompts = f"prompts of {facts.longest_prompt} tokens, the longest of the first {len(facts.prompt_lens)}"
+    elif inputs.longest_prompt is not None:
+        prompts = f"prompts of {inputs.longest_prompt} tokens, the longest of the first {len(inputs.prompt_lens)}"
     else:
         prompts = f"prompts of {ASSUMED_PROMPT} tokens, as none could be counted"
     found = [f"{prompts}; every response as long as allowed", f"numbers: {precision_of(config).name}"]
     if config.parallel.recompute_granularity is not None:
         found.append(_recomputation(config.parallel))
     ranks = config.parallel.tensor_model_parallel_size
-    if facts.model is not None and facts.model.vocab_size % ranks:
-        rows = facts.model.vocabulary_of_rank(ranks) * ranks
-        found.append(f"vocabulary of {facts.model.vocab_size}, padded to {rows}")
+    if inputs.model is not None and inputs.model.vocab_size % ranks:
+        rows = inputs.model.vocabulary_of_rank(ranks) * ranks
+        found.append(f"vocabulary of {inputs.model.vocab_size}, padded to {rows}")
     if config.parallel.device == "cuda":
         return found + assumptions(config)
     found.append("sleeping roles keep weights, gradients and moments")

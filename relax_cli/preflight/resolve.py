@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from relax_cli.config.layers import Loaded, load_config
 from relax_cli.config.model import EstimatorOptions, config_model, estimator_options, flag, options_by_name
 from relax_cli.config.redact import config_dump, hide, placeholder, redacted, secrets_of
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem
-from relax_cli.models.hybrid import read_any_spec
-from relax_cli.models.spec import ModelSpec
+from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.errors import ConfigError, Problem, is_about_machine
 from relax_cli.preflight.device_choice import DeviceChange, installed_torch_has_cuda, settle_device
-from relax_cli.preflight.inputs import Facts
+from relax_cli.preflight.inputs import RunInputs, read_inputs
 from relax_cli.preflight.machine import Machine
-from relax_cli.preflight.rules.files import BUILTIN_REWARDS, Surroundings
-from relax_cli.preflight.rules.machine import MACHINE_IDS, machine_problems
-from relax_cli.preflight.rules.run import check_config
+from relax_cli.preflight.rules import RuleContext, run_rules
 from relax_cli.preflight.unused_options import unused_options
 
 PLACES = frozenset({"load", "save", "critic_load", "critic_save", "run_dir"})
@@ -74,7 +69,7 @@ class Resolved:
     command: tuple[str, ...]
     """Words after `relax train` that give this configuration again, `RELAX_*` values included as `--set`; secrets are
     `relax_cli.config.redact.placeholder`s."""
-    facts: Facts = field(default_factory=Facts)
+    inputs: RunInputs = field(default_factory=RunInputs)
     """What model and data files say, where they were read."""
     notes: tuple[Problem, ...] = ()
     """What this machine lacks, where that is not held against the configuration."""
@@ -162,19 +157,11 @@ def examine(
         loaded = replace(loaded, config=config)
     config, changes, problems = _apply_estimator(plugins, loaded.config)
     problems += unused_options(loaded.config, loaded.origins, plugins.estimators())
-    # Last to import, because the data package builds on this one.
-    from relax_cli.preflight.data_reader import DataReader
-
-    folder, spec = _model_of(config) if not skip_files else (None, None)
-    reader = DataReader(config, folder, spec, progress)
-    around = Surroundings(read_prompts=reader, rewards=BUILTIN_REWARDS.union(plugins.rewards()))
-    problems += check_config(config, around, skip_files=skip_files)
-    seen = reader.facts.get(config.data.prompt_data)
-    facts = Facts(spec, seen.prompts, seen.lengths) if seen is not None else Facts(spec)
-    sane = _has_sane_resources(config)
-    notes: list[Problem] = [] if skip_files or not sane else machine_problems(config, facts, machine)
-    notes += [p for p in problems if p.id in MACHINE_IDS]
-    problems = [p for p in problems if p.id not in MACHINE_IDS]
+    inputs = RunInputs() if skip_files else read_inputs(config, progress)
+    context = RuleContext(config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}))
+    problems += run_rules(context, skip_files=skip_files)
+    notes = [p for p in problems if is_about_machine(p)]
+    problems = [p for p in problems if not is_about_machine(p)]
     if here:
         problems, notes = problems + notes, []
     strict = config.run.strict
@@ -187,23 +174,9 @@ def examine(
         tuple(_shown(change) for change in (*settled, *changes)),
         tuple(ordered),
         _command(model, recipes, env, overrides, flags),
-        facts,
+        inputs,
         tuple(hide(_located(note, loaded), secrets) for note in dict.fromkeys(notes)),
     )
-
-
-def _model_of(config: Config) -> tuple[Path | None, ModelSpec | None]:
-    """The model folder, where it is there already, and what its config.json says, where it is readable."""
-    from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
-
-    name = config.model.hf_checkpoint
-    folder = converted_folder(name, default_cache_dir(os.environ)) if name.startswith(PREFIX) else Path(name)
-    if not name or folder is None or not folder.is_dir():
-        return None, None
-    try:
-        return folder, read_any_spec(folder)
-    except ConfigError:
-        return folder, None
 
 
 def _has_sane_resources(config: Config) -> bool:

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from relax_cli.config.schema import AlgorithmSection, Config, ModelSection
-from relax_cli.data.prompts import load_prompts
-from relax_cli.preflight.rules.files import Surroundings
-from relax_cli.preflight.rules.run import check_config
+from tests.support.rules import problems_of
 
-AROUND = Surroundings(read_prompts=load_prompts, cores=2, has_cuda=False)
 RULES = {
     "tis-no-effect",
     "kl-loss-without-coef",
@@ -29,7 +26,7 @@ def found(algorithm: dict[str, Any], ref_load: str | None = None) -> list[tuple[
     config = Config(
         algorithm=AlgorithmSection(**algorithm), model=ModelSection(hf_checkpoint="model", ref_load=ref_load)
     )
-    return [(p.id, p.severity) for p in check_config(config, AROUND) if p.id in RULES]
+    return [(p.id, p.severity) for p in problems_of(config) if p.id in RULES]
 
 
 @pytest.fixture(autouse=True)

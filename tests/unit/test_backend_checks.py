@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 
 from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection, SglangSection
-from relax_cli.preflight.inputs import Facts
+from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine, allocator_settings
-from relax_cli.preflight.rules.files import Surroundings
-from relax_cli.preflight.rules.machine import machine_problems
-from relax_cli.preflight.rules.run import check_config
+from tests.support.rules import WITH_GPUS, machine_problems, problems_of
 
-AROUND = Surroundings(read_prompts=lambda *_: [], cores=64, has_cuda=True)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 
 def ids(config: Config) -> set[str]:
-    return {problem.id for problem in check_config(config, AROUND)}
+    return {problem.id for problem in problems_of(config, machine=WITH_GPUS)}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +74,7 @@ def test_sglang_does_not_go_with_expandable_segments() -> None:
             rollout=RolloutSection(rollout_engine="sglang"),
             sglang=SglangSection(**sglang),
         )
-        return {problem.id for problem in machine_problems(config, Facts(), replace(machine, allocator=allocator))}
+        return {problem.id for problem in machine_problems(config, RunInputs(), replace(machine, allocator=allocator))}
 
     rule = "expandable-segments"
     assert rule in found("expandable_segments:True")

@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 
 from relax_cli.config.schema import Config
-from relax_cli.data.prompts import load_prompts
 from relax_cli.errors import Problem
-from relax_cli.preflight.rules.files import Surroundings
-from relax_cli.preflight.rules.run import check_config
 from tests.support.rule_cases import PPO_ROLES, REFUSED_AND_NEAR_MISS, Change, roles
-
-AROUND = Surroundings(read_prompts=load_prompts, cores=2, has_cuda=False)
+from tests.support.rules import WITH_GPUS, problems_of
 
 
 @pytest.fixture
@@ -58,19 +54,19 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Confi
     return build
 
 
-def ids(config: Config, around: Surroundings = AROUND) -> list[str]:
-    return [p.id for p in check_config(config, around)]
+def ids(config: Config, **around: Any) -> list[str]:
+    return [p.id for p in problems_of(config, **around)]
 
 
 def test_a_good_configuration_has_no_problem(make: Callable[..., Config]) -> None:
-    assert check_config(make(), AROUND) == []
+    assert problems_of(make()) == []
 
 
 @pytest.mark.parametrize(("rule", "bad", "good"), REFUSED_AND_NEAR_MISS)
 def test_the_rule_refuses_and_the_near_miss_passes(
     make: Callable[..., Config], rule: str, bad: Change, good: Change
 ) -> None:
-    problems = check_config(make(**bad), AROUND)
+    problems = problems_of(make(**bad))
     assert rule in [p.id for p in problems]
     assert all(p.message and p.fix and p.option for p in problems)
     assert rule not in ids(make(**good))
@@ -79,16 +75,15 @@ def test_the_rule_refuses_and_the_near_miss_passes(
 def test_a_reward_of_a_plugin_is_known(make: Callable[..., Config]) -> None:
     config = make(reward__rm_type="mine")
     assert ids(config) == ["reward-unknown"]
-    assert ids(config, replace(AROUND, rewards=AROUND.rewards | {"mine"})) == []
+    assert ids(config, more_rewards=frozenset({"mine"})) == []
 
 
 def test_ranks_are_not_judged_by_cores_where_models_live_on_gpus(make: Callable[..., Config]) -> None:
     wide = roles(rollout=[1, 64])
-    on_cuda = ids(make(parallel__resource=wide, parallel__device="cuda"))
+    on_cuda = ids(make(parallel__resource=wide, parallel__device="cuda"), machine=replace(WITH_GPUS, gpus=64))
     assert [rule for rule in on_cuda if rule != "sglang-missing"] == ["unequal-shapes"]
     assert ids(make(parallel__resource=wide, parallel__device="auto")) == ["ranks-vs-cores"]
-    on_gpu = replace(AROUND, has_cuda=True)
-    assert ids(make(parallel__resource=wide, parallel__device="auto"), on_gpu) == []
+    assert ids(make(parallel__resource=wide, parallel__device="auto"), machine=WITH_GPUS) == []
 
 
 @pytest.mark.parametrize(
@@ -131,16 +126,16 @@ def test_a_bad_row_is_named_by_file_and_line_for_training_and_held_out_data(
     make: Callable[..., Config],
 ) -> None:
     Path("bad.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{"input": \n{"label": "3"}\n')
-    found = check_config(make(data__prompt_data="bad.jsonl"), AROUND)
+    found = problems_of(make(data__prompt_data="bad.jsonl"))
     assert [p.where for p in found] == ["bad.jsonl:2", "bad.jsonl:3"]
-    held_out = check_config(make(eval__eval_prompt_data=["h=bad.jsonl"], eval__eval_interval=1), AROUND)
+    held_out = problems_of(make(eval__eval_prompt_data=["h=bad.jsonl"], eval__eval_interval=1))
     assert (held_out[0].option, held_out[0].where) == ("--eval-prompt-data", "bad.jsonl:2")
-    missing = check_config(make(eval__eval_prompt_data=["h=none"], eval__eval_interval=1), AROUND)
+    missing = problems_of(make(eval__eval_prompt_data=["h=none"], eval__eval_interval=1))
     assert [p.fix for p in missing] == ["--eval-prompt-data FILE.jsonl"]
 
 
 def test_a_missing_data_file_is_refused(make: Callable[..., Config]) -> None:
-    (problem,) = check_config(make(data__prompt_data="none.jsonl"), AROUND)
+    (problem,) = problems_of(make(data__prompt_data="none.jsonl"))
     assert (problem.option, problem.got) == ("--prompt-data", "none.jsonl")
 
 
@@ -163,13 +158,13 @@ def test_a_custom_reward_is_found_without_running_its_file(
         "raise SystemExit\ndef score(samples):\n    def inner(): ...\n    return []\nalias = score\n"
     )
     Path("broken.py").write_text("def score(:\n")
-    found = check_config(make(reward__rm_type=None, reward__custom_rm_path=spec), AROUND)
+    found = problems_of(make(reward__rm_type=None, reward__custom_rm_path=spec))
     assert [p.id for p in found] == ([rule] if rule else [])
 
 
 def test_a_syntax_error_in_a_custom_reward_has_a_line(make: Callable[..., Config]) -> None:
     Path("broken.py").write_text("x = 1\ndef score(:\n")
-    (problem,) = check_config(make(reward__rm_type=None, reward__custom_rm_path="broken.py:score"), AROUND)
+    (problem,) = problems_of(make(reward__rm_type=None, reward__custom_rm_path="broken.py:score"))
     assert problem.where == "broken.py:2"
 
 
@@ -185,7 +180,7 @@ def test_a_run_folder_in_use_is_refused_unless_the_run_is_resumed(make: Callable
     folder.mkdir()
     assert ids(config) == []
     (folder / "metrics.jsonl").write_text("{}\n")
-    (problem,) = check_config(config, AROUND)
+    (problem,) = problems_of(config)
     assert problem.id == "run-dir-in-use"
     assert problem.fix.startswith("--run-dir run-2")
     assert ids(make(run__run_dir="run", checkpoint__load="a")) == []
@@ -212,7 +207,7 @@ def test_checkpoints_of_another_run_are_not_saved_over(make: Callable[..., Confi
     assert ids(make(**saves())) == []
     for name in ("a", "c"):
         Path(name, "latest_checkpointed_iteration.txt").write_text("4")
-    options = {p.option for p in check_config(make(**saves()), AROUND) if p.id == "save-in-use"}
+    options = {p.option for p in problems_of(make(**saves())) if p.id == "save-in-use"}
     assert options == {"--save", "--critic-save"}
     assert ids(make(**saves(load="./a", critic_load="c"))) == []
     assert ids(make(**saves(load="a", critic_load="elsewhere"))) == ["save-in-use"]
@@ -220,7 +215,7 @@ def test_checkpoints_of_another_run_are_not_saved_over(make: Callable[..., Confi
 
 def test_without_files_only_the_configuration_is_judged(make: Callable[..., Config]) -> None:
     config = make(model__hf_checkpoint="nowhere", data__prompt_data="none.jsonl", reward__rm_type="exakt")
-    assert [p.id for p in check_config(config, AROUND, skip_files=True)] == ["reward-unknown"]
+    assert [p.id for p in problems_of(config, skip_files=True)] == ["reward-unknown"]
 
 
 def test_all_problems_are_reported_at_once(make: Callable[..., Config]) -> None:
@@ -229,7 +224,7 @@ def test_all_problems_are_reported_at_once(make: Callable[..., Config]) -> None:
 
 
 def test_a_problem_is_a_plain_record(make: Callable[..., Config]) -> None:
-    (problem,) = check_config(make(reward__rm_type="exakt"), AROUND)
+    (problem,) = problems_of(make(reward__rm_type="exakt"))
     assert problem == Problem(
         id="reward-unknown",
         message="there is no reward 'exakt'",

@@ -12,10 +12,10 @@ import pytest
 from relax_cli.config.model import config_model, options_by_name
 from relax_cli.config.schema import Config, ParallelSection
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.preflight.rules.files import Surroundings
-from relax_cli.preflight.rules.run import check_config
+from tests.support import docs
 from tests.support.rule_cases import REFUSED_AND_NEAR_MISS
 from tests.support.rule_ids import PACKAGE, SOURCES, rule_ids
+from tests.support.rules import problems_of
 from tests.support.unused_option_cases import UNUSED_OPTION_CASES
 
 TESTS = Path(__file__).parent.parent
@@ -34,8 +34,8 @@ def test_every_rule_has_a_test_that_names_it() -> None:
     texts = {text for path in TESTS.rglob("*.py") for text in literals(path)}
     # Also inside a longer text, such as the line of a screen.
     words = {word for text in texts for word in re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)*", text)}
-    untested = {rule: place for rule, place in rule_ids().items() if not any(re.fullmatch(rule, w) for w in words)}
-    assert untested == {}
+    ids = {*rule_ids(), *docs.make_docs().all_kinds()}
+    assert sorted(rule for rule in ids if not any(re.fullmatch(rule, word) for word in words)) == []
 
 
 def test_there_are_many_rules_about_a_configuration_with_refusal_and_near_miss() -> None:
@@ -50,8 +50,7 @@ REFUSED = {"fully_async": True, "pipeline_model_parallel_size": 2}
 @pytest.mark.parametrize("option", REFUSED)
 def test_options_that_are_not_built_are_refused(option: str) -> None:
     parallel = ParallelSection(**{option: REFUSED[option]})
-    around = Surroundings(read_prompts=lambda *_: None)
-    found = [p for p in check_config(Config(parallel=parallel), around, skip_files=True) if p.severity == "error"]
+    found = [p for p in problems_of(Config(parallel=parallel), skip_files=True) if p.severity == "error"]
     assert f"--{option.replace('_', '-')}" in {problem.option for problem in found}
 
 

@@ -27,7 +27,6 @@ LAYERS = [
 BACK_CALLS = {
     # To be taken down: imports that run upwards.
     ("config/model.py", "plugin"),
-    ("data/rewards/__init__.py", "preflight"),
     ("roles/judging.py", "tracking"),
     ("roles/records.py", "tracking"),
     ("roles/rollout.py", "tracking"),

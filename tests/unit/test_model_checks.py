@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, Problem, is_about_machine
 from relax_cli.models.hybrid import HybridSpec, language_config, read_any_spec
 from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, read_spec
 from relax_cli.preflight.rules import model as model_checks
-from relax_cli.preflight.rules.files import Surroundings
-from relax_cli.preflight.rules.machine import MACHINE_IDS
+from tests.support.rules import WITH_GPUS, problems_of
 
-AROUND = Surroundings(read_prompts=lambda section, spec: None, cores=2, has_cuda=False)
 QWEN3 = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100,
@@ -44,11 +42,13 @@ def problems(folder: Path, model: dict[str, Any], **changes: Any) -> list[Proble
         section, _, key = path.partition("__")
         values.setdefault(section, {})[key] = value
     config = Config.model_validate(values)
-    found: list[Problem] = []
-    for rule in model_checks.MODEL_RULES[1:]:
-        result = rule(config, AROUND)
-        found += [] if result is None else [result] if isinstance(result, Problem) else result
-    return found
+    others = {"model-tokenizer-missing", "model-weights-missing", "sglang-missing"}
+    found = problems_of(config, machine=WITH_GPUS)
+    return [p for p in found if p.option in MODEL_OPTIONS and p.id not in others]
+
+
+MODEL_OPTIONS = {"--hf-checkpoint", "--device", "--rollout-engine", "--tensor-model-parallel-size",
+                 "--rollout-max-response-len"}  # fmt: skip
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_family_of_the_bridge_is_valid_and_a_missing_bridge_is_about_the_machi
 ) -> None:
     (found,) = problems(tmp_path, model, parallel__device="cuda")
     assert found.id == "bridge-missing"
-    assert found.id in MACHINE_IDS
+    assert is_about_machine(found)
     needed = "Python 3.12" if sys.version_info < (3, 12) else "pip install"
     assert needed in found.fix
 

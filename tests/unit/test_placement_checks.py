@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
-from relax_cli.errors import Problem
-from relax_cli.preflight.rules.placement import unequal_shapes, weight_transport
+from relax_cli.preflight.rules.resources import unequal_shapes, update_weight_transport
+from tests.support.rules import problems_by
 
 OUTSIDE: dict[str, Any] = {"rollout_external": True, "rollout_external_engine_addrs": ("a:1",)}
 
@@ -30,8 +30,7 @@ def config(device: str = "cuda", engine: str = "auto", rollout: int = 2, **sglan
     ],
 )
 def test_a_way_that_gpus_rule_out_is_refused(settings: Config, expected: str) -> None:
-    problem = weight_transport(settings)
-    assert isinstance(problem, Problem)
+    (problem,) = problems_by(update_weight_transport, settings)
     assert (problem.id, problem.severity, problem.expected) == ("update-weight-transport", "error", expected)
 
 
@@ -49,9 +48,9 @@ def test_a_way_that_gpus_rule_out_is_refused(settings: Config, expected: str) ->
     ],
 )
 def test_other_ways_pass(settings: Config) -> None:
-    assert weight_transport(settings) is None
+    assert problems_by(update_weight_transport, settings) == []
 
 
 def test_external_servers_do_not_make_gpus_wait() -> None:
-    assert isinstance(unequal_shapes(config(rollout=1)), Problem)
-    assert unequal_shapes(config(rollout=1, **OUTSIDE)) is None
+    assert len(problems_by(unequal_shapes, config(rollout=1))) == 1
+    assert problems_by(unequal_shapes, config(rollout=1, **OUTSIDE)) == []

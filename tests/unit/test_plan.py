@@ -16,11 +16,11 @@ from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError
 from relax_cli.models.spec import ModelSpec, read_spec
 from relax_cli.plugin.graph import RoleSpec, ServiceGraph, base_graph
-from relax_cli.preflight.inputs import Facts
+from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.memory import estimate as memory
 from relax_cli.preflight.plan import build_plan, plan_dict
-from relax_cli.preflight.rules.machine import machine_problems
+from tests.support.rules import machine_problems
 
 QWEN3_4B = {
     "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
@@ -139,7 +139,7 @@ def test_a_checkpoint_holds_weights_and_both_moments_of_what_is_saved(tmp_path: 
     assert memory.checkpoint_bytes(pair, found) == 12 * (found.parameters + found.value_parameters)
 
 
-def plan_of(settings: Config, facts: Facts, graph: ServiceGraph = GRAPH) -> dict[str, Any]:
+def plan_of(settings: Config, facts: RunInputs, graph: ServiceGraph = GRAPH) -> dict[str, Any]:
     shown = plan_dict(build_plan(settings, graph.roles, facts, SPACIOUS, cores=2))
     assert json.loads(json.dumps(shown)) == shown
     return shown
@@ -151,7 +151,7 @@ def test_prompts_become_samples_become_optimizer_steps() -> None:
         batch__num_rollout=None, batch__num_epoch=3, critic__num_critic_only_steps=5,
         critic__critic_updates_per_step=2, rollout__rollout_max_response_len=10,
     )  # fmt: skip
-    steps = plan_of(settings, Facts(prompts=100, prompt_lens=(3, 7, 5)))["steps"]
+    steps = plan_of(settings, RunInputs(prompts=100, prompt_lens=(3, 7, 5)))["steps"]
     assert (steps["samples_per_rollout"], steps["steps_per_rollout"], steps["samples_per_step"]) == (64, 2, 32)
     # 3 passes over 100 prompts are 18 whole rollouts of 16.
     assert steps["rollouts"] == 18
@@ -160,12 +160,12 @@ def test_prompts_become_samples_become_optimizer_steps() -> None:
 
 
 def test_rollouts_are_unknown_where_the_data_were_not_read() -> None:
-    steps = plan_of(config(batch__num_rollout=None, batch__num_epoch=1), Facts())["steps"]
+    steps = plan_of(config(batch__num_rollout=None, batch__num_epoch=1), RunInputs())["steps"]
     assert (steps["rollouts"], steps["optimizer_steps"]) == (None, {})
 
 
 def test_roles_share_bundles_and_the_smaller_ones_leave_some_idle() -> None:
-    shown = plan_of(config(parallel__resource={**ROLES, "actor": [1, 4], "rollout": [1, 2]}), Facts())
+    shown = plan_of(config(parallel__resource={**ROLES, "actor": [1, 4], "rollout": [1, 2]}), RunInputs())
     placement = shown["placement"]
     assert (placement["bundles"], placement["logical_cpus"]) == (4, 4 + 1 + 2)
     assert placement["role_bundles"] == {"rollout": [0, 1], "critic": [0], "advantages": [], "actor": [0, 1, 2, 3]}
@@ -177,7 +177,7 @@ def test_roles_share_bundles_and_the_smaller_ones_leave_some_idle() -> None:
 def test_gpus_are_those_of_the_largest_role_and_memory_is_that_of_one(tmp_path: Path) -> None:
     roles = {"actor": [1, 8], "critic": [1, 8], "rollout": [1, 4], "advantages": [1, 0]}
     settings = config(parallel__resource=roles, parallel__device="cuda", parallel__tensor_model_parallel_size=2)
-    facts = Facts(model=spec(tmp_path, QWEN3_4B))
+    facts = RunInputs(model=spec(tmp_path, QWEN3_4B))
     shown = plan_of(settings, facts)
     assert shown["gpus"]["needed"] == 8
     of_one = shown["memory"]["phases"]["bytes"]
@@ -192,7 +192,7 @@ def test_gpus_are_those_of_the_largest_role_and_memory_is_that_of_one(tmp_path: 
 
 
 def test_a_run_in_one_process_needs_less_than_one_on_ray(tmp_path: Path) -> None:
-    facts = Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
+    facts = RunInputs(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
     local, ray = (plan_of(config(parallel__launcher=launcher), facts)["memory"] for launcher in ("local", "ray"))
     assert local["peak_bytes"] < ray["peak_bytes"]
 
@@ -265,7 +265,7 @@ GB = 10**9
     ],
 )
 def test_what_a_machine_lacks(tmp_path: Path, machine: dict[str, Any], changes: dict[str, Any], ids: list[str]) -> None:
-    facts = Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
+    facts = RunInputs(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
     found = machine_problems(config(**changes), facts, replace(SPACIOUS, **machine))
     assert [problem.id for problem in found] == ids
     assert all(problem.fix for problem in found)
@@ -274,11 +274,11 @@ def test_what_a_machine_lacks(tmp_path: Path, machine: dict[str, Any], changes: 
 def test_too_few_gpus_is_told_from_none(tmp_path: Path) -> None:
     roles = {"actor": [1, 9], "rollout": [1, 8]}
     settings = config(parallel__resource=roles, parallel__device="cuda")
-    assert [p.id for p in machine_problems(settings, Facts(), SPACIOUS)] == ["too-few-gpus"]
-    assert machine_problems(settings, Facts(), replace(SPACIOUS, gpus=9)) == []
+    assert [p.id for p in machine_problems(settings, RunInputs(), SPACIOUS)] == ["too-few-gpus"]
+    assert machine_problems(settings, RunInputs(), replace(SPACIOUS, gpus=9)) == []
 
 
-def text_of(settings: Config, facts: Facts, machine: Machine) -> list[str]:
+def text_of(settings: Config, facts: RunInputs, machine: Machine) -> list[str]:
     lines = plan_lines(build_plan(settings, GRAPH.roles, facts, machine, cores=2))
     assert max(len(line) for line in lines) <= 80
     return lines
@@ -293,7 +293,7 @@ def joined(lines: list[str], start: str) -> str:
 
 def test_the_text_says_which_phase_does_not_fit_the_gpu_and_what_to_lower_first(tmp_path: Path) -> None:
     settings = config(parallel__device="cuda", batch__micro_batch_size=1, sglang__sglang_mem_fraction_static=0.5)
-    facts = Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
+    facts = RunInputs(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
     lines = text_of(settings, facts, replace(SPACIOUS, gpu_memory=lambda: 60 * GB))
     header = next(line for line in lines if line.startswith("  one GPU in phase"))
     assert header.split()[-2:] == ["60", "GB"]
@@ -309,7 +309,7 @@ def test_the_text_says_which_phase_does_not_fit_the_gpu_and_what_to_lower_first(
 
 def test_the_text_shows_common_sizes_where_the_gpu_is_not_known(tmp_path: Path) -> None:
     settings = config(parallel__device="cuda", parallel__recompute_granularity="selective")
-    facts = Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
+    facts = RunInputs(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
     lines = text_of(settings, facts, replace(SPACIOUS, gpus=0))
     assert any("of 80 GB  of 141 GB" in line for line in lines)
     assert any(line.startswith("  - selective recomputation of core_attn") for line in lines)
@@ -317,7 +317,7 @@ def test_the_text_shows_common_sizes_where_the_gpu_is_not_known(tmp_path: Path) 
 
 
 def test_the_text_of_a_cpu_run_has_one_peak(tmp_path: Path) -> None:
-    lines = text_of(config(), Facts(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,)), SPACIOUS)
+    lines = text_of(config(), RunInputs(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,)), SPACIOUS)
     assert any(line.startswith("  at their peaks: ") and "this machine has 1.1 TB" in line for line in lines)
     assert not any("GPU in phase" in line for line in lines)
 
@@ -326,5 +326,5 @@ def test_a_vocabulary_that_does_not_divide_is_padded_and_the_plan_says_so(tmp_pa
     odd = spec(tmp_path, QWEN3_4B | {"vocab_size": 151937})
     ranks = {"actor": [1, 2], "critic": [1, 2], "rollout": [1, 1], "advantages": [1, 0]}
     settings = config(parallel__resource=ranks, parallel__tensor_model_parallel_size=2)
-    lines = text_of(settings, Facts(model=odd, prompt_lens=(8,)), SPACIOUS)
+    lines = text_of(settings, RunInputs(model=odd, prompt_lens=(8,)), SPACIOUS)
     assert "  - vocabulary of 151937, padded to 151938" in lines

@@ -37,11 +37,11 @@ from relax_cli.models.spec import read_json
 from relax_cli.plugin.graph import base_graph
 from relax_cli.plugin.manager import GROUP, Plugins, load_plugins
 from relax_cli.plugin.scaffold import check_name
-from relax_cli.preflight.inputs import Facts
+from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine
-from relax_cli.preflight.rules.machine import machine_problems
 from relax_cli.quickstart.task import prepare
 from relax_cli.tracking.writers import MetricsWriter
+from tests.support.rules import machine_problems
 
 
 def problem_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Problem:
@@ -311,7 +311,7 @@ def test_quickstart_folder(tmp_path: Path) -> None:
 def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def ids(wanted: bool) -> list[str]:
         config = Config(run=RunSection(tensorboard=wanted))
-        return [problem.id for problem in machine_problems(config, Facts(), Machine())]
+        return [problem.id for problem in machine_problems(config, RunInputs(), Machine())]
 
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else found(name))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from relax_cli.config.schema import RewardSection
-from relax_cli.data.rewards import BUILTIN_REWARDS, RewardInput, RewardResult, load_reward
+from relax_cli.data.rewards import RewardInput, RewardResult, load_reward
 from relax_cli.data.rewards.remote import RemoteReward
 from relax_cli.errors import ConfigError, Problem, RunError
 
@@ -250,12 +250,6 @@ def test_remote_without_a_usable_url_does_not_load() -> None:
     for url in (None, "judge.example", "ftp://host/x"):
         with pytest.raises(ConfigError):
             load_reward(RewardSection(rm_type="remote", rm_url=url), {})
-
-
-def test_the_names_of_rewards_that_validation_knows_are_those_that_load() -> None:
-    from relax_cli.preflight.rules.files import BUILTIN_REWARDS as KNOWN
-
-    assert set(BUILTIN_REWARDS) == KNOWN
 
 
 def test_the_server_of_the_page_works(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,10 @@ from relax_cli.checkpoint.resume import decide_resume, examine_resume, was_saved
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection
 from relax_cli.errors import Problem, ResumeError
 from relax_cli.plugin.launch_plan import LoadFrom
-from relax_cli.preflight.rules.files import Surroundings
-from relax_cli.preflight.rules.save import writable_folders
+from relax_cli.preflight.rules.folders import folder_read_only
 from tests.support.checkpoints import SHARDED, save, save_release, write_weights
+from tests.support.rules import problems_by
 
-AROUND = Surroundings(read_prompts=lambda *_: None)
 NOBODY = 65534
 
 
@@ -323,9 +322,8 @@ def test_a_read_only_folder_is_resumed_from_but_not_saved_into(open_folder: Path
     elsewhere = CheckpointSection(load=actor, save=str(open_folder / "own/new"))
     with as_somebody():
         assert decide_resume(actor, critic, has_critic=True).iteration == 3
-        assert writable_folders(Config(checkpoint=elsewhere), AROUND) == []
-        found = writable_folders(run(open_folder, critic=CriticSection(critic_save=critic)), AROUND)
-    assert isinstance(found, list)
+        assert problems_by(folder_read_only, Config(checkpoint=elsewhere)) == []
+        found = problems_by(folder_read_only, run(open_folder, critic=CriticSection(critic_save=critic)))
     assert [(p.id, p.option) for p in found] == [("folder-read-only", "--save"), ("folder-read-only", "--critic-save")]
 
 
@@ -333,10 +331,9 @@ def test_a_folder_below_a_file_or_a_dead_link_cannot_be_written(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for place in ("file/save", "link"):
-        found = writable_folders(Config(checkpoint=CheckpointSection(save=str(tmp_path / place))), AROUND)
-        assert isinstance(found, list)
+        found = problems_by(folder_read_only, Config(checkpoint=CheckpointSection(save=str(tmp_path / place))))
         assert [p.id for p in found] == ["folder-read-only"]
-    assert writable_folders(Config(checkpoint=CheckpointSection(save=str(tmp_path / "a/b/c"))), AROUND) == []
+    assert problems_by(folder_read_only, Config(checkpoint=CheckpointSection(save=str(tmp_path / "a/b/c")))) == []
 
 
 def test_a_folder_that_may_not_be_read_is_refused_with_its_name(open_folder: Path) -> None:

@@ -20,9 +20,10 @@ from relax_cli.checkpoint.fingerprint import (
 from relax_cli.checkpoint.resume import ResumeReport
 from relax_cli.config.schema import Config
 from relax_cli.errors import ResumeError
-from relax_cli.preflight.rules.files import Surroundings, save_folders
+from relax_cli.preflight.rules.folders import one_folder_for_two, save_in_use
 from relax_cli.preflight.start import decide_run, examine_run
 from tests.support.checkpoints import save, save_release, write_weights
+from tests.support.rules import problems_by
 
 MODEL = {
     "model_type": "qwen3",
@@ -272,13 +273,10 @@ def test_kl_terms_of_a_run_from_weights_are_a_warning_unless_the_reference_is_na
 def test_two_save_folders_that_are_one_through_a_symlink_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    around = Surroundings(read_prompts=lambda *_: None)
 
     def found(critic_save: Path) -> list[str]:
         sections = {"checkpoint": {"save": str(tmp_path / "real")}, "critic": {"critic_save": str(critic_save)}}
-        problems = save_folders(Config.model_validate(sections), around)
-        assert isinstance(problems, list)
-        return [p.id for p in problems]
+        return [p.id for p in problems_by(one_folder_for_two, Config.model_validate(sections))]
 
     assert found(tmp_path / "real") == found(tmp_path / "link") == ["one-folder-for-two"]
     assert found(tmp_path / "other") == []
@@ -286,9 +284,8 @@ def test_two_save_folders_that_are_one_through_a_symlink_are_refused(tmp_path: P
 
 def test_a_run_may_save_where_it_resumes_from_through_a_symlink(config: Config, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    around = Surroundings(read_prompts=lambda *_: None)
     through = changed(config, checkpoint={"load": str(tmp_path / "link")})
-    assert save_folders(through, around) == []
+    assert problems_by(save_in_use, through) == []
     assert examined(through).decision.verdict == "resume"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from relax_cli.config import sglang_options
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.schema import Config
 from relax_cli.config.sglang_options import as_arguments, installed_options
+from relax_cli.preflight.rules import RULES
 from relax_cli.preflight.rules import sglang as sglang_checks
+from tests.support.rules import problems_by, problems_of
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -27,10 +30,10 @@ def external(*addresses: str, workers: int = 1, **more: Any) -> Config:
     )
 
 
-def found(rule: Any, given: Config) -> list[str]:
-    """Ids of what a rule says."""
-    problems = rule(given)
-    return [p.id for p in ([problems] if not isinstance(problems, list) else problems) if p is not None]
+def found(rules: str, given: Config) -> list[str]:
+    """Ids of what the rules say whose ids begin like this."""
+    asked = [rule for rule in RULES if rule.kind.id.startswith(rules)]
+    return [problem.id for rule in asked for problem in problems_by(rule, given)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_the_engine_follows_device_and_servers_unless_it_is_named(
 
 
 def test_external_and_addresses_need_each_other() -> None:
-    rule = sglang_checks.external_servers
+    rule = "sglang-external-addresses"
     assert found(rule, external()) == ["sglang-external-addresses"]
     assert found(rule, config(sglang={"rollout_external_engine_addrs": ("a:1",)})) == ["sglang-external-addresses"]
     assert found(rule, external("a:1", "b:1")) == []
@@ -63,26 +66,26 @@ def test_external_and_addresses_need_each_other() -> None:
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "http://a:1", "a:0", "a:65536", "a:x", ":30000", "::1:30000", "a b:1"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    assert found(sglang_checks.external_servers, external(address)) == ["sglang-address"]
+    assert found("sglang-address", external(address)) == ["sglang-address"]
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:30000", "node-3.local:1", "[::1]:30000", "localhost:65535"])
 def test_addresses_are_host_and_port(address: str) -> None:
-    assert found(sglang_checks.external_servers, external(address)) == []
+    assert found("sglang-address", external(address)) == []
 
 
 def test_a_server_is_named_once() -> None:
-    assert found(sglang_checks.external_servers, external("a:1", "b:1", "a:1")) == ["sglang-address-twice"]
-    assert found(sglang_checks.external_servers, external("a:1", "a:2")) == []
+    assert found("sglang-address", external("a:1", "b:1", "a:1")) == ["sglang-address-twice"]
+    assert found("sglang-address", external("a:1", "a:2")) == []
 
 
 def test_every_rollout_worker_has_a_server() -> None:
-    assert found(sglang_checks.external_workers, external("a:1", workers=2)) == ["sglang-external-workers"]
-    assert found(sglang_checks.external_workers, external("a:1", "b:1", "c:1", workers=2)) == []
+    assert found("sglang-external-workers", external("a:1", workers=2)) == ["sglang-external-workers"]
+    assert found("sglang-external-workers", external("a:1", "b:1", "c:1", workers=2)) == []
 
 
 def test_the_embedded_engine_is_no_server() -> None:
-    rule = sglang_checks.external_embedded
+    rule = "sglang-external-embedded"
     given = external("a:1")
     assert found(rule, given) == []
     embedded = given.rollout.model_copy(update={"rollout_engine": "embedded"})
@@ -90,7 +93,7 @@ def test_the_embedded_engine_is_no_server() -> None:
 
 
 def test_options_of_servers_that_run_already_are_reported() -> None:
-    rule = sglang_checks.external_options
+    rule = "sglang-external-options"
     assert found(rule, external("a:1", sglang_options={"log_level": "error"})) == ["sglang-external-options"]
     assert found(rule, external("a:1", sglang_mem_fraction_static=0.5)) == ["sglang-external-options"]
     assert found(rule, external("a:1", sglang_server_concurrency=7)) == []
@@ -103,23 +106,32 @@ def test_gpus_are_shared_out_evenly_over_servers(gpus: int, size: int, ids: list
         sglang={"rollout_num_gpus_per_engine": size},
         parallel={"resource": {"actor": (1, gpus), "rollout": (1, gpus)}},
     )
-    assert found(sglang_checks.gpus_per_engine, given) == ids
+    assert found("sglang-gpus", given) == ids
 
 
-def options(given: dict[str, Any], installed: set[str] | None) -> list[tuple[str, str]]:
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, str]]]:
     """Ids and fixes of what is said of server options."""
-    section = config(sglang={"sglang_options": given}).sglang
-    return [(p.id, p.fix) for p in sglang_checks._server_options(section, installed)]
+
+    def ask(given: dict[str, Any], installed: set[str] | None) -> list[tuple[str, str]]:
+        monkeypatch.setattr(sglang_checks, "installed_options", lambda python: installed)
+        problems = problems_of(config(sglang={"sglang_options": given}), skip_files=True)
+        return [(p.id, p.fix) for p in problems if p.id.startswith("sglang-option-")]
+
+    return ask
 
 
-def test_options_that_the_run_sets_are_refused_with_the_reason() -> None:
+Ask = Callable[..., list[tuple[str, str]]]
+
+
+def test_options_that_the_run_sets_are_refused_with_the_reason(options: Ask) -> None:
     ((rule, fix),) = options({"tp_size": "2"}, {"tp_size"})
     assert rule == "sglang-option-reserved"
     assert "--rollout-num-gpus-per-engine" in fix
     assert options({"attention_backend": "triton"}, {"attention_backend"}) == []
 
 
-def test_options_that_the_installed_sglang_does_not_have_are_refused() -> None:
+def test_options_that_the_installed_sglang_does_not_have_are_refused(options: Ask) -> None:
     assert options({"atention_backend": "triton"}, {"attention_backend", "log_level"}) == [
         ("sglang-option-unknown", "use --sglang-attention-backend")
     ]
@@ -129,13 +141,13 @@ def test_options_that_the_installed_sglang_does_not_have_are_refused() -> None:
     assert options({"zzz": "1"}, {"log_level"}) == [("sglang-option-unknown", "drop --sglang-zzz")]
 
 
-def test_without_sglang_only_a_misspelt_option_of_ours_is_refused() -> None:
+def test_without_sglang_only_a_misspelt_option_of_ours_is_refused(options: Ask) -> None:
     assert options({"server_concurency": "1"}, None) == [("sglang-option-unknown", "use --sglang-server-concurrency")]
     assert options({"attention_backend": "triton"}, None) == []
 
 
 def test_servers_are_started_only_where_sglang_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, wanted = sglang_checks.sglang_package, config(rollout={"rollout_engine": "sglang"})
+    rule, wanted = "sglang-missing", config(rollout={"rollout_engine": "sglang"})
     monkeypatch.setattr(sglang_checks, "installed_options", lambda python: None)
     assert found(rule, wanted) == ["sglang-missing"]
     assert found(rule, external("a:1")) == []
@@ -147,30 +159,30 @@ def test_servers_are_started_only_where_sglang_is(monkeypatch: pytest.MonkeyPatc
 def test_servers_may_be_started_from_another_environment(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     given = {"rollout": {"rollout_engine": "sglang"}, "sglang": {"sglang_python": str(python)}}
-    assert found(sglang_checks.sglang_package, config(**given)) == ["sglang-missing"]
+    assert found("sglang-missing", config(**given)) == ["sglang-missing"]
     source = tmp_path / "lib" / "python3.12" / "site-packages" / "sglang" / "srt" / "server_args.py"
     source.parent.mkdir(parents=True)
     source.write_text("class ServerArgs:\n    port: int = 1\n")
     sglang_options.installed_options.cache_clear()
-    assert found(sglang_checks.sglang_package, config(**given)) == []
-    assert found(sglang_checks.python_path, config(**given)) == []
+    assert found("sglang-missing", config(**given)) == []
+    assert found("sglang-python", config(**given)) == []
 
 
 def test_the_interpreter_of_servers_is_an_absolute_path() -> None:
-    rule = sglang_checks.python_path
+    rule = "sglang-python"
     assert found(rule, config(sglang={"sglang_python": "sgl/bin/python"})) == ["sglang-python-relative"]
     assert found(rule, config(sglang={"sglang_python": "/opt/sgl/bin/python"})) == []
 
 
 def test_the_embedded_engine_beside_gpus_is_reported() -> None:
-    rule = sglang_checks.embedded_on_cuda
+    rule = "embedded-engine-on"
     given = {"rollout": {"rollout_engine": "embedded"}}
     assert found(rule, config(**given, parallel={"device": "cuda"})) == ["embedded-engine-on-cuda"]
     assert found(rule, config(**given)) == []
 
 
 def test_greedy_log_probs_need_temperature_one() -> None:
-    rule = sglang_checks.greedy_log_probs
+    rule = "sglang-greedy"
     greedy = {"rollout_engine": "sglang", "rollout_top_k": 1}
     assert found(rule, config(rollout={**greedy, "rollout_temperature": 0.5})) == ["sglang-greedy-temperature"]
     assert found(rule, config(rollout={**greedy, "rollout_temperature": 1.0})) == []
@@ -181,7 +193,7 @@ def test_greedy_log_probs_need_temperature_one() -> None:
 
 
 def test_stop_strings_exclude_continuing() -> None:
-    rule = sglang_checks.partial_with_stop
+    rule = "partial-rollout"
     assert found(rule, config(rollout={"partial_rollout": True, "rollout_stop": ("x",)})) == ["partial-rollout-stop"]
     assert found(rule, config(rollout={"partial_rollout": True})) == []
 

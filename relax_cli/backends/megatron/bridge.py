@@ -25,7 +25,7 @@ from relax_cli.backends.megatron.weight_buckets import Bucket, as_buckets
 from relax_cli.config.schema import ParallelSection
 from relax_cli.errors import ConfigError, EnvironmentFault, Problem
 from relax_cli.models.spec import ModelSpec
-from relax_cli.preflight.rules.backend import bridge_sequence_parallel
+from relax_cli.preflight.rules.layers import SEQUENCE_PARALLEL_BRIDGE, bridge_sequence_parallel
 
 NEVER = -1e30
 """Logit of a token that does not exist."""
@@ -234,4 +234,4 @@ def configure(provider: Any, layout: ParallelSection, device: Device) -> None:
 def refuse_sequence_parallel(layout: ParallelSection) -> None:
     """Raises ConfigError where sequence parallelism would split what response states are picked from."""
     if layout.sequence_parallel and layout.tensor_model_parallel_size > 1:
-        raise ConfigError(bridge_sequence_parallel())
+        raise ConfigError(bridge_sequence_parallel.problem(SEQUENCE_PARALLEL_BRIDGE))

@@ -11,9 +11,9 @@ from math import isfinite, nan
 from typing import Any, Protocol
 
 from relax_cli.config.schema import RewardSection
+from relax_cli.data.rewards.builtin import BUILTIN_REWARDS, REMOTE, url_fault
 from relax_cli.data.rewards.types import BatchReward, RewardInput, RewardResult, Score
 from relax_cli.errors import ConfigError, Problem, RunError
-from relax_cli.preflight.rules.reward import REMOTE, url_fault
 
 __all__ = [
     "BUILTIN_REWARDS",
@@ -24,14 +24,6 @@ __all__ = [
     "Score",
     "load_reward",
 ]
-
-BUILTIN_REWARDS: Mapping[str, str] = {
-    "exact": "relax_cli.data.rewards.exact:exact",
-    "math": "relax_cli.data.rewards.math:MathReward",
-    "reasoning_gym": "relax_cli.data.rewards.reasoning_gym:ReasoningGymReward",
-    REMOTE: "relax_cli.data.rewards.remote:RemoteReward",
-}
-"""`"module:function"`, or a class whose instances are called (and closed, where they hold a pool)."""
 
 
 class RewardFunction(Protocol):

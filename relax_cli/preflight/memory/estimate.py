@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relax_cli.config.placement import ranks_of, rollout_engine
-from relax_cli.config.schema import Config
+from relax_cli.config.schema import CheckpointSection, Config
 from relax_cli.models.spec import ModelSpec
 from relax_cli.preflight.memory.activations import (
     Pass,
@@ -107,6 +107,12 @@ def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
     parameters = spec.parameters + (spec.value_parameters if saves_critic else 0)
     untrained = precision.weights * spec.untrained_parameters * (2 if saves_critic else 1)
     return (precision.weights + precision.master + precision.moments) * parameters + untrained
+
+
+def kept_checkpoints(section: CheckpointSection, rollouts: int | None) -> int:
+    """Most checkpoints that are on disk at a time."""
+    written = 1 if section.save_interval is None or rollouts is None else -(-rollouts // section.save_interval)
+    return written if section.keep_checkpoints is None else min(written, section.keep_checkpoints + 1)
 
 
 class _Sizes:

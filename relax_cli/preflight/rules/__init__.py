@@ -1,18 +1,18 @@
 """What can be known to be wrong before anything starts: small rules, all asked, all reported. One file a theme."""
 
 from relax_cli.preflight.rules import (
-    resources,  # noqa: I001  the order in which problems are shown
-    layers,
     batches,
-    evaluation,
-    rewards,
-    objective,
-    sglang,
-    model,
     data,
+    evaluation,
     folders,
+    layers,
     machine,
     memory,
+    model,
+    objective,
+    resources,
+    rewards,
+    sglang,
 )
 from relax_cli.preflight.rules.registry import RULES, RuleContext, run_rules
 

@@ -22,9 +22,8 @@ with the matrix product behind them.
 @rule("recompute-incomplete", THEME)
 def recompute_incomplete(parallel: ParallelSection) -> Found:
     """`--recompute-granularity full` needs `--recompute-method` and `--recompute-num-layers`."""
-    given = {"--recompute-method uniform": parallel.recompute_method}
-    given |= {"--recompute-num-layers 1": None if (n := parallel.recompute_num_layers) is None else str(n)}
-    missing = [text for text, value in given.items() if value is None]
+    missing = ["--recompute-method uniform"] if parallel.recompute_method is None else []
+    missing += ["--recompute-num-layers 1"] if parallel.recompute_num_layers is None else []
     if parallel.recompute_granularity == "full" and missing:
         yield Finding(
             "full recomputation needs to know which layers, and how many at a time",

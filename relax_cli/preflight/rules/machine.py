@@ -79,8 +79,8 @@ def _checkpoints(config: Config, inputs: RunInputs, machine: Machine) -> tuple[i
 
 @rule("expandable-segments", MACHINE_THEME, option="--rollout-engine", needs="machine")
 def expandable_segments(config: Config, machine: Machine) -> Found:
-    """`PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` sets `expandable_segments:True`, which SGLang's memory saver and
-    CUDA IPC do not support."""
+    """`PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` sets `expandable_segments:True`, which SGLang's memory saver
+    and CUDA IPC do not support."""
     engine = rollout_engine(config.rollout, config.sglang, config.parallel)
     starts_servers = engine == "sglang" and not config.sglang.rollout_external and config.parallel.device == "cuda"
     if starts_servers and "expandable_segments:true" in machine.allocator.replace(" ", "").lower():

@@ -68,9 +68,7 @@ def gpu_memory_tight(config: Config, inputs: RunInputs, machine: Machine) -> Fou
     for fit, held, advice in _misfits(config, inputs, machine):
         if held <= fit.gpu:
             message = f"{fit.phase} may need more memory than a GPU of this machine has"
-            yield Finding(
-                message, advice, f"{in_bytes(fit.gpu)} a GPU", f"about {in_bytes(fit.needed)}", _blamed(fit)
-            )
+            yield Finding(message, advice, f"{in_bytes(fit.gpu)} a GPU", f"about {in_bytes(fit.needed)}", _blamed(fit))
 
 
 def _misfits(config: Config, inputs: RunInputs, machine: Machine) -> Iterator[tuple[Fit, int, str]]:

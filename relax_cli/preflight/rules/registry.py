@@ -1,7 +1,7 @@
 """How a rule declares itself: `@rule(id, theme, …)` above a generator that yields what is wrong.
 
 The docstring of a rule is its text in `docs/rules.md`. Its parameters are named after what it reads: sections of the
-configuration (`batch`, `parallel`, …), `config` as a whole, or fields of `RuleContext` (`inputs`, `machine`, `rewards`).
+configuration (`batch`, `parallel`, …), the whole `config`, or other fields of `RuleContext` (`inputs`, `machine`, …).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from relax_cli.config.schema import Config
-from relax_cli.data.rewards import BUILTIN_REWARDS
+from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.errors import Problem, ProblemKind, Severity, problem_kind
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine
@@ -62,15 +62,18 @@ class Rule:
         """Everything that is wrong by this rule."""
         sources = (context if name in CONTEXT else context.config for name in self.reads)
         arguments = (getattr(source, name) for source, name in zip(sources, self.reads, strict=True))
-        for found in self.check(*arguments):
-            yield self.kind(
-                found.message,
-                fix=found.fix,
-                option=found.option,
-                where=found.where,
-                got=found.got,
-                expected=found.expected,
-            )
+        return map(self.problem, self.check(*arguments))
+
+    def problem(self, found: Finding) -> Problem:
+        """The finding as a problem of this kind."""
+        return self.kind(
+            found.message,
+            fix=found.fix,
+            option=found.option,
+            where=found.where,
+            got=found.got,
+            expected=found.expected,
+        )
 
 
 CONTEXT = tuple(RuleContext.__dataclass_fields__)

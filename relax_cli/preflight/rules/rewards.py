@@ -9,7 +9,7 @@ from pathlib import Path
 from relax_cli.config.recipes import nearest
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import DataSection, RewardSection
-from relax_cli.data.rewards import LABEL_REWARDS, REMOTE, url_fault
+from relax_cli.data.rewards.builtin import LABEL_REWARDS, REMOTE, url_fault
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Reward"
