@@ -16,7 +16,8 @@ from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Estimator
 from relax_cli.preflight.machine import usable_cores
 from relax_cli.preflight.plan import optimizer_steps
-from relax_cli.roles.protocols import SampleQueue
+from relax_cli.roles.context import RoleContext
+from relax_cli.roles.queue import SampleQueue
 
 if TYPE_CHECKING:
     from relax_cli.backends.rollout.protocol import RolloutEngine
@@ -153,63 +154,39 @@ class RoleBuilder:
             seed=self.config.run.seed,
             temperature=self.config.rollout.rollout_temperature,
         )
-        return ReferenceRole(model, queue, self.config.batch)
+        return ReferenceRole(model, self._context(queue))
 
     def _actor(self, queue: SampleQueue) -> Any:
-        from relax_cli.backends.rollout.sglang.weights import SendOptions
+        from relax_cli.backends.megatron.weight_buckets import RoleRanks
+        from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
         from relax_cli.roles.actor import ActorRole
 
         config = self.config
+        options = SendOptions(
+            transport=config.sglang.update_weight_transport,
+            bucket_bytes=config.sglang.update_weight_buffer_size,
+            timeout=config.rollout.rollout_request_timeout,
+            folder=self.spec.run_dir / "weights",
+            template=self.spec.model_folder,
+        )
         steps, _ = self._optimizer_steps()
+        model = self._model("policy", config.optimizer.lr, config.optimizer.lr_warmup_iters, steps)
         return ActorRole(
-            self._model("policy", config.optimizer.lr, config.optimizer.lr_warmup_iters, steps),
-            queue,
-            config.batch,
-            config.algorithm,
-            config.optimizer,
-            self.estimator,
-            self.options,
-            self.graph["actor"],
-            save_dir=_path(config.checkpoint.save),
-            sending=SendOptions(
-                transport=config.sglang.update_weight_transport,
-                bucket_bytes=config.sglang.update_weight_buffer_size,
-                timeout=config.rollout.rollout_request_timeout,
-                folder=self.spec.run_dir / "weights",
-                template=self.spec.model_folder,
-            ),
+            model, self._context(queue), lambda targets, device: WeightSender(targets, RoleRanks(), device, options)
         )
 
     def _critic(self, queue: SampleQueue) -> Any:
         from relax_cli.roles.critic import CriticRole
 
-        config = self.config
+        section = self.config.critic
         _, steps = self._optimizer_steps()
-        lr = config.critic.critic_lr or config.optimizer.lr
-        return CriticRole(
-            self._model("value", lr, config.critic.critic_lr_warmup_iters, steps),
-            queue,
-            config.batch,
-            config.critic,
-            config.algorithm,
-            config.optimizer,
-            self.estimator,
-            self.options,
-            self.graph["critic"],
-            save_dir=_path(config.critic.critic_save),
-        )
+        lr = section.critic_lr or self.config.optimizer.lr
+        return CriticRole(self._model("value", lr, section.critic_lr_warmup_iters, steps), self._context(queue))
 
     def _advantages(self, queue: SampleQueue) -> Any:
         from relax_cli.roles.advantages import AdvantagesRole
 
-        return AdvantagesRole(
-            queue,
-            self.config.batch.samples_per_rollout,
-            self.config.algorithm,
-            self.estimator,
-            self.options,
-            self.graph["advantages"],
-        )
+        return AdvantagesRole(self._context(queue))
 
     def _rollout_engine(self, tokenizer: Any) -> RolloutEngine:
         config, spec = self.config, self.spec
@@ -217,7 +194,7 @@ class RoleBuilder:
             from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 
             return EmbeddedEngine(spec.model_folder, decode=tokenizer.decode)
-        from relax_cli.backends.rollout.sglang.opening import open_engine
+        from relax_cli.backends.rollout.sglang.connect import open_engine
         from relax_cli.backends.rollout.sglang.update_group import own_address
 
         return open_engine(
@@ -255,24 +232,25 @@ class RoleBuilder:
             self._rollout_engine(tokenizer),
             tokenizer,
             load_reward(config.reward, self.rewards),
-            queue,
+            sampling,
             load_prompts(config.data, config.data.prompt_data),
             {name: load_prompts(config.data, path) for name, path in evals.items()},
-            data=config.data,
-            batch=config.batch,
-            sampling=sampling,
-            rollout=section,
-            eval_samples=config.eval.n_samples_per_eval_prompt,
+            self._context(queue),
+        )
+
+    def _context(self, queue: SampleQueue) -> RoleContext:
+        return RoleContext(
+            config=self.config,
+            estimator=self.estimator,
+            options=self.options,
+            spec=self.graph[self.spec.role],
+            queue=queue,
             run_dir=self.spec.run_dir,
             rank=self.spec.rank,
-            workers=self.spec.ranks,
+            ranks=self.spec.ranks,
         )
 
     def _optimizer_steps(self) -> tuple[int, int]:
         rollouts = self.config.batch.num_rollout
         assert rollouts is not None, "resolved before launch"
         return optimizer_steps(self.config, rollouts, has_critic="critic" in self.graph)
-
-
-def _path(folder: str | None) -> Path | None:
-    return Path(os.path.abspath(folder)) if folder else None

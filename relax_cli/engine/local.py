@@ -8,26 +8,27 @@ from collections.abc import Callable
 from typing import Any
 
 from relax_cli.engine.build import RoleBuilder, cpu_environment, worker_specs
-from relax_cli.engine.session import RoleGroup, Roles, Session
+from relax_cli.engine.groups import Ranks, Result, Role, Roles
+from relax_cli.engine.session import Session
 from relax_cli.plugin.launch_plan import LaunchPlan
 
 
-class LocalRole(RoleGroup):
+class LocalRanks(Ranks[Role]):
     """A role with one rank, called directly."""
 
-    def __init__(self, name: str, role: Any) -> None:
-        super().__init__(name, ranks=1)
+    def __init__(self, name: str, role: Role) -> None:
+        super().__init__(name, count=1)
         self.role = role
 
-    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
-        """See `RoleGroup.start`; everything is done before this returns."""
-        results = [self.run_on(0, method, *args)]
+    def start(self, request: Callable[[Role], Result]) -> Callable[[], list[Result]]:
+        """See `Ranks.start`; everything is done before this returns."""
+        results = [self.on(0, request)]
         return lambda: results
 
-    def run_on(self, rank: int, method: str, *args: Any) -> Any:
-        """See `RoleGroup.run_on`."""
+    def on(self, rank: int, request: Callable[[Role], Result]) -> Result:
+        """See `Ranks.on`."""
         assert rank == 0
-        return getattr(self.role, method)(*args)
+        return request(self.role)
 
 
 class LocalSession(Session):
@@ -38,26 +39,27 @@ class LocalSession(Session):
 
         queue = LocalQueue(plan.graph)
         port = free_port()
-        built: dict[str, LocalRole] = {}
+        built: dict[str, LocalRanks[Any]] = {}
         for name in plan.graph.names:
             plan.status(f"building {name}")
             (spec,) = worker_specs(plan, name)
             os.environ.update(cpu_environment(spec.threads))
-            built[name] = LocalRole(name, RoleBuilder(spec.at("127.0.0.1", port)).build(queue))
-        self.roles = Roles(**built)
+            built[name] = LocalRanks(name, RoleBuilder(spec.at("127.0.0.1", port)).build(queue))
+        self.roles = Roles.of(built)
 
     def copy_weights(self, version: int) -> None:
         """See `Session.copy_weights`."""
         with self.roles.actor.awake():
-            named = self.roles.actor.run_on(0, "export_weights")
+            named = self.roles.actor.ranks.on(0, lambda actor: actor.export_weights())
+        assert named is not None, "the first rank has all weights"
         with self.roles.rollout.awake():
-            self.roles.rollout.run("load_weights", named.items(), version)
+            self.roles.rollout.ranks.all(lambda rollout: rollout.load_weights(named.items(), version))
 
     def close(self) -> None:
         """See `Session.close`."""
         from relax_cli.backends.megatron import parallel
 
-        self.roles.rollout.run("close")
+        self.roles.rollout.ranks.all(lambda rollout: rollout.close())
         parallel.shutdown()
 
 

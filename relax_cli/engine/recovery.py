@@ -1,24 +1,32 @@
-"""What goes on after an SGLang server of the run has died: it is started again and gets the newest weights, once."""
+"""Recovery from a rollout server that died: it is started again and gets the newest weights, once."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
-from relax_cli.backends.rollout.sglang.server import ServerDied
+from relax_cli.backends.rollout.protocol import ServerDied
+from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.session import Session
 
+Result = TypeVar("Result")
 
-def run_rollout(
-    session: Session, version: int, method: str, *args: Any, again: str | None = None
-) -> tuple[list[Any], int]:
-    """Call a method of the rollout workers while they are awake.
+
+def with_revival(
+    session: Session,
+    version: int,
+    work: Callable[[RolloutGroup], Result],
+    *,
+    again: Callable[[RolloutGroup], Result] | None = None,
+) -> tuple[Result, int]:
+    """Have the rollout workers do something while they are awake.
 
     Args:
         version: the weights they have.
-        again: the method to call once servers were started again; the same one where it is None.
+        again: what to do once servers were started again; `work` where it is None.
 
     Returns:
-        one result per rank, and how many servers were started again.
+        the result, and how many servers were started again.
 
     Raises:
         RelaxError: what the role raised, and a server that died twice.
@@ -26,9 +34,9 @@ def run_rollout(
     rollout = session.roles.rollout
     try:
         with rollout.awake():
-            return rollout.run(method, *args), 0
+            return work(rollout), 0
     except ServerDied:
-        revived = sum(rollout.run("revive"))
+        revived = rollout.revive()
         session.publish_weights(version)
         with rollout.awake():
-            return rollout.run(again or method, *args), revived
+            return (again or work)(rollout), revived

@@ -29,8 +29,9 @@ from relax_cli.preflight.device_choice import DeviceChange
 from relax_cli.preflight.inputs import rollouts_of
 from relax_cli.preflight.resolve import Resolved
 from relax_cli.preflight.start import decide_run
+from relax_cli.roles.sample_files import drop_samples
 from relax_cli.tracking.live import StepDisplay
-from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, drop_rollouts, write_config
+from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 """What the operating system says of a disk that is full, broken or protected."""
@@ -71,7 +72,7 @@ def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun
         start = decide_run(config, has_critic="critic" in graph)
         first = start.decision.iteration or 0
         write_config(run_dir, resolved.dump(config))
-        drop_rollouts(run_dir, first)
+        drop_samples(run_dir, first)
         display = stack.enter_context(StepDisplay(console, config.batch.num_rollout or 0))
         for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *device_notes(resolved)]:
             display.note(note)
@@ -94,12 +95,11 @@ def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun
         trainer = Trainer(
             session,
             config,
-            [Recorder(writers, display, plugins)],
+            Recorder(writers, display, plugins),
+            stop,
             first=first,
             dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)],
             checkpoint_meta=checkpoint_meta(identity, resolved, graph),
-            status=display.status,
-            stop=stop,
         )
         ended_by = run_trainer(trainer, run_dir, stop, resolved)
         if ended_by is not None:
@@ -122,7 +122,7 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, resolved: Re
     try:
         with disk_errors(run_dir):
             trainer.run()
-        return stop.wish
+        return stop.requested_stop
     except (KeyboardInterrupt, Terminated) as now:
         return now
     except RelaxError as error:
@@ -168,6 +168,10 @@ class Recorder:
     def warn(self, message: str) -> None:
         """See `trainer.Watcher`."""
         self.display.note(f"warning: {message}")
+
+    def status(self, text: str) -> None:
+        """See `trainer.Watcher`."""
+        self.display.status(text)
 
 
 def prepare_run(config: Config) -> tuple[Config, Path]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from relax_cli.config.schema import CheckpointSection
-from relax_cli.engine.session import RoleGroup
+from relax_cli.engine.groups import TrainedGroup
 from relax_cli.errors import RunError
 
 
@@ -23,7 +23,7 @@ class PairSaver:
 
     def __init__(
         self,
-        roles: list[RoleGroup],
+        roles: list[TrainedGroup],
         section: CheckpointSection,
         meta: dict[str, Any],
         *,
@@ -56,9 +56,9 @@ class PairSaver:
             meta = {**self.meta, "save_id": uuid.uuid4().hex}
             for role in self.roles:
                 with role.awake():
-                    role.run("write_checkpoint", iteration, meta)
+                    role.write_checkpoint(iteration, meta)
             for role in self.roles:
-                role.run_on(0, "commit_checkpoint", iteration)
+                role.commit_checkpoint(iteration)
             self._prepared = iteration
 
     def publish(self) -> None:
@@ -72,10 +72,10 @@ class PairSaver:
             return
         with self._undone_on_failure(iteration):
             for role in self.roles:
-                role.run_on(0, "publish_checkpoint", iteration)
+                role.publish_checkpoint(iteration)
             self.saved = iteration
         if self.saved == iteration:
-            self._rotate()
+            self._rotate(iteration)
 
     def abandon(self) -> None:
         """Take back a pair that was prepared, since it shall not count."""
@@ -83,11 +83,11 @@ class PairSaver:
             self._withdraw(self._prepared)
             self._prepared = None
 
-    def _rotate(self) -> None:
+    def _rotate(self, current: int) -> None:
         """Drop what is too old; the new pair counts already, so a disk that refuses this ends nothing."""
         try:
             for role in self.roles:
-                role.run_on(0, "rotate_checkpoints", self.saved, self.section.keep_checkpoints)
+                role.rotate_checkpoints(current, self.section.keep_checkpoints)
         except RunError as error:
             self.warn(f"old checkpoints could not be removed: {storage_failure(error)}")
 
@@ -105,7 +105,7 @@ class PairSaver:
     def _withdraw(self, iteration: int) -> None:
         for role in self.roles:
             try:
-                role.run_on(0, "withdraw_checkpoint", iteration)
+                role.withdraw_checkpoint(iteration)
             except RunError as error:
                 self.warn(f"what was written of iteration {iteration} could not be removed: {storage_failure(error)}")
 

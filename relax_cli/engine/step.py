@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from relax_cli.engine.recovery import run_rollout
+from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.session import Session
-from relax_cli.tracking.spread import Spread, merge_spreads
+from relax_cli.roles.spread import Spread, merge_spreads
 
 
 @dataclass
@@ -58,39 +58,43 @@ def run_step(
     Args:
         critic_only_steps: the actor does not learn before this step, yet publishes its weights.
         overlap_updates: actor and critic learn at the same time; both need only what is in the queue by then.
-        dump_fields: queue fields to write beside each sample into the run folder.
+        dump_fields: queue fields to write next to each sample into the run folder.
     """
     roles, record = session.roles, StepRecord(rollout_id)
     actor_learns = roles.critic is None or rollout_id >= critic_only_steps
     overlap = overlap_updates and actor_learns and roles.critic is not None
     with record.phase("rollout"):
-        shares, revived = run_rollout(session, rollout_id, "generate", rollout_id, again="generate_missing")
+        shares, revived = with_revival(
+            session,
+            rollout_id,
+            lambda rollout: rollout.generate(rollout_id),
+            again=lambda rollout: rollout.generate_missing(rollout_id),
+        )
         record.add_rollout(shares)
         if revived:
             record.metrics["rollout/server_restarts"] = revived
     if roles.reference:
         with record.phase("reference"), roles.reference.awake():
-            roles.reference.run("score", rollout_id)
+            roles.reference.score(rollout_id)
     if roles.critic:
         with record.phase("critic"), roles.critic.awake():
-            record.metrics |= roles.critic.run("predict", rollout_id)[0]
+            record.metrics |= roles.critic.predict(rollout_id)
             if not overlap:
-                record.metrics |= roles.critic.run("update")[0]
+                record.metrics |= roles.critic.update()
     if roles.advantages:
         with record.phase("advantages"):
-            record.metrics |= roles.advantages.run("compute", rollout_id)[0]
+            record.metrics |= roles.advantages.compute(rollout_id)
     if roles.critic and overlap:
         with record.phase("updates"), roles.critic.awake(), roles.actor.awake():
-            critic_update = roles.critic.start("update")
-            record.metrics |= roles.actor.run("train", rollout_id)[0]
-            record.metrics |= critic_update()[0]
+            critic_update = roles.critic.start_update()
+            record.metrics |= roles.actor.train(rollout_id)
+            record.metrics |= critic_update()
     elif actor_learns:
         with record.phase("actor"), roles.actor.awake():
-            record.metrics |= roles.actor.run("train", rollout_id)[0]
+            record.metrics |= roles.actor.train(rollout_id)
     with record.phase("publish"):
         session.publish_weights(version=rollout_id + 1)
     with record.phase("record"):
-        for rank in range(roles.rollout.ranks):
-            roles.rollout.run_on(rank, "dump", rollout_id, dump_fields)
-        roles.rollout.run_on(0, "clear", rollout_id)
+        roles.rollout.dump(rollout_id, dump_fields)
+        roles.rollout.clear(rollout_id)
     return record

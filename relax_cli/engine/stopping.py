@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish, which the loop grants as soon as the step under way is finished and saved."""
+"""Graceful shutdown at Ctrl-C or SIGTERM: finish and save the current step, then exit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class StopRequest:
         self._unsaid: SimpleQueue[str | None] = SimpleQueue()
         self._pressed_at = 0.0
         self.doing = ""
-        self.wish: KeyboardInterrupt | Terminated | None = None
+        self.requested_stop: KeyboardInterrupt | Terminated | None = None
         """What the run should end as; None while it may go on."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals are wishes inside the block.
+        """Signals request a stop inside the block.
 
         Raises:
             KeyboardInterrupt: inside the block, at the second Ctrl-C, or at the first where nothing would be lost.
@@ -57,20 +57,20 @@ class StopRequest:
             raise KeyboardInterrupt
         if time.monotonic() - self._pressed_at < SAME_PRESS:
             return
-        if self.wish is not None:
+        if self.requested_stop is not None:
             self._unsaid.put("stopping now")
             raise KeyboardInterrupt
         self._pressed_at = time.monotonic()
-        self._wish(KeyboardInterrupt(), f"{self.doing}; Ctrl-C again stops now")
+        self._request(KeyboardInterrupt(), f"{self.doing}; Ctrl-C again stops now")
 
     def _on_sigterm(self, *_: object) -> None:
         if not self.doing:
             raise Terminated
-        if self.wish is None:
-            self._wish(Terminated(), f"SIGTERM: {self.doing}; Ctrl-C stops now")
+        if self.requested_stop is None:
+            self._request(Terminated(), f"SIGTERM: {self.doing}; Ctrl-C stops now")
 
-    def _wish(self, end: KeyboardInterrupt | Terminated, message: str) -> None:
-        self.wish = end
+    def _request(self, end: KeyboardInterrupt | Terminated, message: str) -> None:
+        self.requested_stop = end
         self._unsaid.put(message)
 
     def _print_all(self) -> None:

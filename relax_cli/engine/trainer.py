@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from relax_cli.config.schema import Config
-from relax_cli.engine.recovery import run_rollout
+from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord, run_step
 from relax_cli.engine.stopping import StopRequest
-from relax_cli.roles.records import EvalShare
-from relax_cli.tracking.spread import Spread
+from relax_cli.roles.spread import Spread
 
 EXAMPLES = 3
 """Judged samples of each held-out set kept for a person to read."""
 
 HEAD_MOVES_WITHIN = 3
-"""Rollouts after which a value head that is what it was is worth a warning."""
+"""Rollouts after which an unchanged value head is worth a warning."""
 
 
 class Watcher(Protocol):
@@ -30,7 +28,10 @@ class Watcher(Protocol):
         """One step is done."""
 
     def warn(self, message: str) -> None:
-        """Something a person should know of while the run goes on."""
+        """Something a person should know of during the run."""
+
+    def status(self, text: str) -> None:
+        """What is being done now."""
 
 
 @dataclass(frozen=True)
@@ -66,24 +67,22 @@ class Trainer:
         self,
         session: Session,
         config: Config,
-        watchers: list[Watcher],
+        watcher: Watcher,
+        stop: StopRequest,
         *,
         first: int,
         dump_fields: list[str],
         checkpoint_meta: dict[str, Any],
-        status: Callable[[str], None],
-        stop: StopRequest,
     ) -> None:
         assert config.batch.num_rollout is not None, "resolved before launch"
         self.session = session
         self.config = config
-        self.watchers = watchers
+        self.watcher = watcher
         self.first = first
         self.last = config.batch.num_rollout
         self.dump_fields = dump_fields
-        self.status = status
         self.stop = stop
-        self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=self._warn)
+        self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=watcher.warn)
         self.report = RunReport(first=first)
         self.head_moved = False
 
@@ -109,10 +108,10 @@ class Trainer:
             )
             self._end_step(record, started)
             done = rollout_id + 1
-            if self.stop.wish is None and self._due(self.config.eval.eval_interval, done):
+            if self.stop.requested_stop is None and self._due(self.config.eval.eval_interval, done):
                 self.stop.doing = f"finishing the evaluation, then {self._ending}"
                 self._evaluate(done)
-            if self.stop.wish is not None:
+            if self.stop.requested_stop is not None:
                 self._save_late(done)
                 break
         return self.report
@@ -125,9 +124,9 @@ class Trainer:
         """Save if it is time, and record: a pair counts only once the metrics of all its steps are on the disk."""
         done = record.rollout_id + 1
         saves = self.config.checkpoint.save is not None
-        if saves and (self.stop.wish is not None or self._due(self.config.checkpoint.save_interval, done)):
+        if saves and (self.stop.requested_stop is not None or self._due(self.config.checkpoint.save_interval, done)):
             with record.phase("checkpoint"):
-                self.status(f"saving iteration {done}")
+                self.watcher.status(f"saving iteration {done}")
                 self.saver.prepare(done)
         try:
             self._finish_step(record, time.perf_counter() - started)
@@ -139,17 +138,13 @@ class Trainer:
     def _save_late(self, done: int) -> None:
         """Save a step that was recorded before the stop was requested; does nothing when it is saved."""
         if self.report.saved_iteration != done:
-            self.status(f"saving iteration {done}")
+            self.watcher.status(f"saving iteration {done}")
             self.saver.prepare(done)
             self._publish()
 
     def _publish(self) -> None:
         self.saver.publish()
         self.report.saved_iteration = self.saver.saved
-
-    def _warn(self, message: str) -> None:
-        for watcher in self.watchers:
-            watcher.warn(message)
 
     def _due(self, interval: int | None, done: int) -> bool:
         return done == self.last or (interval is not None and done % interval == 0)
@@ -166,8 +161,7 @@ class Trainer:
         self.report.steps += 1
         self.report.seconds += seconds
         self.report.rewards.append(record.metrics["reward/mean"])
-        for watcher in self.watchers:
-            watcher.step(record.rollout_id, metrics)
+        self.watcher.step(record.rollout_id, metrics)
         self._watch_value_head(record)
 
     def _watch_value_head(self, record: StepRecord) -> None:
@@ -175,22 +169,23 @@ class Trainer:
         moved = record.metrics.get("critic/value_head_moved")
         self.head_moved = self.head_moved or moved is None or moved > 0
         if self.report.steps == HEAD_MOVES_WITHIN and not self.head_moved:
-            self._warn(
+            self.watcher.warn(
                 f"the critic's value head has not moved in {HEAD_MOVES_WITHIN} rollouts: look at "
                 "critic/lr, critic/grad_norm and critic/skipped_steps (--critic-lr, --critic-lr-warmup-iters)"
             )
 
     def _evaluate(self, done: int) -> None:
         for item in self.config.eval.eval_prompt_data:
-            name = item.split("=", 1)[0]
-            self.status(f"evaluating {name}")
-            shares: list[EvalShare]
-            shares, _ = run_rollout(self.session, done, "evaluate", name, EXAMPLES)
-            self.report.evaluations.append(
-                Evaluation(
-                    name=name,
-                    rollout_id=done,
-                    reward=Spread.merge(share.rewards for share in shares),
-                    examples=[example for share in shares for example in share.examples][:EXAMPLES],
-                )
+            self._evaluate_set(item.split("=", 1)[0], done)
+
+    def _evaluate_set(self, name: str, done: int) -> None:
+        self.watcher.status(f"evaluating {name}")
+        shares, _ = with_revival(self.session, done, lambda rollout: rollout.evaluate(name, EXAMPLES))
+        self.report.evaluations.append(
+            Evaluation(
+                name=name,
+                rollout_id=done,
+                reward=Spread.merge(share.rewards for share in shares),
+                examples=[example for share in shares for example in share.examples][:EXAMPLES],
             )
+        )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
@@ -15,15 +13,11 @@ from relax_cli.algorithms.surrogate import tis_weight
 from relax_cli.algorithms.types import LossInputs
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
-from relax_cli.backends.megatron.weight_buckets import RoleRanks
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
-from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
-from relax_cli.config.schema import AlgorithmSection, BatchSection, OptimizerSection, Section
-from relax_cli.plugin.graph import RoleSpec
-from relax_cli.plugin.records import Estimator
+from relax_cli.backends.rollout.protocol import OpenSender, WeightSender
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
-from relax_cli.roles.protocols import SampleQueue
+from relax_cli.roles.context import RoleContext
 from relax_cli.roles.training import RolloutShare, TrainingRole, masked_token_mean, trainable
 
 
@@ -32,30 +26,11 @@ class ActorRole(TrainingRole):
 
     name = "actor"
 
-    def __init__(
-        self,
-        model: TrainableModel,
-        queue: SampleQueue,
-        batch: BatchSection,
-        algorithm: AlgorithmSection,
-        optimizer: OptimizerSection,
-        estimator: Estimator,
-        estimator_options: Section,
-        spec: RoleSpec,
-        *,
-        save_dir: Path | None,
-        sending: SendOptions,
-    ) -> None:
-        """
-        Args:
-            sending: how weights go to servers, where there are some.
-        """
-        super().__init__(model, queue, batch, save_dir=save_dir, on_nan_grad=optimizer.on_nan_grad)
-        self.algorithm = algorithm
-        self.policy_loss = estimator.load_policy_loss()
-        self.own_advantages = estimator.load_advantages() if "advantages" in spec.writes else None
-        self.estimator_options = estimator_options
-        self.sending = sending
+    def __init__(self, model: TrainableModel, context: RoleContext, open_sender: OpenSender) -> None:
+        super().__init__(model, context, save_dir=context.config.checkpoint.save)
+        self.policy_loss = context.estimator.load_policy_loss()
+        self.own_advantages = context.estimator.load_advantages() if "advantages" in context.spec.writes else None
+        self.open_sender = open_sender
         self.sender: WeightSender | None = None
 
     def train(self, rollout_id: int) -> dict[str, float]:
@@ -81,16 +56,16 @@ class ActorRole(TrainingRole):
         return self.model.hf_state()
 
     def send_weights(self, targets: Sequence[WeightTarget], version: int) -> None:
-        """Bring all parameters to SGLang servers, the same ones every time, as their weights of `version`.
+        """Bring all parameters to rollout servers, the same ones every time, as their weights of `version`.
 
         Raises:
             RunError: a server did not take them; names it and how far it got.
         """
         assert self.awake, "weights are on the device only while the actor is awake"
         if self.sender is None:
-            self.sender = WeightSender(targets, RoleRanks(), self.model.device, self.sending)
+            self.sender = self.open_sender(targets, self.model.device)
         assert self.sender.targets == tuple(targets), "servers do not change during a run"
-        self.sender.send(partial(self.model.hf_buckets, self.sending.bucket_bytes), version)
+        self.sender.send(self.model.hf_buckets, version)
 
     def _set_old_log_probs(self, share: RolloutShare) -> None:
         """Adds `old_log_probs`: the rollout engine's, or the actor's own from before the update."""
@@ -100,7 +75,7 @@ class ActorRole(TrainingRole):
             share.columns["old_log_probs"] = self.answers(share, lambda output: output.log_probs_BT)
 
     def _advantages_without_critic(self, share: RolloutShare) -> dict[str, float]:
-        """Adds `advantages`, to the queue too. Computed from all rows on every rank: groups lie across ranks, and
+        """Adds `advantages`, also to the queue. Computed from all rows on every rank: groups lie across ranks, and
         whitening needs every token of the rollout."""
         assert self.own_advantages is not None
         every_row = list(range(self.batch.samples_per_rollout))
@@ -109,7 +84,7 @@ class ActorRole(TrainingRole):
         if self.algorithm.kl_coef:
             own = kl_penalty(share.columns, share.rows, self.algorithm.kl_coef, old="old_log_probs")
             columns["kl"] = parallel.gather_rows(own)
-        inputs = advantage_inputs(columns, every_row, self.estimator_options)
+        inputs = advantage_inputs(columns, every_row, self.options)
         advantages, metrics = finished_advantages(
             self.own_advantages(inputs).advantages, inputs, normalize=self.algorithm.normalize_advantages
         )
@@ -164,7 +139,7 @@ class ActorRole(TrainingRole):
                 advantages=fields["advantages"],
                 mask=mask_BT,
                 rollout_logp=fields["rollout_log_probs"],
-                options=self.estimator_options,
+                options=self.options,
             )
         )
         watched = {**terms.metrics, "entropy": output.entropy_BT}

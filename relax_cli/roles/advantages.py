@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from relax_cli.config.schema import AlgorithmSection, Section
-from relax_cli.plugin.graph import RoleSpec
-from relax_cli.plugin.records import Estimator
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
-from relax_cli.roles.protocols import SampleQueue
+from relax_cli.roles.context import RoleContext
 
 
 class AdvantagesRole:
@@ -15,21 +12,13 @@ class AdvantagesRole:
 
     name = "advantages"
 
-    def __init__(
-        self,
-        queue: SampleQueue,
-        samples_per_rollout: int,
-        algorithm: AlgorithmSection,
-        estimator: Estimator,
-        estimator_options: Section,
-        spec: RoleSpec,
-    ) -> None:
-        self.queue = queue
-        self.samples_per_rollout = samples_per_rollout
-        self.algorithm = algorithm
-        self.advantages = estimator.load_advantages()
-        self.estimator_options = estimator_options
-        self.fields = list(dict.fromkeys([*FIELDS, *spec.reads]))
+    def __init__(self, context: RoleContext) -> None:
+        self.queue = context.queue
+        self.samples_per_rollout = context.config.batch.samples_per_rollout
+        self.algorithm = context.config.algorithm
+        self.options = context.options
+        self.advantages = context.estimator.load_advantages()
+        self.fields = list(dict.fromkeys([*FIELDS, *context.spec.reads]))
 
     def compute(self, rollout_id: int) -> dict[str, float]:
         """Read rewards and values, write `advantages` and `returns`; metrics are from before whitening."""
@@ -38,7 +27,7 @@ class AdvantagesRole:
         columns = {name: dict(zip(rows, values, strict=True)) for name, values in fields.items()}
         if self.algorithm.kl_coef:
             columns["kl"] = kl_penalty(columns, rows, self.algorithm.kl_coef, old="rollout_log_probs")
-        inputs = advantage_inputs(columns, rows, self.estimator_options)
+        inputs = advantage_inputs(columns, rows, self.options)
         outputs = self.advantages(inputs)
         assert outputs.returns is not None, "an estimator with a critic gives returns"
         advantages, metrics = finished_advantages(

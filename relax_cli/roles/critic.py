@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,12 +11,9 @@ from relax_cli.algorithms.reduce import Mode, aggregate
 from relax_cli.algorithms.value_loss import clipped_value_loss
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
-from relax_cli.config.schema import AlgorithmSection, BatchSection, CriticSection, OptimizerSection, Section
-from relax_cli.plugin.graph import RoleSpec
-from relax_cli.plugin.records import Estimator
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, kl_penalty
 from relax_cli.roles.batching import Columns, unpad
-from relax_cli.roles.protocols import SampleQueue
+from relax_cli.roles.context import RoleContext
 from relax_cli.roles.training import RolloutShare, TrainingRole, masked_token_mean, trainable
 
 
@@ -26,26 +22,11 @@ class CriticRole(TrainingRole):
 
     name = "critic"
 
-    def __init__(
-        self,
-        model: TrainableModel,
-        queue: SampleQueue,
-        batch: BatchSection,
-        critic: CriticSection,
-        algorithm: AlgorithmSection,
-        optimizer: OptimizerSection,
-        estimator: Estimator,
-        estimator_options: Section,
-        spec: RoleSpec,
-        *,
-        save_dir: Path | None,
-    ) -> None:
-        super().__init__(model, queue, batch, save_dir=save_dir, on_nan_grad=optimizer.on_nan_grad)
-        self.critic = critic
-        self.algorithm = algorithm
-        self.advantages = estimator.load_advantages()
-        self.estimator_options = estimator_options
-        self.spec = spec
+    def __init__(self, model: TrainableModel, context: RoleContext) -> None:
+        self.critic = context.config.critic
+        super().__init__(model, context, save_dir=self.critic.critic_save)
+        self.advantages = context.estimator.load_advantages()
+        self.spec = context.spec
         self.share: RolloutShare | None = None
 
     def predict(self, rollout_id: int) -> dict[str, float]:
@@ -91,7 +72,7 @@ class CriticRole(TrainingRole):
             return
         if self.algorithm.kl_coef:
             columns["kl"] = kl_penalty(columns, rows, self.algorithm.kl_coef, old="rollout_log_probs")
-        outputs = self.advantages(advantage_inputs(columns, rows, self.estimator_options))
+        outputs = self.advantages(advantage_inputs(columns, rows, self.options))
         assert outputs.returns is not None, "an estimator with a critic gives returns"
         columns["returns"] = unpad(outputs.returns, rows, columns["response_lens"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from relax_cli.backends.rollout.protocol import Request, RolloutEngine, SamplingParams
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
-from relax_cli.config.schema import BatchSection, DataSection, RolloutSection
+from relax_cli.backends.rollout.protocol import LoadingEngine, Request, RolloutEngine, SamplingParams, ServerEngine
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.data.prompts import Prompt, PromptOrder
 from relax_cli.data.rewards import RewardFunction
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError
+from relax_cli.roles.context import RoleContext
+from relax_cli.roles.evaluation import EvalShare
 from relax_cli.roles.judging import Judge, Judged, Sampled, reward_spreads
-from relax_cli.roles.protocols import SampleQueue
-from relax_cli.roles.records import EvalShare
-from relax_cli.tracking.spread import Spread
-from relax_cli.tracking.writers import RolloutWriter
+from relax_cli.roles.sample_files import SampleWriter
+from relax_cli.roles.spread import Spread
 
 EVAL_STREAM = 1 << 40
 """Stands for the rollout id in the seeds of held-out samples, so that every evaluation draws the same noise."""
@@ -38,43 +36,36 @@ class RolloutRole:
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
         reward: RewardFunction,
-        queue: SampleQueue,
+        sampling: SamplingParams,
         prompts: Sequence[Prompt],
         eval_prompts: dict[str, Sequence[Prompt]],
-        *,
-        data: DataSection,
-        batch: BatchSection,
-        sampling: SamplingParams,
-        rollout: RolloutSection,
-        eval_samples: int,
-        run_dir: Path,
-        rank: int,
-        workers: int,
+        context: RoleContext,
     ) -> None:
+        config = context.config
         self.engine = engine
         self.tokenizer = tokenizer
-        self.judge = Judge(reward, tokenizer, sampling.stop, apply_chat_template=data.apply_chat_template)
-        self.queue = queue
+        self.judge = Judge(reward, tokenizer, sampling.stop, apply_chat_template=config.data.apply_chat_template)
+        self.sampling = sampling
         self.prompts = prompts
         self.eval_prompts = eval_prompts
-        self.data = data
-        self.batch = batch
-        self.sampling = sampling
-        self.rollout = rollout
-        self.eval_samples = eval_samples
-        self.rank = rank
-        self.workers = workers
-        self.order = PromptOrder(len(prompts), rollout.rollout_seed, data.shuffle)
-        self.writer = RolloutWriter(run_dir)
+        self.queue = context.queue
+        self.data = config.data
+        self.batch = config.batch
+        self.rollout = config.rollout
+        self.eval_samples = config.eval.n_samples_per_eval_prompt
+        self.rank = context.rank
+        self.workers = context.ranks
+        self.order = PromptOrder(len(prompts), self.rollout.rollout_seed, self.data.shuffle)
+        self.writer = SampleWriter(context.run_dir)
         self.awake = True
         self.has_weights = True
         self.judged: list[Judged] = []
         self.written: tuple[int, dict[str, Spread]] | None = None
 
     def wake_for_weights(self) -> None:
-        """Give the engine the memory of its weights back, but not yet that of its cache."""
+        """Give the servers the memory of their weights back, but not yet that of their caches."""
         if not self.has_weights:
-            self.engine.wake_for_weights()
+            self._servers.wake_for_weights()
             self.has_weights = True
 
     def wake(self) -> None:
@@ -91,21 +82,27 @@ class RolloutRole:
 
     def revive(self) -> int:
         """Start servers of this worker again that have ended; how many. Everything sleeps then and needs weights."""
-        revived = self.engine.revive()
+        revived = self._servers.revive()
         self.awake = self.has_weights = False
         return revived
 
     def weight_targets(self) -> list[WeightTarget]:
         """Servers that the actor sends its weights to; none where they come through `load_weights`."""
-        return list(self.engine.weight_targets())
+        return list(self.engine.targets) if isinstance(self.engine, ServerEngine) else []
 
     def weights_updated(self, version: int) -> None:
         """The actor has sent the weights `version` to every target."""
-        self.engine.weights_updated(version)
+        self._servers.weights_updated(version)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the engine's weights by the actor's."""
+        assert isinstance(self.engine, LoadingEngine), "weights are sent to the engine's servers"
         self.engine.load_weights(named, version)
+
+    @property
+    def _servers(self) -> ServerEngine:
+        assert isinstance(self.engine, ServerEngine), "the engine has no servers"
+        return self.engine
 
     def generate(self, rollout_id: int) -> dict[str, Spread]:
         """Sample this worker's share of rollout `rollout_id` and write it to the queue."""
@@ -167,7 +164,8 @@ class RolloutRole:
     def close(self) -> None:
         """End the engine's processes and the reward's."""
         try:
-            self.engine.close()
+            if isinstance(self.engine, ServerEngine):
+                self.engine.close()
         finally:
             self.judge.close()
 

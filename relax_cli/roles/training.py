@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import LossFunction, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.checkpoint import store
 from relax_cli.checkpoint.fingerprint import data_position
-from relax_cli.config.schema import BatchSection
 from relax_cli.errors import Problem, RunError
 from relax_cli.roles.batching import Columns, make_micro_batch, micro_batch_rows, plan_rows, unpad
-from relax_cli.roles.protocols import SampleQueue
+from relax_cli.roles.context import RoleContext
 
 SAMPLE = ("tokens", "prompt_lens", "response_lens", "response_mask")
 """Queue fields that every role with a model reads."""
@@ -62,10 +61,10 @@ class ModelRole(Generic[Model]):
     name: str
     """Role name."""
 
-    def __init__(self, model: Model, queue: SampleQueue, batch: BatchSection) -> None:
+    def __init__(self, model: Model, context: RoleContext) -> None:
         self.model = model
-        self.queue = queue
-        self.batch = batch
+        self.queue = context.queue
+        self.batch = context.config.batch
         self.awake = True
 
     def wake(self) -> None:
@@ -108,18 +107,12 @@ class ModelRole(Generic[Model]):
 class TrainingRole(ModelRole[TrainableModel]):
     """A model that learns from the queue."""
 
-    def __init__(
-        self,
-        model: TrainableModel,
-        queue: SampleQueue,
-        batch: BatchSection,
-        *,
-        save_dir: Path | None,
-        on_nan_grad: Literal["stop", "skip"],
-    ) -> None:
-        super().__init__(model, queue, batch)
-        self.save_dir = save_dir
-        self.on_nan_grad = on_nan_grad
+    def __init__(self, model: TrainableModel, context: RoleContext, *, save_dir: str | None) -> None:
+        super().__init__(model, context)
+        self.algorithm = context.config.algorithm
+        self.options = context.options
+        self.on_nan_grad = context.config.optimizer.on_nan_grad
+        self._save_dir = save_dir
 
     def learn(
         self, share: RolloutShare, update: Callable[[int], dict[str, float]], *, passes: int = 1
@@ -145,7 +138,7 @@ class TrainingRole(ModelRole[TrainableModel]):
         *,
         entropy_grad: bool = False,
     ) -> dict[str, float]:
-        """One optimizer step on the samples of `step`, with the named fields beside the tokens.
+        """One optimizer step on the samples of `step`, with the named fields next to the tokens.
 
         Raises:
             RunError: see `learn`; weights, moments and schedule are as they were before the step.
@@ -182,30 +175,31 @@ class TrainingRole(ModelRole[TrainableModel]):
         """Trainable tokens or samples of the whole optimizer step, the same on every rank."""
         return max(share.step_tokens[step], 1.0) if per_token else float(self.batch.samples_per_step)
 
+    @property
+    def save_dir(self) -> Path:
+        """Where checkpoints go."""
+        assert self._save_dir is not None, "a run without a save folder writes no checkpoint"
+        return Path(self._save_dir).absolute()
+
     def write_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
         """Write everything of `iteration` under a temporary name."""
-        assert self.save_dir is not None
         position = data_position(iteration, self.batch.rollout_batch_size, meta.get("prompts"))
         store.write(self.model, self.save_dir, iteration, self.name, meta | {"data_position": position})
 
     def commit_checkpoint(self, iteration: int) -> None:
         """Give the written checkpoint its final name."""
-        assert self.save_dir is not None
         store.commit(self.save_dir, iteration)
 
     def publish_checkpoint(self, iteration: int) -> None:
         """Move the tracker to `iteration`."""
-        assert self.save_dir is not None
         store.publish(self.save_dir, iteration)
 
     def rotate_checkpoints(self, current: int, keep: int | None) -> None:
         """Drop the checkpoints beyond the newest `keep`."""
-        assert self.save_dir is not None
         store.rotate(self.save_dir, current, keep)
 
     def withdraw_checkpoint(self, iteration: int) -> None:
         """Take back what was written of `iteration`, since a part of the pair could not be saved."""
-        assert self.save_dir is not None
         store.withdraw(self.save_dir, iteration)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""The files of a run folder: `config.json`, `metrics.jsonl`, `rollouts/step_000000.jsonl` and `tb/`."""
+"""The files of a run folder: `config.json`, `metrics.jsonl` and `tb/`."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from relax_cli.errors import Problem, ResumeError
+from relax_cli.roles.sample_files import json_line
 
 
 class MetricsWriter:
@@ -39,7 +39,7 @@ class MetricsWriter:
         """Write one step, `record["step"]`, which must be the next; NaN and infinity become null (JSON)."""
         step = record["step"]
         assert step == self._next_step, f"step {step} was written where step {self._next_step} is due"
-        self._file.write(_json_line(record))
+        self._file.write(json_line(record))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._next_step += 1
@@ -55,37 +55,6 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class RolloutWriter:
-    """Writes the samples of each step to `rollouts/step_000000.jsonl`."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "rollouts"
-        self._folder.mkdir(parents=True, exist_ok=True)
-
-    def write(self, step: int, samples: Iterable[Mapping[str, Any]], *, append: bool = False) -> Path:
-        """Write one JSON object per sample; returns the file.
-
-        Args:
-            append: add to the file, as the second and later workers of a step do, instead of replacing it whole.
-        """
-        path = self._folder / f"step_{step:06d}.jsonl"
-        text = "".join(_json_line(sample) for sample in samples)
-        if append:
-            with path.open("a") as file:
-                file.write(text)
-        else:
-            # Not flushed to the disk as metrics are: nothing resumes from samples, and every step waits for it.
-            path.write_text(text)
-        return path
-
-
-def drop_rollouts(run_dir: Path, first_step: int) -> None:
-    """Delete sample files of steps at or after `first_step`: an aborted run left them, and they run again."""
-    for path in (run_dir / "rollouts").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) >= first_step:
-            path.unlink()
 
 
 class TensorBoardWriter:
@@ -160,20 +129,6 @@ def _bad_metrics(where: str, got: str, expected: str) -> ResumeError:
             expected=expected,
         )
     )
-
-
-def _json_line(record: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return value
 
 
 def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:

@@ -14,7 +14,7 @@ import torch
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.protocol import Request, SamplingParams
-from relax_cli.backends.rollout.sglang.opening import open_engine
+from relax_cli.backends.rollout.sglang.connect import open_engine
 from relax_cli.backends.rollout.sglang.replies import generate_payload
 from relax_cli.backends.rollout.sglang.server import launch_command
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection

@@ -18,7 +18,7 @@ from relax_cli.backends.rollout.protocol import Generation, Request, SamplingPar
 from relax_cli.backends.rollout.sglang import engine as engine_module
 from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError
 from tests.support.sglang.faults import Fault, Faults, Kind
 from tests.support.sglang.server import SAMPLING_KEYS, ContractServer, running_server

@@ -12,7 +12,7 @@ import pytest
 
 from relax_cli.backends.rollout.protocol import Request, SamplingParams
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.backends.rollout.targets import WeightTarget
 from tests.support.sglang.faults import Fault, Faults
 from tests.support.sglang.server import running_server
 from tests.support.tiny_models import VOCAB, save_tiny_model

@@ -16,7 +16,7 @@ from relax_cli.backends.rollout.protocol import Request, SamplingParams
 from relax_cli.backends.rollout.sglang import guard
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.server import LocalServer, ServerDied, launch_command, server_environment
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.schema import SglangSection
 from relax_cli.errors import RunError
 

@@ -25,7 +25,7 @@ from relax_cli.backends.megatron.trainer import TrainableModel
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
 from relax_cli.backends.rollout.sglang.flattened_bucket import DEVICE_ARGUMENT, _reduce_tensor, flatten, serialise
 from relax_cli.backends.rollout.sglang.server import free_port
-from relax_cli.backends.rollout.sglang.targets import WeightTarget, node_of, this_node
+from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.backends.rollout.sglang.weights import choose_way
 from relax_cli.errors import RunError
 from tests.support.sglang.faults import Faults

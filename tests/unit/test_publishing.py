@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.engine.session import RoleGroup, Roles, Session
 
 TARGETS = [WeightTarget("a:1", "node", 0, 2), WeightTarget("b:1", "node", 2, 2)]

@@ -1,14 +1,19 @@
-"""What the rollout role asks of a rollout engine, whichever engine it is."""
+"""What the roles need of a rollout engine. An engine also implements one of `LoadingEngine` and `ServerEngine`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.errors import RunError
 
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from relax_cli.backends.device import Device
+    from relax_cli.backends.megatron.weight_buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,7 @@ class Generation:
 
 
 class RolloutEngine(Protocol):
-    """Generates responses with the newest published weights.
-
-    New weights come in one of two ways: where there are `weight_targets`, they are sent there and `weights_updated`
-    says so; else they come through `load_weights`.
-    """
+    """Generates responses with the newest published weights."""
 
     @property
     def weight_version(self) -> int:
@@ -73,15 +74,16 @@ class RolloutEngine(Protocol):
                 cannot complete a response with its newest weights.
         """
 
-    def weight_targets(self) -> Sequence[WeightTarget]:
-        """Servers to send weights to; none where the engine takes them itself."""
+    def sleep(self) -> None:
+        """Give up memory that can be given up; nothing can be generated until `wake`."""
 
-    def weights_updated(self, version: int) -> None:
-        """The weights `version` have been sent to every target.
+    def wake(self) -> None:
+        """Be ready to generate."""
 
-        Raises:
-            RunError: a target does not serve them.
-        """
+
+@runtime_checkable
+class LoadingEngine(RolloutEngine, Protocol):
+    """An engine inside the worker, which takes new weights itself."""
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; `named` yields Hugging Face names and tensors, which are copied, not kept.
@@ -90,20 +92,53 @@ class RolloutEngine(Protocol):
             RunError: a name is unknown, missing or given twice, or a shape is wrong.
         """
 
-    def sleep(self) -> None:
-        """Give up memory that can be given up; nothing can be generated until `wake`."""
+
+@runtime_checkable
+class ServerEngine(RolloutEngine, Protocol):
+    """An engine that generates on servers, to which the actor sends new weights."""
+
+    @property
+    def targets(self) -> Sequence[WeightTarget]:
+        """The servers."""
+
+    def weights_updated(self, version: int) -> None:
+        """The weights `version` have been sent to every target.
+
+        Raises:
+            RunError: a target does not serve them.
+        """
 
     def wake_for_weights(self) -> None:
         """Be ready to take new weights, with as little memory as that needs; `wake` or `sleep` follows."""
-
-    def wake(self) -> None:
-        """Be ready to generate."""
-
-    def health(self) -> bool:
-        """Whether the engine can answer."""
 
     def revive(self) -> int:
         """After a failure: start again what has ended, and sleep; how many were started. They need new weights."""
 
     def close(self) -> None:
         """End every process that belongs to the engine; safe to call twice."""
+
+
+class ServerDied(RunError):
+    """A server of this run ended by itself while it was in use."""
+
+
+class WeightSender(Protocol):
+    """Sends the actor's weights to the same servers again and again; one instance per rank of the actor."""
+
+    @property
+    def targets(self) -> Sequence[WeightTarget]:
+        """The servers."""
+
+    def send(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> None:
+        """Replace the weights of every server.
+
+        Args:
+            buckets: all weights, once, at most so many bytes at a time; iterating is a collective of all ranks.
+
+        Raises:
+            RunError: names the server and the bucket; that server's weights are a mixture now.
+        """
+
+
+OpenSender = Callable[[Sequence[WeightTarget], "Device"], WeightSender]
+"""How a rank of the actor reaches the servers; all ranks call it."""

@@ -1,4 +1,4 @@
-"""Launches the roles as Ray actors that share one placement group. Only this file knows Ray.
+"""Launches the roles as Ray actors that share one placement group.
 
 Rank i of actor, critic and rollout sits in the i-th bundle; an SGLang server has the bundles of as many ranks as it has
 GPUs, and its worker is in the first. The CPU-only Advantages service and workers of external servers take no bundle.
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,18 +25,15 @@ from relax_cli.config.placement import (
     shared_bundles,
     takes_bundles,
 )
-from relax_cli.engine.build import RoleBuilder, WorkerSpec, cpu_environment, worker_specs
-from relax_cli.engine.local import free_port
+from relax_cli.engine.build import WorkerSpec, cpu_environment, worker_specs
+from relax_cli.engine.groups import Roles
 from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
 from relax_cli.engine.ray.guardian import Guardian
-from relax_cli.engine.ray.object_store import as_arrays, as_tensors
 from relax_cli.engine.ray.problems import check_reachable, start_failed, too_few_cpus, too_few_gpus
-from relax_cli.engine.session import RoleGroup, Roles, Session
-from relax_cli.errors import EnvironmentFault, Problem, RelaxError, RunError
+from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
+from relax_cli.engine.session import Session
+from relax_cli.errors import EnvironmentFault
 from relax_cli.plugin.launch_plan import LaunchPlan
-
-ANSWER_SIGNALS = 0.1
-"""Seconds of waiting for a worker after which this process looks whether it got a signal."""
 
 WAITING_FOR_BUNDLES = 5.0
 """Seconds after which the screen says that others hold what the roles need."""
@@ -52,117 +47,6 @@ def launch_colocated(plan: LaunchPlan) -> Session:
     return RaySession(plan)
 
 
-class RoleWorker:
-    """Runs one rank of a role inside a Ray actor; its output goes to `logs/<role>-<rank>.log` of the run."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        with (spec.run_dir / "logs" / f"{spec.role}-{spec.rank}.log").open("a") as log:
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(log.fileno(), stream.fileno())
-        self.spec = spec
-        self.role: Any = None
-
-    def meeting_point(self) -> tuple[str, int]:
-        """Address and port where the ranks of this role find each other."""
-        return ray.util.get_node_ip_address(), free_port()
-
-    def open_queue(self) -> None:
-        """Start TransferQueue, owned by this worker."""
-        from relax_cli.engine.transfer import open_transfer_queue
-
-        open_transfer_queue()
-
-    def prepare(self) -> None:
-        """Import what the role needs while other things start."""
-        import torch  # noqa: F401
-
-        if self.spec.role in ("actor", "critic", "reference"):
-            from relax_cli.backends.megatron import trainer  # noqa: F401
-
-    def build(self, addr: str, port: int) -> None:
-        """Build the role."""
-        from relax_cli.engine.transfer import TransferQueueStore
-
-        builder = RoleBuilder(self.spec.at(addr, port))
-        queue = TransferQueueStore(builder.graph, builder.config.run.queue_timeout)
-        self.role = builder.build(queue)
-
-    def run(self, method: str, *args: Any) -> Any:
-        """Call a method of the role."""
-        return getattr(self.role, method)(*args)
-
-    def export_weights(self) -> list[ray.ObjectRef]:
-        """The actor's weights in the object store; empty on ranks that hold no full copy."""
-        named = self.role.export_weights()
-        return [] if named is None else [ray.put(as_arrays(named))]
-
-    def load_weights(self, refs: list[ray.ObjectRef], version: int) -> None:
-        """Read exported weights from the object store into the rollout engine."""
-        self.role.load_weights(as_tensors(ray.get(refs[0])), version)
-
-
-class RayRole(RoleGroup):
-    """The ranks of a role as Ray actors."""
-
-    def __init__(self, name: str, workers: list[Any], run_dir: Path) -> None:
-        super().__init__(name, ranks=len(workers))
-        self.workers = workers
-        self.run_dir = run_dir
-
-    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
-        """See `RoleGroup.start`."""
-        refs = [worker.run.remote(method, *args) for worker in self.workers]
-        return lambda: self.collect(refs, method)
-
-    def run_on(self, rank: int, method: str, *args: Any) -> Any:
-        """See `RoleGroup.run_on`."""
-        return self.collect([self.workers[rank].run.remote(method, *args)], method)[0]
-
-    def collect(self, refs: list[Any], doing: str) -> list[Any]:
-        """Results of all ranks, as soon as all have one or any has failed.
-
-        Raises:
-            RelaxError: what the role raised, or a `RunError` naming role, rank and log file.
-        """
-        try:
-            return self._results(refs, doing)
-        except BaseException:
-            disregard(refs)
-            raise
-
-    def _results(self, refs: list[Any], doing: str) -> list[Any]:
-        waiting = dict(zip(refs, range(len(refs)), strict=True))
-        results: dict[int, Any] = {}
-        while waiting:
-            # Ray looks for signals about once a second: short waits let Ctrl-C be answered at once.
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=ANSWER_SIGNALS)
-            if not done:
-                continue
-            rank = waiting.pop(done[0])
-            try:
-                results[rank] = ray.get(done[0])
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, RelaxError):
-                    raise error.cause from None
-                raise self._failed(rank, doing, repr(error.cause)) from error
-            except ray.exceptions.RayActorError as error:
-                raise self._failed(rank, doing, "the worker process died") from error
-        return [results[rank] for rank in range(len(refs))]
-
-    def _failed(self, rank: int, doing: str, reason: str) -> RunError:
-        log = self.run_dir / "logs" / f"{self.name}-{rank}.log"
-        return RunError(
-            Problem(
-                id="worker-failed",
-                message=f"rank {rank} of {self.name} failed in `{doing}`",
-                where=str(log),
-                got=reason.splitlines()[0][:300],
-                expected="the call to return",
-                fix=f"tail -n 40 {log}",
-            )
-        )
-
-
 class RaySession(Session):
     """Owns Ray (unless it was there before), TransferQueue and the workers."""
 
@@ -173,7 +57,7 @@ class RaySession(Session):
         self.on_gpus = False
         self.places: list[Place] = []
         """Bundles in the order of ranks."""
-        self.built: dict[str, RayRole] = {}
+        self.built: dict[str, RayRanks[Any]] = {}
         try:
             self._start(plan)
         except BaseException:
@@ -192,7 +76,7 @@ class RaySession(Session):
         self._reserve(plan)
         for role in plan.graph.roles:
             workers = [self._worker(plan, spec) for spec in self._placed(plan, role.name)]
-            self.built[role.name] = RayRole(role.name, workers, plan.run_dir)
+            self.built[role.name] = RayRanks(role.name, workers, plan.run_dir)
         importing = {name: [w.prepare.remote() for w in role.workers] for name, role in self.built.items()}
         plan.status("starting TransferQueue")
         rollout = self.built["rollout"]
@@ -201,7 +85,7 @@ class RaySession(Session):
         self._collect(importing, "prepare")
         for names in build_order(list(self.built), in_turns=self.on_gpus):
             self._build(names)
-        self.roles = Roles(**self.built)
+        self.roles = Roles.of(self.built)
 
     def _reserve(self, plan: LaunchPlan) -> None:
         """Take the bundles of the roles with devices, and find out where they are, if that matters."""
@@ -261,10 +145,10 @@ class RaySession(Session):
     def copy_weights(self, version: int) -> None:
         """See `Session.copy_weights`; the references travel inside lists, so that nothing resolves them here."""
         actor, rollout = self.built["actor"], self.built["rollout"]
-        with actor.awake():
+        with self.roles.actor.awake():
             exported = actor.collect([w.export_weights.remote() for w in actor.workers], "export_weights")
         (refs,) = [refs for refs in exported if refs]
-        with rollout.awake():
+        with self.roles.rollout.awake():
             rollout.collect([w.load_weights.remote(refs, version) for w in rollout.workers], "load_weights")
 
     def close(self) -> None:
@@ -279,12 +163,6 @@ class RaySession(Session):
                 ray.kill(worker)
         if self.group is not None:
             ray.util.remove_placement_group(self.group)
-
-
-def disregard(refs: Iterable[ray.ObjectRef]) -> None:
-    """Tell Ray that nobody will read these, which may fail yet: it prints errors that it thinks were overlooked."""
-    for ref in refs:
-        ref.future()
 
 
 def build_order(roles: Sequence[str], *, in_turns: bool) -> list[list[str]]:

@@ -14,7 +14,7 @@ import uvicorn
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron.weight_buckets import RoleRanks
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
 from relax_cli.errors import RunError
 from tests.support.sglang.faults import Faults

@@ -14,7 +14,6 @@ from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
 from relax_cli.models.hf import ModelSpec, read_spec, read_weights
 
 CACHE_BYTES = 1 << 30
@@ -82,40 +81,18 @@ class EmbeddedEngine:
         return [generations[i] for i in range(len(requests))]
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See `RolloutEngine.load_weights`."""
+        """See `LoadingEngine.load_weights`."""
         self.decoder.load(named)
         self.weight_version = version
-
-    def weight_targets(self) -> tuple[WeightTarget, ...]:
-        """None: see `load_weights`."""
-        return ()
-
-    def weights_updated(self, version: int) -> None:
-        """Never: there are no targets."""
-        raise AssertionError("weights of the embedded engine come through load_weights")
 
     def sleep(self) -> None:
         """Drop the cache."""
         self._awake = False
         self._cache = None
 
-    def wake_for_weights(self) -> None:
-        """Nothing: weights are never away."""
-
     def wake(self) -> None:
         """Allow generation again."""
         self._awake = True
-
-    def health(self) -> bool:
-        """Always true: the engine lives in this process."""
-        return True
-
-    def revive(self) -> int:
-        """Nothing: what failed was this process."""
-        return 0
-
-    def close(self) -> None:
-        """Nothing: there is no other process."""
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:

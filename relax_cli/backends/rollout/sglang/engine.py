@@ -12,15 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from relax_cli.backends.rollout.prompts import check_prompts
-from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
+from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams, ServerDied
 from relax_cli.backends.rollout.sglang.client import (
     CancelledFault,
     ConnectionFault,
@@ -30,9 +28,9 @@ from relax_cli.backends.rollout.sglang.client import (
     StatusFault,
 )
 from relax_cli.backends.rollout.sglang.replies import Part, generate_payload, read_part
-from relax_cli.backends.rollout.sglang.served import check_served
-from relax_cli.backends.rollout.sglang.server import LocalServer, ServerDied
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
+from relax_cli.backends.rollout.sglang.server import LocalServer
+from relax_cli.backends.rollout.sglang.weight_version import check_served
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import Problem, RunError
 
 CONNECTION_TRIES = 4
@@ -78,7 +76,7 @@ class _Batch:
 
 
 class SglangEngine:
-    """See `RolloutEngine`. Weights are sent to the servers by the actor, not through this engine."""
+    """See `ServerEngine`. Weights are sent to the servers by the actor, not through this engine."""
 
     def __init__(
         self,
@@ -122,16 +120,8 @@ class SglangEngine:
         self._failed = False
         return [batch.done[i] for i in range(len(requests))]
 
-    def weight_targets(self) -> tuple[WeightTarget, ...]:
-        """See `RolloutEngine.weight_targets`."""
-        return self.targets
-
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Never: weights are sent to `weight_targets`."""
-        raise AssertionError("weights of SGLang servers are sent to the servers")
-
     def weights_updated(self, version: int) -> None:
-        """See `RolloutEngine.weights_updated`.
+        """See `ServerEngine.weights_updated`.
 
         Raises:
             RunError: a server does not serve them.
@@ -164,19 +154,8 @@ class SglangEngine:
         """Take back everything that is away."""
         self._resume([tag for tag in ("weights", "kv_cache") if tag in self._away])
 
-    def health(self) -> bool:
-        """Whether every server can answer; asks for a token only while nothing is away."""
-        path = "/model_info" if self._away else "/health_generate"
-        for client in self.clients:
-            try:
-                client.request("GET", path, timeout=CONTROL_SECONDS)
-            except SglangError as fault:
-                log.warning("%s", fault)
-                return False
-        return True
-
     def revive(self) -> int:
-        """See `RolloutEngine.revive`.
+        """See `ServerEngine.revive`.
 
         Raises:
             RunError: a server does not come up again.

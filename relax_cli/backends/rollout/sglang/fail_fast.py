@@ -15,7 +15,7 @@ GRACE = 2.0
 connection to it and the group that it was in."""
 
 
-def all_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def fail_fast(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """The results of all calls, in order.
 
     Raises:

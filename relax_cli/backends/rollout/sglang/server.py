@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from relax_cli.backends.rollout.protocol import ServerDied
 from relax_cli.backends.rollout.sglang import guard
 from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault
 from relax_cli.config.schema import SglangSection
@@ -30,10 +31,6 @@ UNSCALED_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Would make log-probabilities ignore the temperature, which training does not."""
 
 log = logging.getLogger(__name__)
-
-
-class ServerDied(RunError):
-    """A server of this run ended by itself while it was in use."""
 
 
 def launch_command(

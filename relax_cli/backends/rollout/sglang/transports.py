@@ -18,11 +18,11 @@ from torch import Tensor
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
-from relax_cli.backends.rollout.sglang.fail_fast import all_at_once
+from relax_cli.backends.rollout.sglang.fail_fast import fail_fast
 from relax_cli.backends.rollout.sglang.flattened_bucket import flatten, serialise
 from relax_cli.backends.rollout.sglang.server import free_port
-from relax_cli.backends.rollout.sglang.targets import WeightTarget
 from relax_cli.backends.rollout.sglang.update_group import UpdateGroup, own_address
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import Problem, RunError
 
 Way = Literal["tensor", "distributed", "disk"]
@@ -99,7 +99,7 @@ class TensorTransport:
     def deliver(self, bucket: Bucket, packs: Sequence[Any], marks: Mapping[str, Any]) -> None:
         """See `Transport`."""
         payloads = {receiver: payload for pack in packs for receiver, payload in pack.items()}
-        all_at_once(
+        fail_fast(
             [
                 partial(
                     self.clients(target).request,
@@ -228,7 +228,7 @@ class DistributedTransport:
             RunError: a server refused or ended, or the group broke.
         """
         try:
-            return all_at_once([own, *asked])[0]
+            return fail_fast([own, *asked])[0]
         except RuntimeError as error:
             if isinstance(error, RunError):
                 raise

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from relax_cli.backends.rollout.sglang.targets import is_this_machine
+from relax_cli.backends.rollout.targets import is_this_machine
 
 
 class UpdateGroup:

@@ -20,9 +20,7 @@ from safetensors import SafetensorError
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError, StatusFault
-from relax_cli.backends.rollout.sglang.fail_fast import all_at_once
-from relax_cli.backends.rollout.sglang.served import check_served
-from relax_cli.backends.rollout.sglang.targets import WeightTarget, this_node
+from relax_cli.backends.rollout.sglang.fail_fast import fail_fast
 from relax_cli.backends.rollout.sglang.transports import (
     LEAVING_SECONDS,
     DistributedTransport,
@@ -30,6 +28,8 @@ from relax_cli.backends.rollout.sglang.transports import (
     Transport,
     Way,
 )
+from relax_cli.backends.rollout.sglang.weight_version import check_served
+from relax_cli.backends.rollout.targets import WeightTarget, this_node
 from relax_cli.errors import Problem, RunError
 from relax_cli.models.hf import write_hf
 
@@ -84,20 +84,14 @@ class WeightSender:
             self._transports.append(DistributedTransport(spread, ranks.rank, device, self._client, options.timeout))
         self._in_session: list[WeightTarget] = []
 
-    def send(self, buckets: Callable[[], Iterator[Bucket]], version: int) -> None:
-        """Replace the weights of every server.
-
-        Args:
-            buckets: all weights, once; iterating is a collective of all ranks.
-
-        Raises:
-            RunError: names the server and the bucket; that server's weights are a mixture now.
-        """
+    def send(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> None:
+        """See `protocol.WeightSender`."""
+        once = partial(buckets, self.options.bucket_bytes)
         if "disk" in self.ways.values():
-            self._send_by_disk(buckets, version)
+            self._send_by_disk(once, version)
         else:
             try:
-                self._send_buckets(buckets(), version)
+                self._send_buckets(once(), version)
             except RunError:
                 self._abandon()
                 raise
@@ -186,7 +180,7 @@ class WeightSender:
 
     def _tell_all(self, path: str, payload: Mapping[str, Any], timeout: float) -> None:
         if self.ranks.rank == 0:
-            all_at_once(
+            fail_fast(
                 [partial(c.request, "POST", path, dict(payload), timeout=timeout) for c in self._clients.values()]
             )
 

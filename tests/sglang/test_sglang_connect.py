@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from relax_cli.backends.rollout.sglang import opening
-from relax_cli.backends.rollout.sglang.opening import open_engine
-from relax_cli.backends.rollout.sglang.targets import WeightTarget, this_node
+from relax_cli.backends.rollout.sglang.connect import open_engine
+from relax_cli.backends.rollout.targets import WeightTarget, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
 from relax_cli.errors import EnvironmentFault
 from tests.support.sglang.server import running_server

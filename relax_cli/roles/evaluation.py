@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from relax_cli.tracking.spread import Spread
+from relax_cli.roles.spread import Spread
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
 from relax_cli.backends.rollout.sglang.engine import CONTROL_SECONDS, EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
-from relax_cli.backends.rollout.sglang.targets import WeightTarget, node_of, this_node
+from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
 from relax_cli.errors import EnvironmentFault, Problem
 from relax_cli.models.hybrid import read_any_spec

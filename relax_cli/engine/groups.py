@@ -1,0 +1,258 @@
+"""The roles as the schedule calls them: typed methods, the same over Ray and in one process.
+
+What becomes of the results of several ranks is said by each method: those of the first rank, or of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from relax_cli.backends.rollout.targets import WeightTarget
+    from relax_cli.roles.actor import ActorRole
+    from relax_cli.roles.advantages import AdvantagesRole
+    from relax_cli.roles.critic import CriticRole
+    from relax_cli.roles.evaluation import EvalShare
+    from relax_cli.roles.reference import ReferenceRole
+    from relax_cli.roles.rollout import RolloutRole
+    from relax_cli.roles.spread import Spread
+    from relax_cli.roles.training import TrainingRole
+
+
+class Sleeper(Protocol):
+    """A role that shares its device with others."""
+
+    def wake(self) -> None: ...
+    def sleep(self) -> None: ...
+
+
+Role = TypeVar("Role", covariant=True)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a role's method, in a form that travels between processes."""
+
+    method: str
+    args: tuple[Any, ...]
+
+
+class _Recorder:
+    def __getattr__(self, method: str) -> Callable[..., Call]:
+        return lambda *args: Call(method, args)
+
+
+def recorded(request: Callable[[Any], Any]) -> Call:
+    """The method that a request calls, and its arguments; nothing is executed."""
+    call = request(_Recorder())
+    assert isinstance(call, Call), "a request calls one method of the role, with positional arguments"
+    return call
+
+
+class Ranks(ABC, Generic[Role]):
+    """All ranks of one role, wherever they live.
+
+    A request such as `lambda critic: critic.predict(7)` is checked against the role's class. Launchers either call it
+    with the role or send what it calls (`recorded`) to another process.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name = name
+        self.count = count
+
+    @abstractmethod
+    def start(self, request: Callable[[Role], Result]) -> Callable[[], list[Result]]:
+        """Begin on every rank; the returned function waits for one result per rank."""
+
+    @abstractmethod
+    def on(self, rank: int, request: Callable[[Role], Result]) -> Result:
+        """Call on one rank."""
+
+    def all(self, request: Callable[[Role], Result]) -> list[Result]:
+        """Call on every rank at the same time; one result per rank."""
+        return self.start(request)()
+
+
+class RoleGroup:
+    """All ranks of one role."""
+
+    def __init__(self, ranks: Ranks[Any]) -> None:
+        self.ranks = ranks
+
+
+class SleepingGroup(RoleGroup):
+    """A role that shares its device with others."""
+
+    ranks: Ranks[Sleeper]
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """The role has its device inside the block and leaves it afterwards."""
+        self.ranks.all(lambda role: role.wake())
+        try:
+            yield
+        except Exception:
+            # The first failure is the one to report: a clean-up that fails as well would hide it.
+            with contextlib.suppress(Exception):
+                self._sleep()
+            raise
+        self._sleep()
+
+    def _sleep(self) -> None:
+        self.ranks.all(lambda role: role.sleep())
+
+
+class RolloutGroup(SleepingGroup):
+    """The generation workers."""
+
+    ranks: Ranks[RolloutRole]
+
+    def generate(self, rollout_id: int) -> list[dict[str, Spread]]:
+        """See `RolloutRole.generate`; the metrics of every worker's share."""
+        return self.ranks.all(lambda rollout: rollout.generate(rollout_id))
+
+    def generate_missing(self, rollout_id: int) -> list[dict[str, Spread]]:
+        """See `RolloutRole.generate_missing`; the metrics of every worker's share."""
+        return self.ranks.all(lambda rollout: rollout.generate_missing(rollout_id))
+
+    def evaluate(self, name: str, examples: int) -> list[EvalShare]:
+        """See `RolloutRole.evaluate`; every worker's share."""
+        return self.ranks.all(lambda rollout: rollout.evaluate(name, examples))
+
+    def weight_targets(self) -> list[WeightTarget]:
+        """The servers of all workers; none where workers generate themselves."""
+        return [target for targets in self.ranks.all(lambda rollout: rollout.weight_targets()) for target in targets]
+
+    def wake_for_weights(self) -> None:
+        """See `RolloutRole.wake_for_weights`, on every worker."""
+        self.ranks.all(lambda rollout: rollout.wake_for_weights())
+
+    def weights_updated(self, version: int) -> None:
+        """See `RolloutRole.weights_updated`, on every worker."""
+        self.ranks.all(lambda rollout: rollout.weights_updated(version))
+
+    def revive(self) -> int:
+        """See `RolloutRole.revive`; how many servers of all workers were started again."""
+        return sum(self.ranks.all(lambda rollout: rollout.revive()))
+
+    def dump(self, rollout_id: int, fields: Sequence[str]) -> None:
+        """See `RolloutRole.dump`; one worker after the other, because they write one file."""
+        for rank in range(self.ranks.count):
+            self.ranks.on(rank, lambda rollout: rollout.dump(rollout_id, fields))
+
+    def clear(self, rollout_id: int) -> None:
+        """Drop the rollout's samples from the queue, by the first worker."""
+        self.ranks.on(0, lambda rollout: rollout.clear(rollout_id))
+
+
+class ReferenceGroup(SleepingGroup):
+    """The frozen policy."""
+
+    ranks: Ranks[ReferenceRole]
+
+    def score(self, rollout_id: int) -> None:
+        """See `ReferenceRole.score`, on every rank."""
+        self.ranks.all(lambda reference: reference.score(rollout_id))
+
+
+class AdvantagesGroup(RoleGroup):
+    """The Advantages service."""
+
+    ranks: Ranks[AdvantagesRole]
+
+    def compute(self, rollout_id: int) -> dict[str, float]:
+        """See `AdvantagesRole.compute`."""
+        return self.ranks.all(lambda service: service.compute(rollout_id))[0]
+
+
+class TrainedGroup(SleepingGroup):
+    """A model that learns. Every rank writes its part of a checkpoint; the first one names, moves and removes it."""
+
+    ranks: Ranks[TrainingRole]
+
+    def write_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
+        """See `TrainingRole.write_checkpoint`, on every rank."""
+        self.ranks.all(lambda role: role.write_checkpoint(iteration, meta))
+
+    def commit_checkpoint(self, iteration: int) -> None:
+        """See `TrainingRole.commit_checkpoint`."""
+        self.ranks.on(0, lambda role: role.commit_checkpoint(iteration))
+
+    def publish_checkpoint(self, iteration: int) -> None:
+        """See `TrainingRole.publish_checkpoint`."""
+        self.ranks.on(0, lambda role: role.publish_checkpoint(iteration))
+
+    def rotate_checkpoints(self, current: int, keep: int | None) -> None:
+        """See `TrainingRole.rotate_checkpoints`."""
+        self.ranks.on(0, lambda role: role.rotate_checkpoints(current, keep))
+
+    def withdraw_checkpoint(self, iteration: int) -> None:
+        """See `TrainingRole.withdraw_checkpoint`."""
+        self.ranks.on(0, lambda role: role.withdraw_checkpoint(iteration))
+
+
+class ActorGroup(TrainedGroup):
+    """The policy."""
+
+    ranks: Ranks[ActorRole]
+
+    def train(self, rollout_id: int) -> dict[str, float]:
+        """See `ActorRole.train`; the first rank's metrics, which are those of all."""
+        return self.ranks.all(lambda actor: actor.train(rollout_id))[0]
+
+    def send_weights(self, targets: Sequence[WeightTarget], version: int) -> None:
+        """See `ActorRole.send_weights`, on every rank."""
+        self.ranks.all(lambda actor: actor.send_weights(targets, version))
+
+
+class CriticGroup(TrainedGroup):
+    """The value model."""
+
+    ranks: Ranks[CriticRole]
+
+    def predict(self, rollout_id: int) -> dict[str, float]:
+        """See `CriticRole.predict`; the first rank's metrics, which are those of all."""
+        return self.ranks.all(lambda critic: critic.predict(rollout_id))[0]
+
+    def update(self) -> dict[str, float]:
+        """See `CriticRole.update`; the first rank's metrics, which are those of all."""
+        return self.start_update()()
+
+    def start_update(self) -> Callable[[], dict[str, float]]:
+        """Begin `update`; the returned function waits for its metrics."""
+        wait = self.ranks.start(lambda critic: critic.update())
+        return lambda: wait()[0]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The deployed roles; an estimator without a critic has neither critic nor advantages."""
+
+    rollout: RolloutGroup
+    actor: ActorGroup
+    critic: CriticGroup | None = None
+    advantages: AdvantagesGroup | None = None
+    reference: ReferenceGroup | None = None
+    """Only where a KL term needs it."""
+
+    @classmethod
+    def of(cls, ranks: Mapping[str, Ranks[Any]]) -> Roles:
+        """The groups of all ranks that were launched, by role name."""
+        groups: dict[str, type[RoleGroup]] = {
+            "rollout": RolloutGroup,
+            "actor": ActorGroup,
+            "critic": CriticGroup,
+            "advantages": AdvantagesGroup,
+            "reference": ReferenceGroup,
+        }
+        return cls(**{name: groups[name](of_role) for name, of_role in ranks.items()})  # type: ignore[arg-type]
+
+    @property
+    def trained(self) -> list[TrainedGroup]:
+        """Roles with weights to save."""
+        return [role for role in (self.actor, self.critic) if role is not None]

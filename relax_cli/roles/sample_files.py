@@ -1,0 +1,51 @@
+"""The samples of a run: `rollouts/step_000000.jsonl`, one JSON object per sample."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class SampleWriter:
+    """Writes the samples of each step."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "rollouts"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, samples: Iterable[Mapping[str, Any]], *, append: bool = False) -> Path:
+        """Write one JSON object per sample; returns the file.
+
+        Args:
+            append: add to the file, as the second and later workers of a step do, instead of replacing it whole.
+        """
+        path = self._folder / f"step_{step:06d}.jsonl"
+        # Not flushed to the disk as metrics are: nothing resumes from samples, and every step waits for it.
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            file.writelines(json_line(sample) for sample in samples)
+        return path
+
+
+def drop_samples(run_dir: Path, first_step: int) -> None:
+    """Delete sample files of steps at or after `first_step`: an aborted run left them, and they run again."""
+    for path in (run_dir / "rollouts").glob("step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) >= first_step:
+            path.unlink()
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """One object of a JSONL file; NaN and infinity become null."""
+    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
