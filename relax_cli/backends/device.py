@@ -28,12 +28,13 @@ class Device:
     """Sleeping models leave, because other roles need the memory; else they stay where they are."""
 
 
-def select_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> Device:
+def select_device(kind: Literal["auto", "cpu", "cuda"]) -> Device:
     """The device of a worker; on CUDA it also becomes the process's current one.
+
+    Ray shows a worker the one GPU that it has, and everything in one process shares the first.
 
     Args:
         kind: `auto` takes CUDA where there is a device.
-        local_rank: the worker's number on its node, used modulo the number of visible devices.
 
     Raises:
         EnvironmentFault: `cuda` was asked for and there is none.
@@ -55,9 +56,8 @@ def select_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
     # Kernels start in the order in which they were queued, so that communication of one layer overlaps with the
     # arithmetic of the next as Megatron has planned it. Read when the device is first used.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    index = local_rank % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return Device("cuda", torch.device("cuda", index), "nccl", torch.bfloat16, shared_memory=True)
+    torch.cuda.set_device(0)
+    return Device("cuda", torch.device("cuda", 0), "nccl", torch.bfloat16, shared_memory=True)
 
 
 def peak_memory_bytes(device: Device) -> int:

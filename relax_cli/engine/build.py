@@ -119,8 +119,7 @@ class RoleBuilder:
         from relax_cli.backends.megatron import parallel
 
         spec, section = self.spec, self.config.parallel
-        # Ray shows a worker the one device that it has, and everything in one process shares the first.
-        device = select_device(section.device, local_rank=0)
+        device = select_device(section.device)
         if not (section.colocate or section.offload or section.offload_train):
             device = replace(device, shared_memory=False)
         rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)

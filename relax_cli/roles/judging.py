@@ -12,7 +12,7 @@ from relax_cli.backends.rollout.protocol import Generation
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
 from relax_cli.data.tokenise import prompt_text
-from relax_cli.tracking.spread import Spread
+from relax_cli.roles.spread import Spread
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ class SampleWriter:
             append: add to the file, as the second and later workers of a step do, instead of replacing it whole.
         """
         path = self._folder / f"step_{step:06d}.jsonl"
+        text = "".join(json_line(sample) for sample in samples)
         # Not flushed to the disk as metrics are: nothing resumes from samples, and every step waits for it.
         with path.open("a" if append else "w", encoding="utf-8") as file:
-            file.writelines(json_line(sample) for sample in samples)
+            file.write(text)
         return path
 
 

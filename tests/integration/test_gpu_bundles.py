@@ -17,7 +17,8 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from relax_cli.engine.ray.gpu_placement import server_places
-from relax_cli.engine.ray.launch import SHARE, RayRole, disregard, find_places
+from relax_cli.engine.ray.launch import SHARE, find_places
+from relax_cli.engine.ray.ranks import RayRanks, disregard
 from relax_cli.errors import Problem, RunError
 
 
@@ -58,7 +59,7 @@ class Delayed:
 
     def __init__(self, worker: Any, seconds: float) -> None:
         self.run = self
-        self.remote = lambda method: worker.run.remote(method, seconds)
+        self.remote = lambda call: worker.run.remote(getattr(call, "method", call), seconds)
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_ranks_that_fail_after_the_first_print_nothing(cluster: str, tmp_path: P
     # Without care both would be printed: what failed before and what fails later.
     delayed = [Delayed(worker, seconds) for worker, seconds in zip(workers, (0.0, 0.0, 1.0), strict=True)]
     with pytest.raises(RunError) as caught:
-        RayRole("rollout", delayed, tmp_path).run("generate")
+        RayRanks[Any]("rollout", delayed, tmp_path).all(lambda role: role.generate())
     assert caught.value.problems[0].id == "generate-failed"
     # Ray looks when a reference goes; the error and its frames hold them.
     del caught

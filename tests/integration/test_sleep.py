@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from relax_cli.backends import device
 from relax_cli.backends.device import Parking
-from relax_cli.engine.local import LocalRole, LocalSession
+from relax_cli.engine.groups import recorded
+from relax_cli.engine.local import LocalRanks, LocalSession
 from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.run import prepare_run
 from relax_cli.engine.stopping import StopRequest
@@ -20,6 +22,15 @@ from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.resolve import resolve
 from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import train
+
+
+class Quiet:
+    """A watcher that nobody looks at."""
+
+    def step(self, rollout_id: int, metrics: dict[str, Any]) -> None: ...
+    def warn(self, message: str) -> None: ...
+    def status(self, text: str) -> None: ...
+
 
 MODEL_ROLES = ("rollout", "critic", "actor")
 
@@ -49,26 +60,25 @@ def session(tmp_path: Path) -> Any:
 
 def test_at_most_one_model_role_is_awake_at_any_call_of_a_run(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     session, config = session
-    roles = {name: getattr(session.roles, name).role for name in MODEL_ROLES}
+    roles = {name: getattr(session.roles, name).ranks.role for name in MODEL_ROLES}
     seen: list[tuple[str, str, list[str]]] = []
-    call = LocalRole.run_on
+    call = LocalRanks.on
 
-    def watched(self: LocalRole, rank: int, method: str, *args: Any) -> Any:
-        result = call(self, rank, method, *args)
-        seen.append((self.name, method, [name for name, role in roles.items() if role.awake]))
+    def watched(self: LocalRanks[Any], rank: int, request: Callable[[Any], Any]) -> Any:
+        result = call(self, rank, request)
+        seen.append((self.name, recorded(request).method, [name for name, role in roles.items() if role.awake]))
         return result
 
     assert not any(role.awake for role in roles.values())
-    monkeypatch.setattr(LocalRole, "run_on", watched)
+    monkeypatch.setattr(LocalRanks, "on", watched)
     Trainer(
         session,
         config,
-        [],
+        Quiet(),
+        StopRequest(lambda _: None),
         first=0,
         dump_fields=["values"],
         checkpoint_meta={},
-        status=lambda _: None,
-        stop=StopRequest(lambda _: None),
     ).run()
     assert max(len(awake) for _, _, awake in seen) == 1
     working = {(name, method): awake for name, method, awake in seen}

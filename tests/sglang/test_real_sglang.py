@@ -91,7 +91,6 @@ def test_a_real_server_samples_as_the_embedded_engine_scores(tmp_path: Path) -> 
         engine.sleep()
         engine.wake_for_weights()
         engine.wake()
-        assert engine.health()
         after = engine.generate(requests, plain)
         assert all(len(g.tokens) == len(g.log_probs) for g in before + after)
         embedded = EmbeddedEngine(tmp_path / "model", decode=None)

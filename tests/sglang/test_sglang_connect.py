@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relax_cli.backends.rollout.sglang import opening
+from relax_cli.backends.rollout.sglang import connect
 from relax_cli.backends.rollout.sglang.connect import open_engine
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
@@ -46,11 +46,11 @@ def test_workers_share_the_servers_out(model: Path) -> None:
         running_server(model) as (_, three),
     ):
         first = attach(model, one, two, three, rank=0, workers=2)
-        assert first.weight_targets() == (
+        assert first.targets == (
             WeightTarget(one, this_node(), None, 2),
             WeightTarget(three, this_node(), None, 1),
         )
-        assert [t.address for t in attach(model, one, two, three, rank=1, workers=2).weight_targets()] == [two]
+        assert [t.address for t in attach(model, one, two, three, rank=1, workers=2).targets] == [two]
         assert (first.options.request_timeout, first.options.partial) == (7, True)
 
 
@@ -93,7 +93,7 @@ def test_a_server_of_the_run_is_started_with_the_workers_options(
     releases: bool,
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(opening.LocalServer, "start", lambda server: started.append(server))
+    monkeypatch.setattr(connect.LocalServer, "start", lambda server: started.append(server))
     engine = open_engine(
         SglangSection(rollout_num_gpus_per_engine=2),
         RolloutSection(rollout_seed=10),
@@ -105,7 +105,7 @@ def test_a_server_of_the_run_is_started_with_the_workers_options(
         environment={"A": "b", "PYTORCH_CUDA_ALLOC_CONF": "x"},
     )
     (server,) = started
-    assert engine.weight_targets() == (WeightTarget(server.address, this_node(), 6, 2),)
+    assert engine.targets == (WeightTarget(server.address, this_node(), 6, 2),)
     words = " ".join(server._command(1))
     assert "--random-seed 13" in words
     assert ("--enable-memory-saver --enable-weights-cpu-backup" in words) is releases

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from relax_cli.backends.rollout.protocol import Request, SamplingParams
+from relax_cli.backends.rollout.protocol import Request, SamplingParams, ServerDied
 from relax_cli.backends.rollout.sglang import guard
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
-from relax_cli.backends.rollout.sglang.server import LocalServer, ServerDied, launch_command, server_environment
+from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.schema import SglangSection
 from relax_cli.errors import RunError
@@ -141,7 +141,6 @@ def test_a_dead_server_is_revived_at_the_same_address_and_sleeps(
     engine.sleep()  # Says nothing: what failed is being raised.
     assert engine.revive() == 1
     assert server.alive()
-    assert engine.health()
     with pytest.raises(AssertionError, match="sleeps"):
         engine.generate([], SamplingParams(4, 1.0, 1.0, -1, ()))
     assert engine.revive() == 0

@@ -25,8 +25,8 @@ from relax_cli.backends.megatron.trainer import TrainableModel
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
 from relax_cli.backends.rollout.sglang.flattened_bucket import DEVICE_ARGUMENT, _reduce_tensor, flatten, serialise
 from relax_cli.backends.rollout.sglang.server import free_port
-from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.backends.rollout.sglang.weights import choose_way
+from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.errors import RunError
 from tests.support.sglang.faults import Faults
 from tests.support.sglang.server import ContractServer, running_server
@@ -71,7 +71,7 @@ def assert_served(contract: ContractServer, state: dict[str, torch.Tensor], vers
 @pytest.mark.parametrize("way", WAYS)
 def test_a_server_has_the_bytes_of_the_export(way: str, policy: TrainableModel, folder: Path, server: Any) -> None:
     contract, target = server
-    sender([target], way, folder).send(lambda: policy.hf_buckets(LIMIT), 7)
+    sender([target], way, folder).send(policy.hf_buckets, 7)
     assert_served(contract, policy.hf_state() or {}, "7")
     assert not list(folder.parent.glob("weights/*")), "weights on disk are removed"
     updates = [body for path, body in contract.requests if path.startswith("/update")]
@@ -105,7 +105,7 @@ def test_no_bucket_is_larger_than_the_limit_unless_one_tensor_is(
 ) -> None:
     contract, target = server
     largest = max(tensor.nbytes for tensor in (policy.hf_state() or {}).values())
-    sender([target], way, folder).send(lambda: policy.hf_buckets(LIMIT), 1)
+    sender([target], way, folder).send(policy.hf_buckets, 1)
     assert largest > LIMIT
     assert len(contract.receiver.buckets) > 5
     assert all(size <= LIMIT or size == largest for size in contract.receiver.buckets)
@@ -117,7 +117,7 @@ def test_several_servers_are_sent_to_at_once_each_in_its_way(policy: TrainableMo
         both = sender(targets, "auto", folder)
         assert [both.ways[t] for t in targets] == ["tensor", "distributed"]
         for version in (1, 2):
-            both.send(lambda: policy.hf_buckets(LIMIT), version)
+            both.send(policy.hf_buckets, version)
             assert_served(near, policy.hf_state() or {}, str(version))
             assert_served(far, policy.hf_state() or {}, str(version))
         assert "init_weights_update_group" not in paths(near)
@@ -126,7 +126,7 @@ def test_several_servers_are_sent_to_at_once_each_in_its_way(policy: TrainableMo
 
 def test_an_older_server_without_sessions_is_updated_without(policy: TrainableModel, folder: Path) -> None:
     with running_server(folder, Faults(older=True)) as (contract, address):
-        sender([WeightTarget(address, this_node(), 0, 1)], "auto", folder).send(lambda: policy.hf_buckets(LIMIT), 1)
+        sender([WeightTarget(address, this_node(), 0, 1)], "auto", folder).send(policy.hf_buckets, 1)
         assert_served(contract, policy.hf_state() or {}, "1")
         assert "end_weight_update" not in paths(contract)
 
@@ -136,7 +136,7 @@ def test_a_session_that_a_killed_run_left_open_is_closed_first(
 ) -> None:
     contract, target = server
     contract.session_open = True
-    sender([target], "auto", folder).send(lambda: policy.hf_buckets(LIMIT), 1)
+    sender([target], "auto", folder).send(policy.hf_buckets, 1)
     assert paths(contract)[:3] == ["begin_weight_update", "end_weight_update", "begin_weight_update"]
     assert_served(contract, policy.hf_state() or {}, "1")
 
@@ -148,7 +148,7 @@ def test_a_version_that_does_not_arrive_is_an_error(
     contract, target = server
     contract.faults.ignored_updates = 99
     with pytest.raises(RunError, match="does not serve the weights it was sent") as caught:
-        sender([target], way, folder).send(lambda: policy.hf_buckets(LIMIT), 1)
+        sender([target], way, folder).send(policy.hf_buckets, 1)
     problem = caught.value.problems[0]
     assert target.address in problem.message
     assert (problem.got, problem.expected) == ("weight_version default", "1")
@@ -161,7 +161,7 @@ def test_an_update_outside_a_session_is_refused_and_nobody_hangs(
     contract, target = server
     update = sender([target], way, folder)
 
-    def closed_by_another() -> Iterator[Any]:
+    def closed_by_another(_: int) -> Iterator[Any]:
         for bucket in policy.hf_buckets(LIMIT):
             contract.session_open = bucket.number < 3
             yield bucket
@@ -174,7 +174,7 @@ def test_an_update_outside_a_session_is_refused_and_nobody_hangs(
     assert "must run between" in problem.got
     assert not contract.receiver.groups
     assert contract.version == "default"
-    update.send(lambda: policy.hf_buckets(LIMIT), 2)
+    update.send(policy.hf_buckets, 2)
     assert_served(contract, policy.hf_state() or {}, "2")
 
 
@@ -189,7 +189,7 @@ def test_a_server_that_dies_in_the_middle_is_named_and_nobody_hangs(
     try:
         wait_until_up(target)
         with no_slower_than(120), pytest.raises(RunError, match="bucket 2 of") as caught:
-            sender([target], way, folder).send(lambda: policy.hf_buckets(LIMIT), 1)
+            sender([target], way, folder).send(policy.hf_buckets, 1)
     finally:
         process.kill()
     assert target.address in caught.value.problems[0].message
@@ -202,12 +202,12 @@ def test_a_server_that_never_joins_the_group_is_named_and_the_next_update_arrive
     contract, target = server
     monkeypatch.setattr(contract.receiver, "init_group", lambda body: None)
     with no_slower_than(60), pytest.raises(RunError, match="did not form") as caught:
-        sender([target], "distributed", folder, timeout=3.0).send(lambda: policy.hf_buckets(LIMIT), 1)
+        sender([target], "distributed", folder, timeout=3.0).send(policy.hf_buckets, 1)
     monkeypatch.undo()
     problem = caught.value.problems[0]
     assert (problem.id, problem.where) == ("sglang-update-group", target.address)
     assert "(preparing)" in problem.message
-    sender([target], "distributed", folder).send(lambda: policy.hf_buckets(LIMIT), 2)
+    sender([target], "distributed", folder).send(policy.hf_buckets, 2)
     assert_served(contract, policy.hf_state() or {}, "2")
 
 
@@ -227,7 +227,7 @@ def test_what_a_killed_run_left_on_the_disk_is_replaced(policy: TrainableModel, 
     for name in ("v5", "v5.tmp"):
         (folder.with_name("weights") / name).mkdir(parents=True)
         (folder.with_name("weights") / name / "model.safetensors").write_bytes(b"half")
-    sender([target], "disk", folder).send(lambda: policy.hf_buckets(LIMIT), 5)
+    sender([target], "disk", folder).send(policy.hf_buckets, 5)
     assert_served(contract, policy.hf_state() or {}, "5")
     assert not list(folder.parent.glob("weights/*"))
 
@@ -242,7 +242,7 @@ def test_a_full_disk_leaves_nothing_behind(
 
     monkeypatch.setattr("relax_cli.models.hf.save_file", full)
     with pytest.raises(RunError, match="No space left on device") as caught:
-        sender([target], "disk", folder).send(lambda: policy.hf_buckets(LIMIT), 1)
+        sender([target], "disk", folder).send(policy.hf_buckets, 1)
     problem = caught.value.problems[0]
     assert (problem.id, problem.option) == ("sglang-weights-disk", "--update-weight-transport")
     assert not list(folder.parent.glob("weights/*"))

@@ -14,7 +14,7 @@ from relax_cli.data.tokenise import load_tokenizer
 from relax_cli.engine.step import StepRecord
 from relax_cli.quickstart.task import MODEL
 from relax_cli.roles.judging import Judge, Judged, Sampled, reward_spreads
-from relax_cli.tracking.spread import Spread
+from relax_cli.roles.spread import Spread
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"

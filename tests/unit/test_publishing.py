@@ -8,27 +8,29 @@ from typing import Any
 import pytest
 
 from relax_cli.backends.rollout.targets import WeightTarget
-from relax_cli.engine.session import RoleGroup, Roles, Session
+from relax_cli.engine.groups import Ranks, Roles, recorded
+from relax_cli.engine.session import Session
 
 TARGETS = [WeightTarget("a:1", "node", 0, 2), WeightTarget("b:1", "node", 2, 2)]
 
 
-class Recorded(RoleGroup):
+class Recorded(Ranks[Any]):
     """Two ranks that do nothing and write down what they are asked."""
 
     def __init__(self, name: str, calls: list[str], answers: dict[str, Any]) -> None:
-        super().__init__(name, ranks=2)
+        super().__init__(name, count=2)
         self.calls = calls
         self.answers = answers
 
-    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
-        self.calls.append(" ".join([self.name, method, *(str(arg) for arg in args if isinstance(arg, int))]))
-        answer = self.answers.get(method)
+    def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+        call = recorded(request)
+        self.calls.append(" ".join([self.name, call.method, *(str(arg) for arg in call.args if isinstance(arg, int))]))
+        answer = self.answers.get(call.method)
         if isinstance(answer, Exception):
             raise answer
         return lambda: answer or [None] * 2
 
-    def run_on(self, rank: int, method: str, *args: Any) -> Any:
+    def on(self, rank: int, request: Callable[[Any], Any]) -> Any:
         raise AssertionError("not used")
 
 
@@ -36,8 +38,11 @@ class RecordedSession(Session):
     def __init__(self, targets: list[Any], **answers: Any) -> None:
         self.calls: list[str] = []
         per_worker = {"weight_targets": [targets[:1], targets[1:]]}
-        self.roles = Roles(
-            rollout=Recorded("rollout", self.calls, per_worker | answers), actor=Recorded("actor", self.calls, answers)
+        self.roles = Roles.of(
+            {
+                "rollout": Recorded("rollout", self.calls, per_worker | answers),
+                "actor": Recorded("actor", self.calls, answers),
+            }
         )
 
     def copy_weights(self, version: int) -> None:

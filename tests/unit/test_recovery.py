@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from relax_cli.backends.rollout.sglang.server import ServerDied
-from relax_cli.engine.recovery import run_rollout
-from relax_cli.engine.session import RoleGroup, Roles, Session
+from relax_cli.backends.rollout.protocol import ServerDied
+from relax_cli.engine.groups import Ranks, Roles, recorded
+from relax_cli.engine.recovery import with_revival
+from relax_cli.engine.session import Session
 from relax_cli.errors import Problem, RunError
 
 DIED = ServerDied(Problem(id="sglang-server-died", message="ended", fix="look"))
 
 
-class Rollout(RoleGroup):
+class Rollout(Ranks[Any]):
     """Writes down what it is asked, and fails as told."""
 
     def __init__(self, failures: list[Exception]) -> None:
@@ -23,13 +24,14 @@ class Rollout(RoleGroup):
         self.failures = failures
         self.asked: list[str] = []
 
-    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
-        self.asked.append(" ".join(map(str, (method, *args))))
-        if method.startswith("generate") and self.failures:
+    def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+        call = recorded(request)
+        self.asked.append(" ".join(map(str, (call.method, *call.args))))
+        if call.method.startswith("generate") and self.failures:
             raise self.failures.pop(0)
         return lambda: [1, 0]
 
-    def run_on(self, rank: int, method: str, *args: Any) -> Any:
+    def on(self, rank: int, request: Callable[[Any], Any]) -> Any:
         raise AssertionError
 
 
@@ -37,10 +39,11 @@ class FakeSession(Session):
     """A session of rollout workers alone."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self.roles = Roles(rollout, rollout)
+        self.roles = Roles.of({"rollout": rollout, "actor": rollout})
+        self.asked = rollout.asked
 
     def publish_weights(self, version: int) -> None:
-        self.roles.rollout.asked.append(f"publish {version}")  # type: ignore[attr-defined]
+        self.asked.append(f"publish {version}")
 
     def copy_weights(self, version: int) -> None:
         raise AssertionError
@@ -52,7 +55,9 @@ class FakeSession(Session):
 def run(*failures: Exception) -> tuple[Rollout, Callable[[], tuple[list[Any], int]]]:
     """A rollout that fails so often, and the call."""
     rollout = Rollout(list(failures))
-    return rollout, lambda: run_rollout(FakeSession(rollout), 7, "generate", 7, again="generate_missing")
+    return rollout, lambda: with_revival(
+        FakeSession(rollout), 7, lambda r: r.generate(7), again=lambda r: r.generate_missing(7)
+    )
 
 
 def test_without_a_failure_nothing_else_happens() -> None:

@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytest
 
 from relax_cli.config.schema import BatchSection, CheckpointSection, Config
+from relax_cli.engine.groups import Ranks, Roles, TrainedGroup, recorded
 from relax_cli.engine.run import disk_errors
 from relax_cli.engine.saving import PairSaver
-from relax_cli.engine.session import RoleGroup, Roles, Session
+from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer
@@ -23,29 +24,31 @@ from relax_cli.errors import Problem, RunError
 Calls = list[tuple[str, str]]
 
 
-class Recorded(RoleGroup):
+class Recorded(Ranks[Any]):
     """Notes what it is asked to do; `broken` fails."""
 
     def __init__(self, name: str, calls: Calls, broken: str = "", rule: str = "storage-failed") -> None:
-        super().__init__(name, ranks=1)
+        super().__init__(name, count=1)
         self.calls, self.broken, self.rule = calls, broken, rule
         self.meta: list[dict[str, Any]] = []
 
-    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
-        if method == "write_checkpoint":
-            self.meta.append(args[1])
-        if method not in ("wake", "sleep"):
-            self.run_on(0, method, *args)
+    def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+        call = recorded(request)
+        if call.method == "write_checkpoint":
+            self.meta.append(call.args[1])
+        if call.method not in ("wake", "sleep"):
+            self.on(0, request)
         return lambda: [None]
 
-    def run_on(self, rank: int, method: str, *args: Any) -> Any:
+    def on(self, rank: int, request: Callable[[Any], Any]) -> Any:
+        method = recorded(request).method
         self.calls.append((self.name, method.removesuffix("_checkpoint").removesuffix("_checkpoints")))
         if method == self.broken:
             raise RunError(Problem(self.rule, "writing failed", "make room", where="/disk"))
 
 
 def saver(calls: Calls, warnings: list[str], broken: str = "", asked: str = "stop", **kwargs: str) -> PairSaver:
-    roles: list[RoleGroup] = [Recorded("actor", calls), Recorded("critic", calls, broken, **kwargs)]
+    roles = [TrainedGroup(Recorded("actor", calls)), TrainedGroup(Recorded("critic", calls, broken, **kwargs))]
     section = CheckpointSection(save="actor", on_save_error=asked)  # type: ignore[arg-type]
     return PairSaver(roles, section, {"seed": 1}, warn=warnings.append)
 
@@ -76,7 +79,7 @@ def test_both_halves_carry_one_name_and_another_save_another() -> None:
     for iteration in (1, 2):
         pair.prepare(iteration)
         pair.publish()
-    actor, critic = (role.meta for role in pair.roles if isinstance(role, Recorded))
+    actor, critic = (role.ranks.meta for role in pair.roles if isinstance(role.ranks, Recorded))
     assert [m["save_id"] for m in actor] == [m["save_id"] for m in critic]
     assert actor[0]["save_id"] != actor[1]["save_id"]
     assert all(m["seed"] == 1 for m in actor)
@@ -129,7 +132,7 @@ def test_an_abandoned_pair_is_taken_back_and_never_counts() -> None:
 
 def test_without_a_save_folder_nothing_happens() -> None:
     calls: Calls = []
-    pair = PairSaver([Recorded("actor", calls)], CheckpointSection(), {}, warn=print)
+    pair = PairSaver([TrainedGroup(Recorded("actor", calls))], CheckpointSection(), {}, warn=print)
     pair.prepare(3)
     pair.publish()
     assert not calls
@@ -144,20 +147,21 @@ class Full:
     def warn(self, message: str) -> None:
         raise AssertionError(message)
 
+    def status(self, text: str) -> None: ...
+
 
 def test_a_pair_whose_metrics_cannot_be_written_is_taken_back() -> None:
     calls: Calls = []
     role = Recorded("actor", calls)
     config = Config(batch=BatchSection(num_rollout=2), checkpoint=CheckpointSection(save="actor", save_interval=1))
     trainer = Trainer(
-        cast(Session, SimpleNamespace(roles=Roles(rollout=role, actor=role))),
+        cast(Session, SimpleNamespace(roles=Roles.of({"rollout": role, "actor": role}))),
         config,
-        [Full()],
+        Full(),
+        StopRequest(lambda _: None),
         first=0,
         dump_fields=[],
         checkpoint_meta={},
-        status=lambda _: None,
-        stop=StopRequest(lambda _: None),
     )
     record = StepRecord(0, {"tokens/total": 1.0, "tokens/response": 1.0, "reward/mean": 0.0}, {"rollout": 1.0})
     with pytest.raises(OSError, match="No space left"):

@@ -1,4 +1,4 @@
-"""Signals as wishes, without a run."""
+"""Signals as requests to stop, without a run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def test_nothing_to_lose_stops_at_once() -> None:
             send(signal.SIGINT)
         with pytest.raises(Terminated):
             send(signal.SIGTERM)
-    assert stop.wish is None
+    assert stop.requested_stop is None
 
 
-def test_a_wish_is_said_once_and_two_signals_of_one_key_are_one() -> None:
+def test_a_request_is_said_once_and_two_signals_of_one_key_are_one() -> None:
     said: list[str] = []
     stop = StopRequest(said.append)
     before = signal.getsignal(signal.SIGINT)
     with stop.listening():
         stop.doing = "finishing step 7, then saving"
         send(signal.SIGINT, signal.SIGINT, signal.SIGINT)
-    assert isinstance(stop.wish, KeyboardInterrupt)
+    assert isinstance(stop.requested_stop, KeyboardInterrupt)
     assert said == ["finishing step 7, then saving; Ctrl-C again stops now"]
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -60,7 +60,7 @@ def test_sigterm_asks_once_and_ctrl_c_may_follow_at_once() -> None:
     with stop.listening():
         stop.doing = "finishing step 7, then saving"
         send(signal.SIGTERM, signal.SIGTERM)
-        assert isinstance(stop.wish, Terminated)
+        assert isinstance(stop.requested_stop, Terminated)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
     assert said == ["SIGTERM: finishing step 7, then saving; Ctrl-C stops now", "stopping now"]

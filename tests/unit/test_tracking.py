@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from relax_cli.errors import ResumeError
+from relax_cli.roles.sample_files import SampleWriter, drop_samples
 from relax_cli.tracking.live import StepDisplay, clock_text, fitting_columns, number_text, plain_line
 from relax_cli.tracking.plots import curve
-from relax_cli.tracking.writers import MetricsWriter, RolloutWriter, TensorBoardWriter, drop_rollouts, write_config
+from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
 
 FULL = {
     "step": 11,
@@ -114,7 +115,7 @@ def test_a_damaged_metrics_file_is_refused_by_line_and_left_alone(tmp_path: Path
 
 
 def test_samples_of_a_step_appear_whole_or_not_at_all(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path)
+    writer = SampleWriter(tmp_path)
     path = writer.write(3, [{"prompt": "1+1=", "reward": 1.0}, {"prompt": "ü\n", "reward": 0.0}])
     assert path == tmp_path / "rollouts" / "step_000003.jsonl"
     assert [json.loads(line)["prompt"] for line in path.read_text().splitlines()] == ["1+1=", "ü\n"]
@@ -129,16 +130,16 @@ def test_samples_of_a_step_appear_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_second_worker_adds_to_the_samples_of_a_step(tmp_path: Path) -> None:
-    RolloutWriter(tmp_path).write(0, [{"group": 0}])
-    path = RolloutWriter(tmp_path).write(0, [{"group": 1}], append=True)
+    SampleWriter(tmp_path).write(0, [{"group": 0}])
+    path = SampleWriter(tmp_path).write(0, [{"group": 1}], append=True)
     assert [json.loads(line)["group"] for line in path.read_text().splitlines()] == [0, 1]
 
 
 def test_resuming_deletes_samples_of_steps_that_run_again(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path)
+    writer = SampleWriter(tmp_path)
     for step in range(4):
         writer.write(step, [])
-    drop_rollouts(tmp_path, 2)
+    drop_samples(tmp_path, 2)
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000000.jsonl", "step_000001.jsonl"]
 
 

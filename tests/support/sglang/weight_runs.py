@@ -14,8 +14,8 @@ import uvicorn
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron.weight_buckets import RoleRanks
-from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError
 from tests.support.sglang.faults import Faults
 from tests.support.sglang.server import ContractServer
@@ -44,7 +44,7 @@ def send(
     failures = []
     for transport, target in jobs:
         try:
-            sender([target], transport, folder).send(lambda: model.hf_buckets(LIMIT), 3)
+            sender([target], transport, folder).send(model.hf_buckets, 3)
             failures.append("")
         except RunError as error:
             failures.append(error.problems[0].message)
