@@ -21,7 +21,7 @@ from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import RunReport, Trainer
-from relax_cli.errors import Problem, RelaxError, RunError, Terminated
+from relax_cli.errors import RelaxError, RunError, Terminated, problem_kind
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
@@ -32,6 +32,12 @@ from relax_cli.preflight.start import decide_run
 from relax_cli.roles.sample_files import drop_samples
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
+
+RUN_FOLDER_FAILED = problem_kind(
+    "run-folder-failed",
+    "Folders and checkpoints",
+    "Metrics or samples cannot be written: the disk is full, broken or protected. The last checkpoint is intact.",
+)
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
 """What the operating system says of a disk that is full, broken or protected."""
@@ -236,9 +242,8 @@ def disk_errors(run_dir: Path) -> Iterator[None]:
         if error.errno not in DISK_ERRORS:
             raise
         raise RunError(
-            Problem(
-                id="run-folder-failed",
-                message=f"writing metrics or samples failed: {error.strerror}",
+            RUN_FOLDER_FAILED(
+                f"writing metrics or samples failed: {error.strerror}",
                 where=str(error.filename or run_dir),
                 got=errno.errorcode[error.errno],
                 expected="a disk with room that can be written",

@@ -14,9 +14,15 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import LossFunction, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.checkpoint import store
 from relax_cli.checkpoint.fingerprint import data_position
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
 from relax_cli.roles.batching import Columns, make_micro_batch, micro_batch_rows, plan_rows, unpad
 from relax_cli.roles.context import RoleContext
+
+NAN_GRADIENT = problem_kind(
+    "nan-gradient",
+    "Objective",
+    "A gradient was not finite. No weight changed; `--on-nan-grad` says whether the run continues.",
+)
 
 SAMPLE = ("tokens", "prompt_lens", "response_lens", "response_mask")
 """Queue fields that every role with a model reads."""
@@ -155,9 +161,8 @@ class TrainingRole(ModelRole[TrainableModel]):
 
     def _not_finite(self, rollout_id: int, step: int, grad_norm: float) -> RunError:
         return RunError(
-            Problem(
-                id="nan-gradient",
-                message=f"the gradient of the {self.name} is not finite; its weights are those of before the step",
+            NAN_GRADIENT(
+                f"the gradient of the {self.name} is not finite; its weights are those of before the step",
                 where=f"rollout {rollout_id}, optimizer step {step} of {self.batch.steps_per_rollout}",
                 got=f"gradient norm {grad_norm}",
                 expected="a finite norm",

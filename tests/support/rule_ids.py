@@ -41,7 +41,9 @@ def _ids(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
-        if node.func.id == "Problem":
+        if node.func.id == "problem_kind":
+            values = node.args[:1]
+        elif node.func.id == "Problem":
             values = [keyword.value for keyword in node.keywords if keyword.arg == "id"] or node.args[:1]
         elif node.func.id in helpers:
             values = node.args[:1]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relax_cli.backends.rollout.protocol import Request
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
+
+ROLLOUT_PROMPT = problem_kind(
+    "rollout-prompt",
+    "While a run goes on",
+    "A prompt does not fit the model: an unknown token, or too long.",
+    option="--prompt-data",
+)
 
 
 def check_prompts(requests: Sequence[Request], max_new_tokens: int, vocab_size: int, max_positions: int) -> None:
@@ -34,11 +41,9 @@ def check_prompts(requests: Sequence[Request], max_new_tokens: int, vocab_size: 
 
 def _bad_prompt(message: str, got: str, expected: str) -> RunError:
     return RunError(
-        Problem(
-            id="rollout-prompt",
-            message=message,
+        ROLLOUT_PROMPT(
+            message,
             fix="use the tokenizer that belongs to the model, and prompts that fit it",
-            option="--prompt-data",
             got=got,
             expected=expected,
         )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relax_cli.errors import EnvironmentFault, Problem
+from relax_cli.errors import EnvironmentFault, problem_kind
+
+SERVER_SPANS_NODES = problem_kind(
+    "server-spans-nodes",
+    "SGLang servers",
+    "The GPUs of one SGLang server would be on several machines.",
+    option="--rollout-num-gpus-per-engine",
+)
 
 
 @dataclass(frozen=True)
@@ -43,13 +50,11 @@ def server_places(places: Sequence[Place], gpus_per_server: int, servers: int) -
         nodes = sorted({place.node for place in group})
         if len(nodes) > 1:
             raise EnvironmentFault(
-                Problem(
-                    id="server-spans-nodes",
-                    message=f"the GPUs of SGLang server {number} are on {len(nodes)} machines",
+                SERVER_SPANS_NODES(
+                    f"the GPUs of SGLang server {number} are on {len(nodes)} machines",
                     where=", ".join(nodes),
                     got=", ".join(f"{node}: {sum(p.node == node for p in places)} GPUs" for node in nodes),
                     expected=f"{gpus_per_server} GPUs of one machine for each server",
-                    option="--rollout-num-gpus-per-engine",
                     fix="use a --rollout-num-gpus-per-engine that divides the free GPUs of every machine",
                 )
             )

@@ -5,10 +5,29 @@ from __future__ import annotations
 import socket
 
 from relax_cli.config.placement import QUEUE_CPUS, ranks_of
-from relax_cli.errors import EnvironmentFault, Problem
+from relax_cli.errors import EnvironmentFault, Problem, problem_kind
 from relax_cli.plugin.launch_plan import LaunchPlan
 
 CONNECTING_SECONDS = 20.0
+
+RAY_START_FAILED = problem_kind(
+    "ray-start-failed",
+    "This machine",
+    "Ray did not start in time, which happens on a busy machine, or the cluster of `RAY_ADDRESS` does not answer. "
+    "Ray's own logs are in `/tmp/ray/session_latest/logs`.",
+)
+RAY_CPUS = problem_kind(
+    "ray-cpus",
+    "Roles, devices, parallelism",
+    "Ray has fewer logical CPUs than the roles and TransferQueue take. TransferQueue would wait for ever for one.",
+    option="--resource",
+)
+RAY_GPUS = problem_kind(
+    "ray-gpus",
+    "Roles, devices, parallelism",
+    "The Ray cluster has fewer GPUs, busy ones included, than the roles share. A run waits for GPUs that others use.",
+    option="--resource",
+)
 
 
 def check_reachable(address: str | None) -> None:
@@ -36,9 +55,8 @@ def start_failed(address: str | None, error: Exception) -> Problem:
     again = "end what keeps this machine busy and start again"
     cluster = f"see whether it runs: ray status --address {address}; unset RAY_ADDRESS starts a Ray of the run's own"
     logs = "Ray's logs are in /tmp/ray/session_latest/logs, and `ray stop` ends every Ray that you left running here"
-    return Problem(
-        id="ray-start-failed",
-        message="Ray did not start" if local else "the Ray cluster of RAY_ADDRESS cannot be joined",
+    return RAY_START_FAILED(
+        "Ray did not start" if local else "the Ray cluster of RAY_ADDRESS cannot be joined",
         where="this machine" if local else f"RAY_ADDRESS={address}",
         got=f"{type(error).__name__}: {error}".splitlines()[0][:300],
         expected="a Ray that answers",
@@ -49,25 +67,21 @@ def start_failed(address: str | None, error: Exception) -> Problem:
 def too_few_cpus(plan: LaunchPlan, free: float, needed: int) -> Problem:
     """The problem of a Ray with `free` logical CPUs, where the run needs `needed`."""
     roles = ", ".join(f"{role.name} {ranks_of(plan.config.parallel, role.name)}" for role in plan.graph.roles)
-    return Problem(
-        id="ray-cpus",
-        message="Ray has too few free logical CPUs for the roles and TransferQueue",
+    return RAY_CPUS(
+        "Ray has too few free logical CPUs for the roles and TransferQueue",
         where="the Ray cluster",
         got=f"{free:g} free",
         expected=f"at least {needed} ({roles}, TransferQueue {QUEUE_CPUS})",
-        option="--resource",
         fix=f"use fewer workers in --resource, or start Ray with more: ray start --head --num-cpus {needed}",
     )
 
 
 def too_few_gpus(there: int, needed: int) -> Problem:
     """The problem of a Ray that has, busy ones included, fewer GPUs than the roles share."""
-    return Problem(
-        id="ray-gpus",
-        message="Ray has too few GPUs for the roles",
+    return RAY_GPUS(
+        "Ray has too few GPUs for the roles",
         where="the Ray cluster",
         got=f"{there} GPUs",
         expected=f"at least {needed}",
-        option="--resource",
         fix="lower the counts in --resource, join a larger cluster (RAY_ADDRESS), or use --device cpu",
     )

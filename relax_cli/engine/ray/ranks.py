@@ -21,8 +21,8 @@ ANSWER_SIGNALS = 0.1
 
 WORKER_FAILED = problem_kind(
     "worker-failed",
-    "Found during a run",
-    "",
+    "While a run goes on",
+    "A worker process failed or died; the message names its log.",
 )
 
 

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.linear import Linear, linear
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
 from relax_cli.models.hf import ModelSpec
+
+ROLLOUT_WEIGHTS = problem_kind(
+    "rollout-weights",
+    "While a run goes on",
+    "Published weights do not fit the rollout engine's model.",
+    option="--hf-checkpoint",
+)
 
 
 @dataclass(frozen=True)
@@ -162,11 +169,9 @@ def _pack(tensors: dict[str, Tensor]) -> Layer:
 
 def _bad_weights(message: str, got: str = "", expected: str = "") -> RunError:
     return RunError(
-        Problem(
-            id="rollout-weights",
-            message=message,
+        ROLLOUT_WEIGHTS(
+            message,
             fix="use a model folder whose config.json belongs to its weights",
-            option="--hf-checkpoint",
             got=got,
             expected=expected,
         )

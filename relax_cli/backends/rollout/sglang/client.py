@@ -13,7 +13,13 @@ from collections.abc import Callable
 from socket import socket
 from typing import Any, Literal
 
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
+
+SGLANG_REQUEST = problem_kind(
+    "sglang-request",
+    "SGLang servers",
+    "A request to a server failed: no connection, no answer in time, or an HTTP error, in the server's own words.",
+)
 
 CHUNK_BYTES = 1 << 20
 CANCEL_INTERVAL = 0.2
@@ -27,9 +33,8 @@ class SglangError(RunError):
     def __init__(self, address: str, path: str, what: str, *, got: str = "", fix: str = LOOK) -> None:
         self.address, self.path, self.what, self.got, self.fix = address, path, what, got, fix
         super().__init__(
-            Problem(
-                id="sglang-request",
-                message=f"SGLang server {address}: {path} {what}",
+            SGLANG_REQUEST(
+                f"SGLang server {address}: {path} {what}",
                 fix=fix,
                 where=f"http://{address}{path}",
                 got=got,

@@ -11,9 +11,22 @@ from relax_cli.backends.rollout.sglang.engine import CONTROL_SECONDS, EngineOpti
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
-from relax_cli.errors import EnvironmentFault, Problem
+from relax_cli.errors import EnvironmentFault, problem_kind
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import ModelSpec
+
+UNREACHABLE = problem_kind(
+    "sglang-external-unreachable",
+    "SGLang servers",
+    "A server of `--rollout-external-engine-addrs` does not answer.",
+    option="--rollout-external-engine-addrs",
+)
+OTHER_MODEL = problem_kind(
+    "sglang-external-model",
+    "SGLang servers",
+    "An external server serves another model type than the one of `--hf-checkpoint`.",
+    option="--rollout-external-engine-addrs",
+)
 
 
 def open_engine(
@@ -79,10 +92,8 @@ def _attach(address: str, spec: ModelSpec) -> WeightTarget:
         server = client.request("GET", "/server_info", timeout=CONTROL_SECONDS)
     except SglangError as fault:
         raise EnvironmentFault(
-            Problem(
-                id="sglang-external-unreachable",
-                message=f"SGLang server {address} does not answer",
-                option="--rollout-external-engine-addrs",
+            UNREACHABLE(
+                f"SGLang server {address} does not answer",
                 where=address,
                 got=fault.got or fault.problems[0].message,
                 expected="a running server",
@@ -93,10 +104,8 @@ def _attach(address: str, spec: ModelSpec) -> WeightTarget:
     # Servers before model_type was added to their answer say nothing of it.
     if family is not None and family != spec.family:
         raise EnvironmentFault(
-            Problem(
-                id="sglang-external-model",
-                message=f"SGLang server {address} serves another kind of model than --hf-checkpoint",
-                option="--rollout-external-engine-addrs",
+            OTHER_MODEL(
+                f"SGLang server {address} serves another kind of model than --hf-checkpoint",
                 where=f"http://{address}/model_info",
                 got=f"{family} ({model.get('model_path')})",
                 expected=spec.family,

@@ -31,7 +31,13 @@ from relax_cli.backends.rollout.sglang.replies import Part, generate_payload, re
 from relax_cli.backends.rollout.sglang.server import LocalServer
 from relax_cli.backends.rollout.sglang.weight_version import check_served
 from relax_cli.backends.rollout.targets import WeightTarget
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
+
+ABORTED = problem_kind(
+    "sglang-aborted",
+    "SGLang servers",
+    "A server aborted one sample again and again. Aborted responses are never trained on as if they were complete.",
+)
 
 CONNECTION_TRIES = 4
 """Requests of one sample that may break before the run gives up."""
@@ -259,9 +265,8 @@ class SglangEngine:
             if self.options.partial and not batch.sampling.stop and len(tokens) + len(part.tokens) < limit:
                 tokens, log_probs = tokens + part.tokens, log_probs + part.log_probs
         raise RunError(
-            Problem(
-                id="sglang-aborted",
-                message=f"SGLang server {client.address} aborted {sample} {ABORT_TRIES} times",
+            ABORTED(
+                f"SGLang server {client.address} aborted {sample} {ABORT_TRIES} times",
                 where=f"http://{client.address}/generate",
                 got=f"{ABORT_TRIES} aborts",
                 expected="a complete response",

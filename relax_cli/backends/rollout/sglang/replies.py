@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from relax_cli.backends.rollout.protocol import SamplingParams
-from relax_cli.errors import Problem, RunError
+from relax_cli.backends.rollout.sglang.weight_version import STALE_WEIGHTS
+from relax_cli.errors import RunError, problem_kind
+
+BAD_REPLY = problem_kind(
+    "sglang-reply",
+    "SGLang servers",
+    "A reply of a server contradicts itself or the request, so it is not trained on.",
+)
 
 
 @dataclass(frozen=True)
@@ -103,9 +110,8 @@ def _check_version(meta: dict[str, Any], sample: str, version: str) -> None:
     seen = {str(part) for part in (meta.get("weight_version"), *parts)}
     if seen != {version}:
         raise RunError(
-            Problem(
-                id="sglang-stale-weights",
-                message=f"{sample} was generated with other weights than the last published ones",
+            STALE_WEIGHTS(
+                f"{sample} was generated with other weights than the last published ones",
                 where="meta_info.weight_version",
                 got=", ".join(sorted(seen)),
                 expected=version,
@@ -116,9 +122,8 @@ def _check_version(meta: dict[str, Any], sample: str, version: str) -> None:
 
 def _bad_reply(sample: str, what: str, got: str) -> RunError:
     return RunError(
-        Problem(
-            id="sglang-reply",
-            message=f"the SGLang reply for {sample} cannot be trained on: {what}",
+        BAD_REPLY(
+            f"the SGLang reply for {sample} cannot be trained on: {what}",
             where="/generate",
             got=got,
             expected="token ids, one finite log-probability for each, and a finish reason",

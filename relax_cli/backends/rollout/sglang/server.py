@@ -15,7 +15,15 @@ from relax_cli.backends.rollout.sglang import guard
 from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault
 from relax_cli.config.schema import SglangSection
 from relax_cli.config.sglang_options import as_arguments
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import Problem, ProblemKind, RunError, problem_kind
+
+DIED = problem_kind(
+    "sglang-server-died",
+    "SGLang servers",
+    "A server that the run started ended while it was loading, or twice in one step (the first time it is restarted). "
+    "The last lines of its log are shown, and where the whole log is.",
+)
+SLOW = problem_kind("sglang-server-slow", "SGLang servers", "A server did not answer within half an hour of its start.")
 
 START_SECONDS = 1800.0
 """Deadline of loading a model; large ones come slowly from a network disk."""
@@ -150,7 +158,7 @@ class LocalServer:
         """The error of a server that ended by itself."""
         code = self._process.poll() if self._process is not None else None
         what = f"ended {doing}, exit code {code}"
-        return ServerDied(_problem("sglang-server-died", self, what, "a server that keeps running"))
+        return ServerDied(_problem(DIED, self, what, "a server that keeps running"))
 
     def tail(self) -> str:
         """The last lines of the log."""
@@ -175,13 +183,12 @@ class LocalServer:
                 pass  # It listens only after the model is loaded.
             time.sleep(POLL_SECONDS)
         expected = f"an answer within {self._start_seconds:g} s of its start"
-        raise RunError(_problem("sglang-server-slow", self, "is not ready", expected))
+        raise RunError(_problem(SLOW, self, "is not ready", expected))
 
 
-def _problem(rule: str, server: LocalServer, what: str, expected: str) -> Problem:
-    return Problem(
-        id=rule,
-        message=f"SGLang server {server.address} {what}",
+def _problem(kind: ProblemKind, server: LocalServer, what: str, expected: str) -> Problem:
+    return kind(
+        f"SGLang server {server.address} {what}",
         where=str(server.log_file),
         got=server.tail(),
         expected=expected,

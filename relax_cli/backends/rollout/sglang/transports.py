@@ -23,7 +23,11 @@ from relax_cli.backends.rollout.sglang.flattened_bucket import flatten, serialis
 from relax_cli.backends.rollout.sglang.server import free_port
 from relax_cli.backends.rollout.sglang.update_group import UpdateGroup, own_address
 from relax_cli.backends.rollout.targets import WeightTarget
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
+
+GROUP_BROKE = problem_kind(
+    "sglang-update-group", "SGLang servers", "The process group of the actor and the servers did not form, or broke."
+)
 
 Way = Literal["tensor", "distributed", "disk"]
 
@@ -241,9 +245,8 @@ ClientOf = Callable[[WeightTarget], SglangClient]
 def group_broke(addresses: Sequence[str], error: RuntimeError) -> RunError:
     """The error of a process group that did not form, or ended."""
     return RunError(
-        Problem(
-            id="sglang-update-group",
-            message="the process group with the SGLang servers did not form, or broke",
+        GROUP_BROKE(
+            "the process group with the SGLang servers did not form, or broke",
             where=", ".join(addresses),
             got=str(error).splitlines()[0][:300],
             expected="every server joins and receives",

@@ -22,6 +22,7 @@ from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError, StatusFault
 from relax_cli.backends.rollout.sglang.fail_fast import fail_fast
 from relax_cli.backends.rollout.sglang.transports import (
+    GROUP_BROKE,
     LEAVING_SECONDS,
     DistributedTransport,
     TensorTransport,
@@ -30,8 +31,28 @@ from relax_cli.backends.rollout.sglang.transports import (
 )
 from relax_cli.backends.rollout.sglang.weight_version import check_served
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
 from relax_cli.models.hf import write_hf
+
+NOT_SENT = problem_kind(
+    "sglang-weights",
+    "SGLang servers",
+    "New weights did not reach a server. The message names the server and says how far they got; that server has a "
+    "mixture of old and new weights until the next update is complete.",
+)
+NO_TRANSPORT = problem_kind(
+    "sglang-transport",
+    "SGLang servers",
+    "A server cannot be reached in the way that `--update-weight-transport` names: shared memory needs one machine and "
+    "the same GPUs, and NCCL takes one rank per GPU.",
+    option="--update-weight-transport",
+)
+DISK_FAILED = problem_kind(
+    "sglang-weights-disk",
+    "SGLang servers",
+    "With `--update-weight-transport disk` weights are written to the run folder first, and that failed.",
+    option="--update-weight-transport",
+)
 
 
 class Ranks(Protocol):
@@ -245,10 +266,10 @@ def _take_part(buckets: Iterator[Bucket]) -> None:
 
 def _with_place(error: RunError, version: int, doing: str) -> RunError:
     cause = error.problems[0]
+    kind = {GROUP_BROKE.id: GROUP_BROKE, DISK_FAILED.id: DISK_FAILED}.get(cause.id, NOT_SENT)
     return RunError(
-        Problem(
-            id=cause.id if cause.id in ("sglang-update-group", "sglang-weights-disk") else "sglang-weights",
-            message=f"weights of version {version} were not sent ({doing}): {cause.message}",
+        kind(
+            f"weights of version {version} were not sent ({doing}): {cause.message}",
             fix=cause.fix,
             option=cause.option,
             where=cause.where,
@@ -260,10 +281,8 @@ def _with_place(error: RunError, version: int, doing: str) -> RunError:
 
 def _no_way(target: WeightTarget, wanted: str, why: str) -> RunError:
     return RunError(
-        Problem(
-            id="sglang-transport",
-            message=f"weights cannot go to SGLang server {target.address} by {wanted}: {why}",
-            option="--update-weight-transport",
+        NO_TRANSPORT(
+            f"weights cannot go to SGLang server {target.address} by {wanted}: {why}",
             where=f"http://{target.address}",
             got=wanted,
             expected="auto, or disk",
@@ -274,11 +293,9 @@ def _no_way(target: WeightTarget, wanted: str, why: str) -> RunError:
 
 def _disk_failed(folder: Path, error: Exception) -> RunError:
     return RunError(
-        Problem(
-            id="sglang-weights-disk",
-            message=f"weights for the SGLang servers cannot be written: {error}",
+        DISK_FAILED(
+            f"weights for the SGLang servers cannot be written: {error}",
             where=str(folder),
             fix="make room in the run folder, or use another --update-weight-transport",
-            option="--update-weight-transport",
         )
     )
