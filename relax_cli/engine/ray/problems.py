@@ -7,6 +7,7 @@ import socket
 from relax_cli.config.placement import QUEUE_CPUS, ranks_of
 from relax_cli.errors import EnvironmentFault, Problem, problem_kind
 from relax_cli.plugin.launch_plan import LaunchPlan
+from relax_cli.preflight.rules.resources import ray_cpus
 
 CONNECTING_SECONDS = 20.0
 
@@ -15,12 +16,6 @@ RAY_START_FAILED = problem_kind(
     "This machine",
     "Ray did not start in time, which happens on a busy machine, or the cluster of `RAY_ADDRESS` does not answer. "
     "Ray's own logs are in `/tmp/ray/session_latest/logs`.",
-)
-RAY_CPUS = problem_kind(
-    "ray-cpus",
-    "Roles, devices, parallelism",
-    "Ray has fewer logical CPUs than the roles and TransferQueue take. TransferQueue would wait for ever for one.",
-    option="--resource",
 )
 RAY_GPUS = problem_kind(
     "ray-gpus",
@@ -67,11 +62,12 @@ def start_failed(address: str | None, error: Exception) -> Problem:
 def too_few_cpus(plan: LaunchPlan, free: float, needed: int) -> Problem:
     """The problem of a Ray with `free` logical CPUs, where the run needs `needed`."""
     roles = ", ".join(f"{role.name} {ranks_of(plan.config.parallel, role.name)}" for role in plan.graph.roles)
-    return RAY_CPUS(
+    return ray_cpus.kind(
         "Ray has too few free logical CPUs for the roles and TransferQueue",
         where="the Ray cluster",
         got=f"{free:g} free",
         expected=f"at least {needed} ({roles}, TransferQueue {QUEUE_CPUS})",
+        option="--resource",
         fix=f"use fewer workers in --resource, or start Ray with more: ray start --head --num-cpus {needed}",
     )
 
