@@ -1,6 +1,6 @@
 """GRPO: PPO-Clip with advantages relative to the prompt's other samples. Paper: Shao et al. 2024, arXiv:2402.03300.
 
-The loss is PPO's (`relax_ppo/loss.py`); what differs is the advantage (`relax_cli/algorithms/groups.py`).
+The loss is that of PPO (`relax_ppo/loss.py`), the advantage in `relax_cli/algorithms/groups.py`.
 """
 
 from __future__ import annotations

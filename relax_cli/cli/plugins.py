@@ -63,7 +63,7 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
         found = plugins.named(name)
         output.note(f"checking {name}")
         # The kit imports torch.
-        from relax_cli.plugin.kit.kit import check_plugin as run_checks
+        from relax_cli.plugin.kit import check_plugin as run_checks
 
         results = [result for plugin in found for result in run_checks(plugin)]
         ok = all(result.status != "failed" for result in results)
@@ -93,11 +93,12 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
 
 
 def taken_names(plugins: Plugins) -> dict[str, str]:
-    """Names of plugins and estimators, each with the distribution that has it."""
-    taken = {row.name: row.distribution for row in plugins.rows()}
-    for plugin in map(plugins.plugin, plugins.rows()):
-        taken |= dict.fromkeys((e.name for e in plugin.estimators), plugin.row.distribution)
-    return taken
+    """Names of plugins, estimators and rewards, each with the distribution that has it."""
+    return {
+        name: plugin.row.distribution
+        for plugin in plugins.installed()
+        for name in (plugin.row.name, *(e.name for e in plugin.estimators), *(r.name for r in plugin.rewards))
+    }
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def describe(plugin: Plugin) -> dict[str, Any]:
     return {
         **asdict(plugin.row),
         "module": plugin.entry.value,
+        "where": plugin.where,
         "estimators": [_describe_estimator(estimator) for estimator in plugin.estimators],
         "rewards": [asdict(reward) for reward in plugin.rewards],
     }
@@ -149,6 +151,8 @@ def _page(data: dict[str, Any]) -> str:
     lines = [f"{data['name']}  {data['distribution']} {data['version']}  {data['status']}".rstrip()]
     if data["reason"]:
         lines.append(f"  reason       {data['reason']}")
+    if data["where"]:
+        lines.append(f"  where        {data['where']}")
     lines += [f"  module       {data['module']}", f"  hooks        {', '.join(data['hooks'])}".rstrip()]
     for estimator in data["estimators"]:
         lines += ["", f"estimator {estimator['name']}: {estimator['summary']}", f"  paper        {estimator['paper']}"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from relax_cli.config.schema import AlgorithmSection
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, Problem, problem_kind
 
 SAMPLE_FIELDS = (
     "tokens",
@@ -18,6 +19,12 @@ SAMPLE_FIELDS = (
     "truncated",
 )
 """What the rollout role writes for every sample."""
+
+SERVICE_GRAPH = problem_kind(
+    "service-graph",
+    "Plugins",
+    "A role reads a field that no earlier role writes, two roles write one field, or a role is unknown or added twice.",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class ServiceGraph:
             ConfigError: the name is taken, or there is no role `before`.
         """
         if spec.name in self.names:
-            raise ConfigError(_problem(f"the service graph already has a role {spec.name!r}", "use replace()"))
+            raise ConfigError(SERVICE_GRAPH(f"the service graph already has a role {spec.name!r}", fix="use replace()"))
         at = self._index(before)
         return ServiceGraph((*self.roles[:at], spec, *self.roles[at:]))
 
@@ -80,13 +87,8 @@ class ServiceGraph:
             ConfigError: there is no such role.
         """
         at = self._index(name)
-        old = self.roles[at]
-        new = replace(
-            old,
-            reads=old.reads if reads is None else reads,
-            writes=old.writes if writes is None else writes,
-            uses_device=old.uses_device if uses_device is None else uses_device,
-        )
+        changes: dict[str, Any] = {"reads": reads, "writes": writes, "uses_device": uses_device}
+        new = replace(self.roles[at], **{field: value for field, value in changes.items() if value is not None})
         return ServiceGraph((*self.roles[:at], new, *self.roles[at + 1 :]))
 
     def problems(self) -> list[Problem]:
@@ -94,52 +96,27 @@ class ServiceGraph:
         found = []
         writer: dict[str, str] = {}
         for role in self.roles:
-            for field in role.reads:
-                if field not in writer:
-                    found.append(
-                        _problem(
-                            f"role {role.name!r} reads {field!r}, which no earlier role writes",
-                            f"add {field!r} to the writes of a role before {role.name!r}",
-                        )
-                    )
+            for field in (field for field in role.reads if field not in writer):
+                message = f"role {role.name!r} reads {field!r}, which no earlier role writes"
+                found.append(SERVICE_GRAPH(message, fix=f"add {field!r} to the writes of a role before {role.name!r}"))
             for field in role.writes:
                 if field in writer:
-                    found.append(
-                        _problem(
-                            f"roles {writer[field]!r} and {role.name!r} both write {field!r}",
-                            "let one of them write another field",
-                        )
-                    )
+                    message = f"roles {writer[field]!r} and {role.name!r} both write {field!r}"
+                    found.append(SERVICE_GRAPH(message, fix="let one of them write another field"))
                 writer.setdefault(field, role.name)
         return found
 
     def _index(self, name: str) -> int:
         if name not in self.names:
-            raise ConfigError(
-                _problem(f"the service graph has no role {name!r}", f"use one of {', '.join(self.names)}")
-            )
+            message = f"the service graph has no role {name!r}"
+            raise ConfigError(SERVICE_GRAPH(message, fix=f"use one of {', '.join(self.names)}"))
         return self.names.index(name)
 
 
 def base_graph() -> ServiceGraph:
     """Rollout and actor: all that an estimator without a critic needs."""
     rollout = RoleSpec("rollout", (), SAMPLE_FIELDS, uses_device=True, summary="generates and judges samples")
-    actor = RoleSpec(
-        "actor",
-        (
-            "tokens",
-            "prompt_lens",
-            "response_lens",
-            "response_mask",
-            "rollout_log_probs",
-            "rewards",
-            "group_ids",
-            "truncated",
-        ),
-        (),
-        uses_device=True,
-        summary="trains the policy",
-    )
+    actor = RoleSpec("actor", SAMPLE_FIELDS, (), uses_device=True, summary="trains the policy")
     return ServiceGraph((rollout, actor))
 
 
@@ -169,7 +146,3 @@ def completed(graph: ServiceGraph, algorithm: AlgorithmSection) -> ServiceGraph:
     if not any("advantages" in role.writes for role in graph.roles):
         graph = graph.replace("actor", writes=(*graph["actor"].writes, "advantages"))
     return graph
-
-
-def _problem(message: str, fix: str) -> Problem:
-    return Problem(id="service-graph", message=message, fix=fix)

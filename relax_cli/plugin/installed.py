@@ -1,10 +1,12 @@
-"""What the manager knows of a plugin."""
+"""What is known about an installed plugin."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
+
+import pluggy
 
 from relax_cli.errors import Problem
 from relax_cli.plugin.records import Estimator, Reward
@@ -19,20 +21,10 @@ class PluginRow:
     """The first that fits of `estimator`, `reward`, `tracker`, `launcher`; empty when unknown."""
     distribution: str
     version: str
-    status: Literal["ok", "broken", "disabled"]
+    status: Literal["ok", "broken"]
     reason: str
-    """Why it is not `ok`."""
+    """Why it is broken."""
     hooks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Provided:
-    """A record and who provides it."""
-
-    plugin: str
-    """`name@distribution`, unlike the plugin's name without a double."""
-    distribution: str
-    record: Estimator | Reward
 
 
 @dataclass(frozen=True)
@@ -41,11 +33,20 @@ class Plugin:
 
     row: PluginRow
     entry: EntryPoint
-    module: Any
-    """The loaded module or object; None unless the row is `ok`."""
-    misspelt: tuple[Problem, ...]
+    module: Any = None
+    """The loaded module or object; None when the plugin is broken."""
+    hook: pluggy.HookRelay | None = None
+    """Calls the hooks of this plugin alone; None when the plugin is broken."""
+    misspelt: tuple[Problem, ...] = ()
     """One problem for each hook that does not exist."""
-    estimators: tuple[Estimator, ...]
-    rewards: tuple[Reward, ...]
-    rivals: tuple[Provided, ...]
-    """What the other plugins provide."""
+    estimators: tuple[Estimator, ...] = ()
+    rewards: tuple[Reward, ...] = ()
+    where: str = ""
+    """`file:line` of the code that failed, where that is known."""
+    others: tuple[Plugin, ...] = ()
+    """The other plugins, each without its own `others`."""
+
+    @property
+    def title(self) -> str:
+        """For messages: `'mine' (relax-mine)`."""
+        return f"{self.row.name!r} ({self.row.distribution})"

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from relax_cli.config.model import base_type, options_by_name
 from relax_cli.config.schema import Config, Section
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.plugin.user_code import UserCodeError, user_code
 
 if TYPE_CHECKING:
     from relax_cli.algorithms.types import AdvantageInputs, AdvantageOutputs, LossInputs, LossTerms
+
+REFERENCE = problem_kind("plugin-reference", "Plugins", "A plugin refers to a `module:function` that cannot be loaded.")
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,7 @@ class Estimator:
         Raises:
             ConfigError: the reference does not lead to a function.
         """
-        function: Callable[[AdvantageInputs], AdvantageOutputs] = load_reference(
-            self.advantages, f"estimator {self.name}"
-        )
-        return function
+        return load_reference(self.advantages, f"estimator {self.name}")
 
     def load_policy_loss(self) -> Callable[[LossInputs], LossTerms]:
         """Import and return the policy loss.
@@ -56,8 +56,7 @@ class Estimator:
         Raises:
             ConfigError: the reference does not lead to a function.
         """
-        function: Callable[[LossInputs], LossTerms] = load_reference(self.policy_loss, f"estimator {self.name}")
-        return function
+        return load_reference(self.policy_loss, f"estimator {self.name}")
 
 
 def unusable(estimator: Estimator) -> str:
@@ -128,17 +127,18 @@ def load_reference(reference: str, owner: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = reference.partition(":")
     try:
-        function = getattr(import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        with user_code():
+            function: Callable[..., Any] = getattr(import_module(module_name), attribute)
+            if not callable(function):
+                raise TypeError(f"{attribute} is a {type(function).__name__}, not a function")
+    except UserCodeError as error:
         raise ConfigError(
-            Problem(
-                id="plugin-reference",
-                message=f"{owner} refers to {reference!r}, which cannot be loaded",
-                got=f"{type(error).__name__}: {error}",
+            REFERENCE(
+                f"{owner} refers to {reference!r}, which cannot be loaded",
+                where=error.place,
+                got=error.story,
                 expected="module:function",
                 fix="reinstall or update the package that provides it (`relax plugins list` names it)",
             )
         ) from error
-    assert callable(function), f"{owner}: {reference} is not callable"
-    resolved: Callable[..., Any] = function
-    return resolved
+    return function

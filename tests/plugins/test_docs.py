@@ -14,9 +14,9 @@ from relax_cli import AdvantageInputs, Config, LossInputs
 from relax_cli.config.schema import AlgorithmSection, BatchSection
 from relax_cli.plugin import hookspecs
 from relax_cli.plugin.kit import advantages as testing_advantages
+from relax_cli.plugin.kit import check_plugin
 from relax_cli.plugin.kit import loss as testing_loss
 from relax_cli.plugin.kit import package as testing_package
-from relax_cli.plugin.kit.kit import check_plugin
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.scaffold import package_files
 
@@ -111,4 +111,4 @@ def test_the_example_of_every_hook_runs(text: str, install: Write, capsys: pytes
     assert "brief" in plugins.rewards()
     assert plugins.launch(SimpleNamespace(config=Config())) is None
     assert plugins.step_end(7, {"reward/mean": 1.0}) == []
-    assert "solved at step 7" in capsys.readouterr().out
+    assert "solved at step 7" in capsys.readouterr().err

@@ -12,9 +12,9 @@ import torch
 from typer.testing import Result
 
 from relax_cli.plugin.kit import advantages as testing_advantages
+from relax_cli.plugin.kit import assert_conforms, check_estimator
 from relax_cli.plugin.kit import loss as testing_loss
 from relax_cli.plugin.kit import package as testing_package
-from relax_cli.plugin.kit.kit import assert_conforms, check_estimator
 from relax_cli.plugin.manager import load_plugins
 
 BUILT_IN = ("ppo", "grpo", "gspo", "cispo", "sapo")

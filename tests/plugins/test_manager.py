@@ -134,11 +134,6 @@ def test_an_unknown_estimator_is_refused_with_the_nearest_name_and_the_node() ->
     assert "sapo" in problem.expected
 
 
-def test_a_disabled_plugin_is_not_imported(install: Install) -> None:
-    install("loud", "raise RuntimeError('imported')")
-    assert row_of(load_plugins(disable=("loud",)), "loud")["status"] == "disabled"
-
-
 @pytest.mark.parametrize("plugin_name", ["other", "grpo"])
 def test_two_distributions_with_one_estimator_name_are_refused_naming_both(install: Install, plugin_name: str) -> None:
     install(plugin_name, estimator_source("grpo"), distribution="a-rival")

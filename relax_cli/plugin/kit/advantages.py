@@ -11,14 +11,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from relax_cli.algorithms.types import AdvantageInputs
 from relax_cli.plugin.kit.cases import (
     GARBAGE,
+    SELECT,
     TOLERANCE,
     UNTRAINED,
     Subject,
     advantage_cases,
     advantage_inputs,
+    check_purity,
+    check_shapes,
     gap,
     padded,
     rows_of,
@@ -26,7 +28,6 @@ from relax_cli.plugin.kit.cases import (
 )
 from relax_cli.plugin.kit.findings import Finding
 
-_SELECT = "select the inputs: torch.where(mask, x, 0); a product with the mask keeps NaN"
 _OWN_ROW = "compute every row from that row alone; --normalize-advantages whitens over the whole rollout"
 _GROUP = "compare a sample only with those of the same group_ids, wherever they stand in the batch"
 
@@ -35,20 +36,11 @@ def shape(subject: Subject) -> list[Finding]:
     """Advantages, and returns where there is a critic, are `[B, T]`, finite, and 0 in masked slots."""
     inputs = advantage_inputs(subject)
     outputs = subject.advantages(inputs)
-    found = []
+    results = {name: value for name, value in vars(outputs).items() if value is not None}
     if subject.estimator.needs_critic and outputs.returns is None:
-        found.append(_finding("there is a critic, and no returns to train it on", "return AdvantageOutputs(A, R)"))
-    for name, value in {"advantages": outputs.advantages, "returns": outputs.returns}.items():
-        if value is None:
-            continue
-        if value.shape != inputs.mask.shape:
-            message = f"{name} has shape {tuple(value.shape)} for a batch of shape {tuple(inputs.mask.shape)}"
-            found.append(_finding(message, "return one number per token, [B, T]"))
-        elif not value.isfinite().all():
-            found.append(_finding(f"{name} is not finite for ordinary inputs", "look for log or division of 0"))
-        elif value[~inputs.mask].any():
-            found.append(_finding(f"{name} is not 0 in masked slots", _SELECT))
-    return found
+        missing = Finding("there is a critic, and no returns to train it on", "return AdvantageOutputs(A, R)")
+        return [missing, *check_shapes(results, inputs.mask)]
+    return check_shapes(results, inputs.mask)
 
 
 def all_masked(subject: Subject) -> list[Finding]:
@@ -57,7 +49,7 @@ def all_masked(subject: Subject) -> list[Finding]:
         nothing = with_garbage(replace(inputs, mask=torch.zeros_like(inputs.mask)), float("nan"))
         got_BT = subject.advantages(nothing).advantages
         if gap(got_BT, torch.zeros_like(got_BT)) > 0:
-            return [_finding("nothing is trainable, and the advantages are not 0", _SELECT)]
+            return [Finding("nothing is trainable, and the advantages are not 0", SELECT)]
     return []
 
 
@@ -67,12 +59,12 @@ def masked_garbage(subject: Subject) -> list[Finding]:
         clean_BT = subject.advantages(inputs).advantages
         for garbage in GARBAGE:
             if gap(subject.advantages(with_garbage(inputs, garbage)).advantages, clean_BT) > TOLERANCE:
-                return [_finding(f"{garbage} in masked slots changes the advantages", _SELECT)]
+                return [Finding(f"{garbage} in masked slots changes the advantages", SELECT)]
         rewards = inputs.rewards.clone()
         rewards[UNTRAINED] = 100.0
         if gap(subject.advantages(replace(inputs, rewards=rewards)).advantages, clean_BT) > TOLERANCE:
             message = "the reward of a sample without a trainable token changes the advantages of others"
-            return [_finding(message, "leave samples with mask.any(dim=1) false out of the baseline")]
+            return [Finding(message, "leave samples with mask.any(dim=1) false out of the baseline")]
     return []
 
 
@@ -82,7 +74,7 @@ def padding(subject: Subject) -> list[Finding]:
         width = inputs.mask.shape[1]
         got_BT = subject.advantages(padded(inputs, 5)).advantages[:, :width]
         if gap(got_BT, subject.advantages(inputs).advantages) > TOLERANCE:
-            return [_finding("five masked columns more change it", "count trainable tokens, not columns")]
+            return [Finding("five masked columns more change it", "count trainable tokens, not columns")]
     return []
 
 
@@ -92,7 +84,7 @@ def row_order(subject: Subject) -> list[Finding]:
     for inputs in advantage_cases(subject):
         shuffled = rows_of(inputs, order)
         if gap(subject.advantages(shuffled).advantages, subject.advantages(inputs).advantages[order]) > TOLERANCE:
-            return [_finding("shuffling the rows changes the advantage of a row", _GROUP)]
+            return [Finding("shuffling the rows changes the advantage of a row", _GROUP)]
     return []
 
 
@@ -108,7 +100,7 @@ def row_by_row(subject: Subject) -> list[Finding]:
             for name in ("advantages", "returns"):
                 one, all_rows = getattr(alone, name), getattr(whole, name)
                 if all_rows is not None and (one is None or gap(one, all_rows[rows]) > 0):
-                    return [_finding(f"{name} of row {int(rows)} alone differ from those in the batch", _OWN_ROW)]
+                    return [Finding(f"{name} of row {int(rows)} alone differ from those in the batch", _OWN_ROW)]
     return []
 
 
@@ -124,16 +116,16 @@ def groups(subject: Subject) -> list[Finding]:
 
     others_BT = with_rewards(torch.where(first, inputs.rewards, inputs.rewards.flip(0) * 3))
     if gap(others_BT[first], base_BT[first]) > TOLERANCE:
-        found.append(_finding("rewards of other groups change the advantages of a group", _GROUP))
+        found.append(Finding("rewards of other groups change the advantages of a group", _GROUP))
     if gap(with_rewards(inputs.rewards + first.float()), base_BT) > TOLERANCE:
         message = "one group rewarded 1 higher throughout gets other advantages: the baseline is not the group's"
-        found.append(_finding(message, "subtract the mean of the group, not of the batch"))
+        found.append(Finding(message, "subtract the mean of the group, not of the batch"))
     equal_BT = with_rewards(torch.full_like(inputs.rewards, 0.1))
     if not bool((equal_BT[inputs.mask].abs() <= TOLERANCE).all()):
-        found.append(_finding("equal rewards in a group give advantages other than 0", _GROUP))
+        found.append(Finding("equal rewards in a group give advantages other than 0", _GROUP))
     relabelled = replace(inputs, group_ids=inputs.group_ids + 7)
     if gap(subject.advantages(relabelled).advantages, base_BT) > TOLERANCE:
-        found.append(_finding("other numbers for the same groups change the advantages", _GROUP))
+        found.append(Finding("other numbers for the same groups change the advantages", _GROUP))
     return found
 
 
@@ -149,7 +141,7 @@ def sign(subject: Subject) -> list[Finding]:
         )
         if not after > before:
             message = f"1 more reward takes the advantage of row {row} from {before:.4g} to {after:.4g}"
-            return [_finding(message, "advantage = reward − baseline")]
+            return [Finding(message, "advantage = reward − baseline")]
     return []
 
 
@@ -162,20 +154,16 @@ def detached(subject: Subject) -> list[Finding]:
     outputs = subject.advantages(replace(inputs, **leaves))
     if outputs.advantages.requires_grad or (outputs.returns is not None and outputs.returns.requires_grad):
         message = f"advantages or returns carry a gradient back to {' and '.join(leaves)}"
-        return [_finding(message, "decorate the function with @torch.no_grad()")]
+        return [Finding(message, "decorate the function with @torch.no_grad()")]
     return []
 
 
 def pure(subject: Subject) -> list[Finding]:
     """The function leaves its inputs alone and gives the same result twice."""
-    inputs, untouched = (advantage_inputs(subject, with_extras=True) for _ in range(2))
-    first_BT = subject.advantages(inputs).advantages
-    found = []
-    if gap(subject.advantages(inputs).advantages, first_BT) > 0:
-        found.append(_finding("a second call gives other advantages", "remove chance and state from the formula"))
-    if any(gap(value, getattr(untouched, name)) > 0 for name, value in _tensors(inputs).items()):
-        found.append(_finding("the inputs are changed in place", "use x.clamp(), not x.clamp_()"))
-    return found
+    return check_purity(
+        lambda: advantage_inputs(subject, with_extras=True),
+        lambda inputs: {"advantage": subject.advantages(inputs).advantages},
+    )
 
 
 CHECKS: dict[str, Callable[[Subject], list[Finding]]] = {
@@ -190,11 +178,3 @@ CHECKS: dict[str, Callable[[Subject], list[Finding]]] = {
     "sign": sign,
     "detached": detached,
 }
-
-
-def _finding(message: str, fix: str) -> Finding:
-    return Finding("advantages", message, fix)
-
-
-def _tensors(inputs: AdvantageInputs) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Part = Literal["advantages", "policy_loss", "package"]
+
 
 @dataclass(frozen=True)
 class Finding:
     """One way in which a plugin breaks a rule."""
 
-    part: Literal["advantages", "policy_loss", "package"]
     message: str
     """What was seen, with numbers where there are any."""
     fix: str
     """What to change in the plugin."""
+    part: Part = "package"
 
 
 @dataclass(frozen=True)

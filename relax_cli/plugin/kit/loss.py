@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from relax_cli.algorithms.reduce import Mode, aggregate
-from relax_cli.algorithms.types import LossInputs
 from relax_cli.plugin.kit.cases import (
     GARBAGE,
+    SELECT,
     TOLERANCE,
     Evaluated,
     Subject,
     at_ratio_one,
+    check_purity,
+    check_shapes,
     denominator_of,
     evaluate,
     gap,
@@ -31,7 +33,6 @@ from relax_cli.plugin.kit.cases import (
 )
 from relax_cli.plugin.kit.findings import Finding
 
-_SELECT = "select the inputs: torch.where(mask, x, 0); a product with the mask keeps NaN"
 _ROWS = "compute every row from that row alone; the trainer divides by the size of the whole batch"
 _MODES: tuple[Mode, ...] = ("token", "sample")
 _STEP = 1e-5
@@ -41,20 +42,7 @@ def shape(subject: Subject) -> list[Finding]:
     """Loss and metrics are `[B, T]`, finite, and 0 in masked slots."""
     inputs = loss_inputs(subject)
     terms = subject.policy_loss(inputs)
-    found = []
-    for name, value in {"loss_per_token": terms.loss_per_token, **terms.metrics}.items():
-        if value.shape != inputs.mask.shape:
-            found.append(
-                _finding(
-                    f"{name} has shape {tuple(value.shape)} for a batch of shape {tuple(inputs.mask.shape)}",
-                    "return one number per token: the trainer reduces them",
-                )
-            )
-        elif not value.isfinite().all():
-            found.append(_finding(f"{name} is not finite for ordinary inputs", "look for log or division of 0"))
-        elif value[~inputs.mask].any():
-            found.append(_finding(f"{name} is not 0 in masked slots", _SELECT))
-    return found
+    return check_shapes({"loss_per_token": terms.loss_per_token, **terms.metrics}, inputs.mask)
 
 
 def all_masked(subject: Subject) -> list[Finding]:
@@ -63,9 +51,9 @@ def all_masked(subject: Subject) -> list[Finding]:
     nothing = with_garbage(replace(inputs, mask=torch.zeros_like(inputs.mask)), float("nan"))
     got = evaluate(subject, nothing)
     if not _is_zero(got.terms.loss_per_token):
-        return [_finding("nothing is trainable, and the loss per token is not 0", _SELECT)]
+        return [Finding("nothing is trainable, and the loss per token is not 0", SELECT)]
     if not _is_zero(got.grad_BT):
-        return [_finding("nothing is trainable, and the gradient is not 0", _SELECT)]
+        return [Finding("nothing is trainable, and the gradient is not 0", SELECT)]
     return []
 
 
@@ -76,9 +64,9 @@ def masked_garbage(subject: Subject) -> list[Finding]:
     for garbage in GARBAGE:
         got = evaluate(subject, with_garbage(inputs, garbage))
         if wrong := _difference(got, clean):
-            return [_finding(f"{garbage} in masked slots changes the {wrong}", _SELECT)]
+            return [Finding(f"{garbage} in masked slots changes the {wrong}", SELECT)]
         if not _is_zero(got.grad_BT[~inputs.mask]):
-            return [_finding(f"{garbage} in masked slots gives them a gradient", _SELECT)]
+            return [Finding(f"{garbage} in masked slots gives them a gradient", SELECT)]
     return []
 
 
@@ -90,7 +78,7 @@ def padding(subject: Subject) -> list[Finding]:
     terms = replace(wide.terms, loss_per_token=wide.terms.loss_per_token[:, :width])
     narrow = replace(wide, terms=terms, grad_BT=wide.grad_BT[:, :width])
     if wrong := _difference(narrow, evaluate(subject, inputs)):
-        return [_finding(f"five masked columns more change the {wrong}", "count trainable tokens, not columns")]
+        return [Finding(f"five masked columns more change the {wrong}", "count trainable tokens, not columns")]
     return []
 
 
@@ -105,7 +93,7 @@ def row_order(subject: Subject) -> list[Finding]:
         grad_BT=base.grad_BT[order],
     )
     if wrong := _difference(evaluate(subject, rows_of(inputs, order)), expected):
-        return [_finding(f"shuffling the rows changes the {wrong} of a row", _ROWS)]
+        return [Finding(f"shuffling the rows changes the {wrong} of a row", _ROWS)]
     return []
 
 
@@ -123,7 +111,7 @@ def micro_batch(subject: Subject) -> list[Finding]:
             loss = torch.stack([part.loss for part in parts]).sum()
             grad_BT = torch.cat([part.grad_BT for part in parts])
             if max(gap(loss, whole.loss), gap(grad_BT, whole.grad_BT)) > TOLERANCE:
-                return [_finding(f"micro-batches of {size} give another loss or gradient than one of 8", _ROWS)]
+                return [Finding(f"micro-batches of {size} give another loss or gradient than one of 8", _ROWS)]
     return []
 
 
@@ -144,7 +132,7 @@ def gradient(subject: Subject) -> list[Finding]:
     loss = loss_at(logp)
     if loss.dtype != torch.float64:
         message = f"float64 inputs give a {loss.dtype} loss, too coarse to check its gradient"
-        return [_finding(message, "keep float64: relax_cli.algorithms.masking.select widens to at least float32")]
+        return [Finding(message, "keep float64: relax_cli.algorithms.masking.select widens to at least float32")]
     (grad_BT,) = torch.autograd.grad(loss, logp)
 
     def moved(row: int, column: int, step: float) -> float:
@@ -160,7 +148,7 @@ def gradient(subject: Subject) -> list[Finding]:
             message = (
                 f"the gradient of token {column} of row {row} is {exact:.6g}, finite differences give {numeric:.6g}"
             )
-            return [_finding(message, "look for .float(), .item(), .data or a custom backward in the formula")]
+            return [Finding(message, "look for .float(), .item(), .data or a custom backward in the formula")]
     return []
 
 
@@ -173,7 +161,7 @@ def ratio_one(subject: Subject) -> list[Finding]:
         return []
     row, column = divmod(int((got_BT - expected_BT).abs().nan_to_num(torch.inf).argmax()), got_BT.shape[1])
     return [
-        _finding(
+        Finding(
             f"at ratio 1 the gradient of token {column} of row {row} is {float(got_BT[row, column]):.4g}, "
             f"the plain policy gradient {float(expected_BT[row, column]):.4g}",
             "look for a missing detach or a wrong factor; where the paper means it so, set "
@@ -191,7 +179,7 @@ def sign(subject: Subject) -> list[Finding]:
     if bool((push_B[trained_B] > 0).all()):
         return []
     return [
-        _finding(
+        Finding(
             "a step down the loss makes samples with a positive advantage less likely (or does not move them)",
             "the loss is minimised: it starts with a minus",
         )
@@ -206,10 +194,10 @@ def detached(subject: Subject) -> list[Finding]:
     logp = inputs.logp.clone().requires_grad_()
     loss = subject.policy_loss(replace(inputs, logp=logp, **leaves)).loss_per_token.sum()
     if not loss.requires_grad:
-        return [_finding("the loss has no gradient at all", "do not detach logp everywhere")]
+        return [Finding("the loss has no gradient at all", "do not detach logp everywhere")]
     grads = torch.autograd.grad(loss, [logp, *leaves.values()], allow_unused=True)[1:]
     return [
-        _finding(f"a gradient reaches {name}", f"detach it: inputs.{name}.detach()")
+        Finding(f"a gradient reaches {name}", f"detach it: inputs.{name}.detach()")
         for name, grad in zip(names, grads, strict=True)
         if grad is not None and not _is_zero(grad)
     ]
@@ -217,14 +205,7 @@ def detached(subject: Subject) -> list[Finding]:
 
 def pure(subject: Subject) -> list[Finding]:
     """The function leaves its inputs alone and gives the same result twice."""
-    inputs = loss_inputs(subject)
-    first = evaluate(subject, inputs)
-    found = []
-    if wrong := _difference(evaluate(subject, inputs), first, tolerance=0.0):
-        found.append(_finding(f"a second call gives another {wrong}", "remove chance and state from the formula"))
-    if any(gap(value, getattr(loss_inputs(subject), name)) > 0 for name, value in _tensors(inputs).items()):
-        found.append(_finding("the inputs are changed in place", "use x.clamp(), not x.clamp_()"))
-    return found
+    return check_purity(lambda: loss_inputs(subject), lambda inputs: _compared(evaluate(subject, inputs)))
 
 
 CHECKS: dict[str, Callable[[Subject], list[Finding]]] = {
@@ -273,18 +254,14 @@ class HeldConstants(TorchFunctionMode):
         return held.clone() if held.shape == result.shape and held.dtype == result.dtype else result
 
 
-def _finding(message: str, fix: str) -> Finding:
-    return Finding("policy_loss", message, fix)
+def _compared(got: Evaluated) -> dict[str, Tensor]:
+    return {"loss": got.loss, "loss per token": got.terms.loss_per_token, "gradient": got.grad_BT}
 
 
-def _difference(got: Evaluated, expected: Evaluated, *, tolerance: float = TOLERANCE) -> str:
+def _difference(got: Evaluated, expected: Evaluated) -> str:
     """What differs, for people; empty when nothing does."""
-    pairs = {
-        "loss": (got.loss, expected.loss),
-        "loss per token": (got.terms.loss_per_token, expected.terms.loss_per_token),
-        "gradient": (got.grad_BT, expected.grad_BT),
-    }
-    return next((name for name, pair in pairs.items() if gap(*pair) > tolerance), "")
+    wanted = _compared(expected)
+    return next((name for name, value in _compared(got).items() if gap(value, wanted[name]) > TOLERANCE), "")
 
 
 def chunks(rows: int, size: int) -> list[Tensor]:
@@ -294,7 +271,3 @@ def chunks(rows: int, size: int) -> list[Tensor]:
 
 def _is_zero(x: Tensor) -> bool:
     return not bool(x.isnan().any()) and not bool(x.any())
-
-
-def _tensors(inputs: LossInputs) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}

@@ -13,7 +13,6 @@ from relax_cli.errors import ConfigError
 from relax_cli.plugin.hookspecs import PROJECT
 from relax_cli.plugin.installed import Plugin
 from relax_cli.plugin.kit.findings import Finding
-from relax_cli.plugin.records import Estimator
 
 HEAVY = ("torch", "ray", "megatron", "transformers", "sglang", "vllm")
 """What looking at a plugin must not import: `relax --help` would take seconds."""
@@ -36,7 +35,7 @@ def loads(plugin: Plugin) -> list[Finding]:
     if plugin.row.status == "ok" or plugin.misspelt:
         return []
     return [
-        _finding(
+        Finding(
             f"the plugin is {plugin.row.status}: {plugin.row.reason}",
             f"make `import {plugin.entry.module}` and its hooks work",
         )
@@ -45,10 +44,10 @@ def loads(plugin: Plugin) -> list[Finding]:
 
 def hooks(plugin: Plugin) -> list[Finding]:
     """Every function that looks like a hook is one."""
-    found = [_finding(problem.message, problem.fix) for problem in plugin.misspelt]
+    found = [Finding(problem.message, problem.fix) for problem in plugin.misspelt]
     for name, value in vars(plugin.module).items() if plugin.module is not None else ():
         if name.startswith("relax_") and isinstance(value, FunctionType) and not hasattr(value, f"{PROJECT}_impl"):
-            found.append(_finding(f"{name} is never called: it is not marked", "put @hookimpl in front of it"))
+            found.append(Finding(f"{name} is never called: it is not marked", "put @hookimpl in front of it"))
     return found
 
 
@@ -62,36 +61,36 @@ def fresh_process(plugin: Plugin) -> list[Finding]:
             [sys.executable, "-c", _FRESH, asked], capture_output=True, text=True, timeout=_TIMEOUT, check=True
         )
     except subprocess.TimeoutExpired:
-        return [_finding(f"importing it takes longer than {_TIMEOUT} s", "do that work later, where it is needed")]
+        return [Finding(f"importing it takes longer than {_TIMEOUT} s", "do that work later, where it is needed")]
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip() or f"exit code {error.returncode}").splitlines()[-1]
-        return [
-            _finding(f"a new process cannot import it: {reason}", f"make `import {plugin.entry.module}` work alone")
-        ]
+        return [Finding(f"a new process cannot import it: {reason}", f"make `import {plugin.entry.module}` work alone")]
     if heavy := json.loads(done.stdout.splitlines()[-1]):
         message = f"importing {plugin.entry.module} imports {', '.join(heavy)}"
-        return [_finding(message, 'move the math to a module of its own and name it "module:function"')]
+        return [Finding(message, 'move the math to a module of its own and name it "module:function"')]
     return []
 
 
 def name_clash(plugin: Plugin) -> list[Finding]:
     """No other package provides an estimator, a reward or an option of the same name."""
     found = []
-    for rival in plugin.rivals:
-        own = plugin.estimators if isinstance(rival.record, Estimator) else plugin.rewards
-        if rival.record.name in {record.name for record in own}:
-            kind = "estimator" if isinstance(rival.record, Estimator) else "reward"
-            message = f"{rival.distribution} provides the {kind} {rival.record.name!r}, too"
-            found.append(_finding(message, "choose another name for yours"))
+    for other in plugin.others:
+        for kind, own, theirs in (
+            ("estimator", plugin.estimators, other.estimators),
+            ("reward", plugin.rewards, other.rewards),
+        ):
+            for name in {record.name for record in own} & {record.name for record in theirs}:
+                message = f"{other.row.distribution} also provides the {kind} {name!r}"
+                found.append(Finding(message, "choose another name for yours"))
     return found or [
-        _finding(message, "put the estimator's name in front of the option's") for message in _claimed_options(plugin)
+        Finding(message, "put the estimator's name in front of the option's") for message in _claimed_options(plugin)
     ]
 
 
 def options(plugin: Plugin) -> list[Finding]:
     """Every option of an estimator has a help text."""
     return [
-        _finding(f"option {name} of {estimator.name} has no help text", "Field(..., description=...)")
+        Finding(f"option {name} of {estimator.name} has no help text", "Field(..., description=...)")
         for estimator in plugin.estimators
         for name, field in estimator.options.model_fields.items()
         if not field.description
@@ -99,7 +98,7 @@ def options(plugin: Plugin) -> list[Finding]:
 
 
 def _claimed_options(plugin: Plugin) -> Iterator[str]:
-    others = [rival.record for rival in plugin.rivals if isinstance(rival.record, Estimator)]
+    others = [estimator for other in plugin.others for estimator in other.estimators]
     for estimator in plugin.estimators:
         for together in ([estimator], *([other, estimator] for other in others)):
             try:
@@ -116,7 +115,3 @@ CHECKS: dict[str, Callable[[Plugin], list[Finding]]] = {
     "options": options,
     "name-clash": name_clash,
 }
-
-
-def _finding(message: str, fix: str) -> Finding:
-    return Finding("package", message, fix)
