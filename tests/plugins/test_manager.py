@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ def config(estimator: str = "ppo", **changes: object) -> Config:
     return Config(**sections)
 
 
-def ids(problems: list[Problem]) -> list[str]:
+def ids(problems: Sequence[Problem]) -> list[str]:
     return [problem.id for problem in problems]
 
 
@@ -132,6 +132,17 @@ def test_an_unknown_estimator_is_refused_with_the_nearest_name_and_the_node() ->
     (problem,) = caught.value.problems
     assert problem.fix == "--advantage-estimator grpo"
     assert "sapo" in problem.expected
+
+
+@pytest.mark.parametrize("what", ["estimator", "reward"])
+def test_two_plugins_with_one_name_are_a_problem_of_that_kind(install: Install, what: str) -> None:
+    reward = "from relax_cli import Reward, hookimpl\n@hookimpl\ndef relax_rewards():\n"
+    source = {"estimator": estimator_source("mine"), "reward": reward + "    return [Reward('mine', 's', 'm:f')]\n"}
+    for plugin_name in ("one", "two"):
+        install(plugin_name, source[what])
+    with pytest.raises(ConfigError, match="dist-one and dist-two both provide") as caught:
+        getattr(load_plugins(), f"{what}s")()
+    assert ids(caught.value.problems) == [{"estimator": "duplicate-estimator", "reward": "duplicate-reward"}[what]]
 
 
 @pytest.mark.parametrize("plugin_name", ["other", "grpo"])
