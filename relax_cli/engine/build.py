@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from relax_cli.backends.rollout.targets import this_node
 from relax_cli.config.layers import estimator_options, rebuild_config
 from relax_cli.config.placement import processes_of, rollout_engine, threads_of
 from relax_cli.config.schema import Config
@@ -88,7 +89,7 @@ class RoleBuilder:
         self.spec = spec
         plugins = load_plugins()
         self.config: Config = rebuild_config(spec.config)
-        self.estimator: Estimator = plugins.estimator(self.config.algorithm.advantage_estimator)
+        self.estimator: Estimator = plugins.estimator(self.config.algorithm.advantage_estimator, node=this_node())
         self.options = estimator_options(self.config, self.estimator)
         self.graph: ServiceGraph = plugins.service_graph(self.config)
         self.rewards = {name: reward.function for name, reward in plugins.rewards().items()}

@@ -43,18 +43,18 @@ DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, err
 """What the operating system says of a disk that is full, broken or protected."""
 
 DUMPED_FIELDS = ("ref_log_probs", "values", "advantages", "returns")
-"""Per-token queue fields written beside each sample, where the run has them."""
+"""Per-token queue fields written next to each sample, where the run has them."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that has ended, whichever way, and what to do with it."""
+    """The outcome of a run and the command that resumes it."""
 
     report: RunReport
     config: Config
     run_dir: Path
     resume: str | None
-    """Command that goes on from the last checkpoint, but for `--num-rollout`; None if there is none."""
+    """Command that resumes from the last checkpoint, except for `--num-rollout`; None if there is none."""
     ended_by: BaseException | None
     """KeyboardInterrupt or Terminated; None when the run is complete."""
 
@@ -123,7 +123,7 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, resolved: Re
     """Train; what a person stopped it with, or None at its end.
 
     Raises:
-        RelaxError: what made the run fail, with the command that goes on as its notes.
+        RelaxError: what made the run fail, with the command that resumes it as its notes.
     """
     try:
         with disk_errors(run_dir):
@@ -133,7 +133,7 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, resolved: Re
         return now
     except RelaxError as error:
         command = resume_command(trainer.config, resolved, trainer.report)
-        for line in way_on(trainer.config, command, complete=False):
+        for line in resume_lines(trainer.config, command, complete=False):
             error.add_note(line)
         raise
 
@@ -287,8 +287,8 @@ def resume_command(config: Config, resolved: Resolved, report: RunReport) -> str
     return shell_join([*words, *(word for name, value in places.items() if value for word in (name, str(value)))])
 
 
-def way_on(config: Config, resume: str | None, *, complete: bool) -> list[str]:
-    """What to type next, after a run that is complete or was cut short."""
+def resume_lines(config: Config, resume: str | None, *, complete: bool) -> list[str]:
+    """What to type next after a complete or an interrupted run."""
     total = config.batch.num_rollout
     assert total is not None, "resolved before launch"
     if resume is None and config.checkpoint.save:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relax_cli.engine.run import FinishedRun, way_on
+from relax_cli.engine.run import FinishedRun, resume_lines
 from relax_cli.engine.trainer import Evaluation
 from relax_cli.tracking.plots import curve
 
@@ -36,7 +36,7 @@ def closing_lines(run: FinishedRun) -> list[str]:
 
 def next_lines(run: FinishedRun) -> list[str]:
     """What to type next."""
-    return way_on(run.config, run.resume, complete=run.ended_by is None)
+    return resume_lines(run.config, run.resume, complete=run.ended_by is None)
 
 
 def before_and_after(run: FinishedRun) -> list[tuple[Evaluation, Evaluation]]:

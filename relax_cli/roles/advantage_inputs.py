@@ -59,7 +59,7 @@ def kl_penalty(columns: Columns, rows: Sequence[int], coef: float, old: str) -> 
 def finished_advantages(
     advantages_BT: Tensor, inputs: AdvantageInputs, *, normalize: bool
 ) -> tuple[Tensor, dict[str, float]]:
-    """Advantages of a whole rollout, whitened if asked for, and metrics from before that.
+    """Advantages of a whole rollout, whitened on request, and metrics from before that.
 
     Every row of the rollout is here, so the statistics are those of all data-parallel ranks.
     """

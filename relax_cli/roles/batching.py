@@ -94,7 +94,7 @@ def stack(columns: Columns, name: str, rows: Sequence[int], width: int) -> Tenso
 
 
 def make_micro_batch(columns: Columns, rows: Sequence[int], names: Sequence[str]) -> MicroBatch:
-    """The given rows, right-padded, carrying the named fields beside the tokens."""
+    """The given rows, right-padded, with the named fields."""
     response_lens_B = stack(columns, "response_lens", rows, 0)
     width_T = int(response_lens_B.max())
     width_S = max(columns["tokens"][row].numel() for row in rows)

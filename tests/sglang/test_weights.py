@@ -25,7 +25,7 @@ from relax_cli.backends.megatron.trainer import TrainableModel
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
 from relax_cli.backends.rollout.sglang.flattened_bucket import DEVICE_ARGUMENT, _reduce_tensor, flatten, serialise
 from relax_cli.backends.rollout.sglang.server import free_port
-from relax_cli.backends.rollout.sglang.weights import choose_way
+from relax_cli.backends.rollout.sglang.weights import choose_transport
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.errors import RunError
 from tests.support.sglang.faults import Faults
@@ -268,7 +268,7 @@ CUDA = replace(CPU, kind="cuda", backend="nccl")
     ],
 )
 def test_the_way_follows_from_where_the_server_is(target: WeightTarget, wanted: Any, device: Device, way: str) -> None:
-    assert choose_way(target, wanted, device, ["here"] * 4) == way
+    assert choose_transport(target, wanted, device, ["here"] * 4) == way
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_the_way_follows_from_where_the_server_is(target: WeightTarget, wanted: 
 )
 def test_a_way_that_is_not_there_is_refused(target: WeightTarget, wanted: Any, device: Device, why: str) -> None:
     with pytest.raises(RunError, match=why) as caught:
-        choose_way(target, wanted, device, ["here"] * 4)
+        choose_transport(target, wanted, device, ["here"] * 4)
     problem = caught.value.problems[0]
     assert (problem.id, problem.option) == ("sglang-transport", "--update-weight-transport")
 

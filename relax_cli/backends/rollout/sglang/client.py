@@ -66,7 +66,7 @@ class StatusFault(SglangError):
 
     status: int
     detail: str
-    """The server's own words, out of whichever of its error shapes."""
+    """The server's own words."""
 
 
 class SglangClient:
@@ -105,7 +105,7 @@ class SglangClient:
             ConnectionFault: no connection, or it broke before the reply was complete.
             DeadlineFault: the reply was not complete after `timeout` seconds.
             StatusFault: the server answered 400 or above.
-            ReplyFault: a reply that is no JSON but says so.
+            ReplyFault: a reply that claims to be JSON and is not.
             CancelledFault: `cancelled` became true first.
         """
         deadline = time.monotonic() + timeout

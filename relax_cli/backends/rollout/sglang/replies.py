@@ -88,7 +88,7 @@ def _contradiction(tokens: Any, triples: Any, limit: int, vocab_size: int) -> tu
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < vocab_size for t in tokens):
         return "its token ids are not in the vocabulary", str(tokens)[:100]
     if len(tokens) > limit:
-        return f"it has more than the {limit} tokens asked for", f"{len(tokens)} tokens"
+        return f"it has more than the {limit} requested tokens", f"{len(tokens)} tokens"
     if not isinstance(triples, list) or not all(isinstance(t, list) and len(t) >= 2 for t in triples):
         return "its log-probabilities are not pairs of a number and a token", str(triples)[:100]
     if len(triples) != len(tokens):

@@ -29,7 +29,7 @@ GROUP_BROKE = problem_kind(
     "sglang-update-group", "SGLang servers", "The process group of the actor and the servers did not form, or broke."
 )
 
-Way = Literal["tensor", "distributed", "disk"]
+TransportName = Literal["tensor", "distributed", "disk"]
 
 LEAVING_SECONDS = 30.0
 """Deadline of what is said to servers after a failure."""
@@ -49,14 +49,14 @@ class Transport(Protocol):
 
         Args:
             packs: what `pack` returned, by rank.
-            marks: fields of the request beside the weights.
+            marks: fields of the request besides the weights.
 
         Raises:
             RunError: a server did not take it.
         """
 
     def release(self) -> None:
-        """All ranks have delivered the bucket: what was held for it may go."""
+        """All ranks have delivered the bucket: its memory may be released."""
 
     def close(self) -> None:
         """The model is complete."""
@@ -125,7 +125,7 @@ class TensorTransport:
         """See `Transport`."""
         self._held = None
         if self.device.kind == "cuda":
-            # Memory that other processes mapped comes back only when it is asked for.
+            # Memory that other processes mapped comes back only on request.
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

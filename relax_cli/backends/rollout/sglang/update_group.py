@@ -17,7 +17,7 @@ from relax_cli.backends.rollout.targets import is_this_machine
 
 
 class UpdateGroup:
-    """Rank 0 of a group beside the role's own; the servers are told to join by `/init_weights_update_group`."""
+    """Rank 0 of a group besides the role's own; the servers are told to join by `/init_weights_update_group`."""
 
     def __init__(
         self, name: str, address: str, port: int, ranks: int, backend: Literal["gloo", "nccl"], timeout: float

@@ -27,7 +27,7 @@ from relax_cli.backends.rollout.sglang.transports import (
     DistributedTransport,
     TensorTransport,
     Transport,
-    Way,
+    TransportName,
 )
 from relax_cli.backends.rollout.sglang.weight_version import check_served
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
@@ -88,16 +88,16 @@ class WeightSender:
     def __init__(self, targets: Sequence[WeightTarget], ranks: Ranks, device: Device, options: SendOptions) -> None:
         """
         Raises:
-            RunError: a server cannot be reached in the way that was asked for.
+            RunError: a server cannot be reached by the requested transport.
         """
         self.targets = tuple(targets)
         self.ranks = ranks
         self.options = options
         self._clients = {target.address: SglangClient(target.address) for target in targets}
         nodes = ranks.gather(this_node())
-        self.ways = {target: choose_way(target, options.transport, device, nodes) for target in targets}
-        sharing = {t: sharing_ranks(t, ranks.size) for t, way in self.ways.items() if way == "tensor"}
-        spread = [t for t, way in self.ways.items() if way == "distributed"]
+        self.chosen = {target: choose_transport(target, options.transport, device, nodes) for target in targets}
+        sharing = {t: sharing_ranks(t, ranks.size) for t, way in self.chosen.items() if way == "tensor"}
+        spread = [t for t, way in self.chosen.items() if way == "distributed"]
         self._transports: list[Transport] = []
         if sharing:
             self._transports.append(TensorTransport(sharing, ranks.rank, device, self._client, options.timeout))
@@ -108,7 +108,7 @@ class WeightSender:
     def send(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> None:
         """See `protocol.WeightSender`."""
         once = partial(buckets, self.options.bucket_bytes)
-        if "disk" in self.ways.values():
+        if "disk" in self.chosen.values():
             self._send_by_disk(once, version)
         else:
             try:
@@ -226,30 +226,30 @@ class WeightSender:
         return [value for value, _ in outcomes]
 
 
-def choose_way(
+def choose_transport(
     target: WeightTarget, wanted: Literal["auto", "tensor", "distributed", "disk"], device: Device, nodes: Sequence[str]
-) -> Way:
+) -> TransportName:
     """How weights reach a server.
 
     Args:
         nodes: `this_node()` of every rank of the actor.
 
     Raises:
-        RunError: not in the way that was asked for.
+        RunError: the requested transport cannot reach it.
     """
     if wanted == "disk":
         return "disk"
     shares_gpus = target.first_rank is not None and target.first_rank + target.ranks <= len(nodes)
     same_node = all(nodes[rank] == target.node for rank in sharing_ranks(target, len(nodes)))
     if wanted == "distributed" and device.kind == "cuda" and target.first_rank is not None:
-        raise _no_way(target, wanted, "it shares GPUs with the actor, and NCCL takes one rank per GPU")
+        raise _transport_refused(target, wanted, "it shares GPUs with the actor, and NCCL takes one rank per GPU")
     if wanted == "distributed":
         return "distributed"
     if same_node and (shares_gpus or device.kind == "cpu"):
         return "tensor"
     if wanted == "tensor":
         reason = "nothing is known of its GPUs" if same_node else f"it runs on {target.node}"
-        raise _no_way(target, wanted, f"it shares no memory with the actor on {nodes[0]}: {reason}")
+        raise _transport_refused(target, wanted, f"it shares no memory with the actor on {nodes[0]}: {reason}")
     return "distributed"
 
 
@@ -279,7 +279,7 @@ def _with_place(error: RunError, version: int, doing: str) -> RunError:
     )
 
 
-def _no_way(target: WeightTarget, wanted: str, why: str) -> RunError:
+def _transport_refused(target: WeightTarget, wanted: str, why: str) -> RunError:
     return RunError(
         NO_TRANSPORT(
             f"weights cannot go to SGLang server {target.address} by {wanted}: {why}",
