@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from relax_cli.config.schema import GroupOptions as GroupOptions
     from relax_cli.config.schema import Section as Section
     from relax_cli.errors import Problem as Problem
+    from relax_cli.errors import problem_kind as problem_kind
     from relax_cli.plugin.graph import RoleSpec as RoleSpec
     from relax_cli.plugin.graph import ServiceGraph as ServiceGraph
     from relax_cli.plugin.hookspecs import hookimpl as hookimpl
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "relax_cli.algorithms.types": ("AdvantageInputs", "AdvantageOutputs", "LossInputs", "LossTerms"),
     "relax_cli.config.schema": ("ClipOptions", "Config", "GaeOptions", "GroupOptions", "Section"),
-    "relax_cli.errors": ("Problem",),
+    "relax_cli.errors": ("Problem", "problem_kind"),
     "relax_cli.plugin.graph": ("RoleSpec", "ServiceGraph"),
     "relax_cli.plugin.hookspecs": ("hookimpl",),
     "relax_cli.plugin.launch_plan": ("LaunchPlan",),

@@ -77,8 +77,10 @@ _KINDS: dict[str, ProblemKind] = {}
 
 def problem_kind(id: str, theme: str, summary: str, *, option: str = "", severity: Severity = "error") -> ProblemKind:
     """Declare a kind of problem, at import time."""
-    assert id not in _KINDS, f"two kinds of problems have the id {id}"
-    return _KINDS.setdefault(id, ProblemKind(id, theme, summary, option, severity))
+    kind = ProblemKind(id, theme, summary, option, severity)
+    # A module that is imported twice declares the same kind twice.
+    assert _KINDS.setdefault(id, kind) == kind, f"two kinds of problems have the id {id}"
+    return kind
 
 
 def declared_kinds() -> tuple[ProblemKind, ...]:

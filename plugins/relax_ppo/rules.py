@@ -5,13 +5,49 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from relax_cli import Change, Config, Normalized, Problem
+from relax_cli import Change, Config, Normalized, Problem, problem_kind
 
+NEEDS_CRITIC = problem_kind(
+    "ppo-needs-critic",
+    "PPO",
+    "PPO learns a value function: `--resource` needs a `critic`, best of the actor's shape.",
+    option="--resource",
+)
+NEEDS_ADVANTAGES = problem_kind(
+    "ppo-needs-advantages",
+    "PPO",
+    'PPO computes advantages in a service of its own; `"advantages": [1, 0]` runs it without a device.',
+    option="--resource",
+)
+NEEDS_COLOCATE = problem_kind(
+    "ppo-needs-colocate",
+    "PPO",
+    "PPO runs its roles in turns on the same devices, so it needs `--colocate`.",
+    option="--colocate",
+)
+NO_FULLY_ASYNC = problem_kind(
+    "ppo-no-fully-async",
+    "PPO",
+    "PPO is synchronous: values and advantages belong to the policy that sampled.",
+    option="--fully-async",
+)
+NEEDS_ROLLOUT_LOGPROBS = problem_kind(
+    "ppo-needs-rollout-logprobs",
+    "PPO",
+    "No service recomputes the old log-probabilities, so they have to be the sampler's (`--use-rollout-logprobs`).",
+    option="--use-rollout-logprobs",
+)
+KL_OFF = problem_kind(
+    "ppo-kl-off",
+    "PPO",
+    "A warning: PPO runs without KL terms, so they are switched off and no reference model is needed.",
+    severity="warning",
+)
 _RECIPE_HINT = "or start from a PPO recipe (`relax recipes list`)"
 
 
 def check_config(config: Config) -> list[Problem]:
-    """All findings at once; each id is a stable rule name."""
+    """All findings at once."""
     return [*_check_roles(config), *_check_schedule(config)]
 
 
@@ -19,60 +55,30 @@ def _check_roles(config: Config) -> list[Problem]:
     resource = config.parallel.resource
     # A missing critic is best shaped like the actor, so that both can share a placement.
     missing = {"critic": resource.get("actor", (1, 1)), "advantages": (1, 0)}
-    why = {
-        "critic": "PPO learns a value function, and no critic is deployed",
-        "advantages": "PPO computes advantages in a service of its own (on the CPU: [1, 0]); it is missing",
-    }
-    complete = json.dumps({**missing, **resource})
-    return [
-        Problem(
-            id=f"ppo-needs-{role}",
-            message=why[role],
-            option="--resource",
-            got=json.dumps(resource),
-            expected=f'an entry "{role}"',
-            fix=f"--resource '{complete}'",
-        )
-        for role in missing
-        if role not in resource
-    ]
+    given = json.dumps(resource)
+    fix = f"--resource '{json.dumps({**missing, **resource})}'"
+    problems = []
+    if "critic" not in resource:
+        message = "PPO learns a value function, and no critic is deployed"
+        problems.append(NEEDS_CRITIC(message, got=given, expected='an entry "critic"', fix=fix))
+    if "advantages" not in resource:
+        message = "PPO computes advantages in a service of its own (on the CPU: [1, 0]), which is missing"
+        problems.append(NEEDS_ADVANTAGES(message, got=given, expected='an entry "advantages"', fix=fix))
+    return problems
 
 
 def _check_schedule(config: Config) -> list[Problem]:
     problems = []
     if not config.parallel.colocate:
-        problems.append(
-            Problem(
-                id="ppo-needs-colocate",
-                message="PPO runs its roles in turns on the same devices (synchronous colocate)",
-                option="--colocate",
-                got="off",
-                expected="on",
-                fix=f"--colocate, {_RECIPE_HINT}",
-            )
-        )
+        message = "PPO runs its roles in turns on the same devices (synchronous colocate)"
+        problems.append(NEEDS_COLOCATE(message, got="off", expected="on", fix=f"--colocate, {_RECIPE_HINT}"))
     if config.parallel.fully_async:
-        problems.append(
-            Problem(
-                id="ppo-no-fully-async",
-                message="PPO is synchronous: values and advantages belong to the policy that sampled",
-                option="--fully-async",
-                got="on",
-                expected="off",
-                fix=f"remove --fully-async and use --colocate, {_RECIPE_HINT}",
-            )
-        )
+        fix = f"remove --fully-async and use --colocate, {_RECIPE_HINT}"
+        message = "PPO is synchronous: values and advantages belong to the policy that sampled"
+        problems.append(NO_FULLY_ASYNC(message, got="on", expected="off", fix=fix))
     if not config.algorithm.use_rollout_logprobs:
-        problems.append(
-            Problem(
-                id="ppo-needs-rollout-logprobs",
-                message="no service is deployed that would recompute the old log-probabilities",
-                option="--use-rollout-logprobs",
-                got="off",
-                expected="on",
-                fix="--use-rollout-logprobs",
-            )
-        )
+        message = "no service is deployed that would recompute the old log-probabilities"
+        problems.append(NEEDS_ROLLOUT_LOGPROBS(message, got="off", expected="on", fix="--use-rollout-logprobs"))
     return problems
 
 
@@ -96,12 +102,10 @@ def normalize_config(config: Config) -> Normalized:
 
 
 def _kl_off(changes: list[Change]) -> Problem:
-    return Problem(
-        id="ppo-kl-off",
-        message="PPO runs without KL terms: they are switched off, and no reference model is needed",
+    return KL_OFF(
+        "PPO runs without KL terms: they are switched off, and no reference model is needed",
         option=changes[0].option,
         got=", ".join(f"{change.option} {change.before}" for change in changes),
         expected="no KL options",
         fix=f"remove {' and '.join(change.option for change in changes)}",
-        severity="warning",
     )

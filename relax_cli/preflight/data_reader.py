@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relax_cli.config.schema import Config, DataSection
 from relax_cli.data.light_tokenizer import LightTokenizer, load_light
-from relax_cli.data.prompts import MOST_PROBLEMS, Prompt, PromptScan, scan_prompts
+from relax_cli.data.prompts import MOST_PROBLEMS, PromptScan, scan_prompts
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long, stop_token_ids
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.spec import ModelSpec
@@ -18,12 +18,14 @@ PREVIEW_ROWS = 128
 
 
 @dataclass(frozen=True)
-class DataFacts:
+class PromptSummary:
     """What is known of one set of prompts."""
 
     prompts: int
     lengths: tuple[int, ...]
     """Tokens of the first prompts; empty where there was no tokenizer to count them."""
+    longest: str = ""
+    """File and line of the longest of them."""
 
 
 class DataReader:
@@ -40,7 +42,7 @@ class DataReader:
         model_folder: where the tokenizer is; None where that is not known.
         model: what `config.json` says; None where it is unreadable.
         """
-        self.facts: dict[str, DataFacts] = {}
+        self.summaries: dict[str, PromptSummary] = {}
         self._config = config
         self._model = model
         self._folder = model_folder
@@ -55,7 +57,7 @@ class DataReader:
         """
         check = label_check(self._config.reward)
         scan = scan_prompts(section, spec, keep=PREVIEW_ROWS, check=check, progress=self._progress)
-        self.facts[spec] = DataFacts(scan.count, ())
+        self.summaries[spec] = PromptSummary(scan.count, ())
         self._load_tokenizer()
         if self._tokenizer is not None:
             self._count(spec, scan)
@@ -70,44 +72,26 @@ class DataReader:
 
     def _count(self, spec: str, scan: PromptScan) -> None:
         problems: list[Problem] = []
-        lengths = []
-        vocab_size = None if self._model is None else self._model.vocab_size
+        lengths: dict[str, int] = {}
+        limit = self._config.rollout.rollout_max_prompt_len
         for prompt in scan.first:
             try:
                 ids = encode_prompt(
                     self._tokenizer,
                     prompt,
                     apply_chat_template=self._config.data.apply_chat_template,
-                    vocab_size=vocab_size,
+                    vocab_size=None if self._model is None else self._model.vocab_size,
                 )
             except ConfigError as error:
                 problems += error.problems
                 continue
-            lengths.append(len(ids))
-            problems += self._too_long(prompt, len(ids))
-        self.facts[spec] = replace(self.facts[spec], lengths=tuple(lengths))
+            lengths[prompt.source] = len(ids)
+            if limit is not None and len(ids) > limit:
+                problems.append(prompt_too_long(prompt, len(ids), limit))
+        longest = max(lengths, key=lambda source: lengths[source], default="")
+        self.summaries[spec] = replace(self.summaries[spec], lengths=tuple(lengths.values()), longest=longest)
         if problems:
             raise ConfigError(_shortened(problems, spec))
-
-    def _too_long(self, prompt: Prompt, length: int) -> Sequence[Problem]:
-        section = self._config.rollout
-        limit, response = section.rollout_max_prompt_len, section.rollout_max_response_len
-        if limit is not None and length > limit:
-            return [prompt_too_long(prompt, length, limit)]
-        most = None if self._model is None else self._model.max_positions
-        if most is None or length + response <= most:
-            return []
-        return [
-            Problem(
-                id="longer-than-positions",
-                message="a prompt and its response are longer than the model has positions",
-                option="--rollout-max-response-len",
-                where=prompt.source,
-                got=f"{length} + {response} = {length + response} tokens",
-                expected=f"at most {most}",
-                fix=f"--rollout-max-response-len {most - length}" if most > length else "shorten the prompt",
-            )
-        ]
 
 
 def _shortened(problems: list[Problem], spec: str) -> list[Problem]:

@@ -31,6 +31,8 @@ class RunInputs:
     """Training prompts."""
     prompt_lens: tuple[int, ...] = ()
     """Tokens of the first training prompts."""
+    longest: tuple[int, str] | None = None
+    """Tokens of the longest prompt of all sets, and its file and line."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """`config.json` as it is; empty where it is missing or broken."""
     problems: tuple[Problem, ...] = ()
@@ -82,8 +84,9 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
             reader(config.data, source)
         except ConfigError as error:
             problems += [_of_option(p, option) for p in error.problems]
-    seen = reader.facts.get(config.data.prompt_data)
-    read = RunInputs(spec, model_config=model_config, problems=tuple(problems))
+    longest = max(((max(s.lengths), s.longest) for s in reader.summaries.values() if s.lengths), default=None)
+    read = RunInputs(spec, longest=longest, model_config=model_config, problems=tuple(problems))
+    seen = reader.summaries.get(config.data.prompt_data)
     return read if seen is None else replace(read, prompts=seen.prompts, prompt_lens=seen.lengths)
 
 

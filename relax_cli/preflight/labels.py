@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.prompts import Prompt
-from relax_cli.errors import Problem
+from relax_cli.errors import Problem, problem_kind
 
 MOST_PARSED = 200
 """Labels given to math-verify, which needs milliseconds for each; plain numbers are known to be mathematics."""
@@ -16,6 +16,18 @@ MOST_PARSED = 200
 NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?")
 REASONING_GYM_KEYS = ("source_dataset", "question", "answer")
 
+LABEL_UNUSABLE = problem_kind(
+    "label-unusable",
+    "Data",
+    "The chosen reward cannot compare with this label: it is blank (`exact`), or no mathematics (`math`).",
+    option="--label-key",
+)
+LABEL_METADATA = problem_kind(
+    "label-metadata",
+    "Data",
+    "The reward `reasoning_gym` needs the metadata that reasoning-gym writes.",
+    option="--rm-type",
+)
 
 LabelCheck = Callable[[Prompt], Problem | None]
 
@@ -38,10 +50,8 @@ def _reasoning_gym(prompt: Prompt) -> Problem | None:
     missing = [key for key in REASONING_GYM_KEYS if key not in prompt.metadata]
     if not missing:
         return None
-    return Problem(
-        id="label-metadata",
-        message=f"the row is not from reasoning-gym: its metadata lacks {', '.join(missing)}",
-        option="--rm-type",
+    return LABEL_METADATA(
+        f"the row is not from reasoning-gym: its metadata lacks {', '.join(missing)}",
         where=prompt.source,
         got=", ".join(prompt.metadata) or "no metadata",
         expected=", ".join(REASONING_GYM_KEYS),
@@ -72,10 +82,8 @@ class _MathCheck:
 
 
 def _bad_label(prompt: Prompt, message: str, expected: str) -> Problem:
-    return Problem(
-        id="label-unusable",
-        message=message,
-        option="--label-key",
+    return LABEL_UNUSABLE(
+        message,
         where=prompt.source,
         got=repr(prompt.label)[:80],
         expected=expected,

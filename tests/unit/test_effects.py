@@ -10,7 +10,7 @@ from relax_cli.config.layers import config_model, load_config
 from relax_cli.config.model import options_by_name
 from relax_cli.errors import Problem
 from relax_cli.plugin.manager import Plugins, load_plugins
-from relax_cli.preflight.unused_options import EFFECTS, unused_options
+from relax_cli.preflight.unused_options import CONDITIONS, unused_options
 from tests.support.unused_option_cases import UNUSED_OPTION_CASES
 
 
@@ -39,9 +39,9 @@ def test_a_set_option_without_effect_is_a_warning_and_with_what_it_needs_it_is_n
 
 
 def test_every_row_of_the_table_is_tested_and_names_options_that_exist(plugins: Plugins) -> None:
-    assert {effect.rule for effect in EFFECTS} <= {rule for rule, _, _ in UNUSED_OPTION_CASES}
+    assert {condition.kind.id for condition in CONDITIONS} <= {rule for rule, _, _ in UNUSED_OPTION_CASES}
     known = options_by_name(config_model(plugins.estimators().values()))
-    assert all(option in known for effect in EFFECTS for option in effect.options)
+    assert all(option in known for effect in CONDITIONS for option in effect.options)
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "cispo", "sapo"])

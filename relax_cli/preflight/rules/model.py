@@ -150,14 +150,16 @@ def embedded_engine_family(config: Config, inputs: RunInputs) -> Found:
 def longer_than_positions(rollout: RolloutSection, inputs: RunInputs) -> Found:
     """The longest prompt and response together are longer than the model has positions."""
     most = inputs.model_count("max_position_embeddings")
-    prompt, response = rollout.rollout_max_prompt_len or 0, rollout.rollout_max_response_len
+    seen, source = inputs.longest or (0, "")
+    prompt, where = (seen, source) if rollout.rollout_max_prompt_len is None else (rollout.rollout_max_prompt_len, "")
+    response = rollout.rollout_max_response_len
     if most and prompt + response > most:
-        lower = f"lower --rollout-max-response-len to {most - prompt} or less"
         yield Finding(
             "prompt and response are longer than the model has positions",
+            where=where,
             got=f"{prompt} + {response} = {prompt + response} tokens",
             expected=f"at most {most}",
-            fix=lower if most > prompt else "shorten the prompts",
+            fix=f"--rollout-max-response-len {most - prompt}" if most > prompt else "shorten the prompts",
         )
 
 
