@@ -90,7 +90,7 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
 
 def cluster_gpus() -> int:
     """GPUs of the Ray cluster that the run would join."""
-    from relax_cli.engine.ray.launch import cluster_gpus
+    from relax_cli.engine.ray.start import cluster_gpus
 
     return cluster_gpus()
 

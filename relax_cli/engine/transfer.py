@@ -12,8 +12,22 @@ import torch
 from torch import Tensor
 
 from relax_cli.config.placement import STORAGE_UNITS
-from relax_cli.errors import Problem, RunError
+from relax_cli.engine.ray.queue_keys import (
+    QueueKeys,
+    check_protected,
+    protect_actors,
+    protect_process,
+    refuse_second_queue,
+)
+from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.graph import ServiceGraph
+
+QUEUE_TIMEOUT = problem_kind(
+    "queue-timeout",
+    "While a run goes on",
+    "A role waited for data of another one for longer than `--queue-timeout`.",
+    option="--queue-timeout",
+)
 
 
 def partition(rollout_id: int) -> str:
@@ -26,13 +40,11 @@ def missing_data(rollout_id: int, names: Sequence[str], graph: ServiceGraph, wai
     writers = {name: role.name for role in graph.roles for name in role.writes}
     wanted = ", ".join(f"`{name}` (written by {writers.get(name, 'no role')})" for name in names)
     return RunError(
-        Problem(
-            id="queue-timeout",
-            message=f"rollout {rollout_id} never became complete in the sample queue",
+        QUEUE_TIMEOUT(
+            f"rollout {rollout_id} never became complete in the sample queue",
             where=f"partition {partition(rollout_id)}",
             got=f"nothing after {waited:.0f} s",
             expected=wanted,
-            option="--queue-timeout",
             fix="look for the first error of the role named above in the run's logs/ folder; "
             "--queue-timeout SECONDS waits longer",
         )
@@ -69,9 +81,10 @@ class LocalQueue:
 class TransferQueueStore:
     """The same over TransferQueue; every role process holds one."""
 
-    def __init__(self, graph: ServiceGraph, timeout: float) -> None:
+    def __init__(self, graph: ServiceGraph, timeout: float, keys: QueueKeys) -> None:
         import transfer_queue
 
+        protect_process(keys)
         transfer_queue.init()
         self.client = transfer_queue.get_client()
         self.batch_put = transfer_queue.kv_batch_put
@@ -110,13 +123,22 @@ class TransferQueueStore:
         self.client.clear_partition(partition(rollout_id))
 
 
-def open_transfer_queue() -> None:
-    """Start controller and storage units; called once, by the process that will own them."""
+def open_transfer_queue(keys: QueueKeys) -> None:
+    """Start controller and storage units; called once, by the process that will own them.
+
+    Raises:
+        RunError: the cluster has the queue of another run, or a stranger could talk to this one.
+    """
     import transfer_queue
     from omegaconf import OmegaConf
 
+    refuse_second_queue()
+    protect_process(keys)
+    protect_actors(keys)
     units = {"num_data_storage_units": STORAGE_UNITS}
-    transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": units}}))
+    opened = transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": units}}))
+    servers = [opened.controller.zmq_info, *opened.backend.SimpleStorage.zmq_info.values()]
+    check_protected((server.ip, port) for server in servers for port in server.ports.values())
 
 
 def _column(values: list[Tensor]) -> Tensor:

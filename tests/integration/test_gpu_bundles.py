@@ -108,7 +108,7 @@ def test_a_server_gets_the_gpus_that_the_ranks_of_its_bundles_see(cluster: str) 
 
 
 def test_the_gpus_of_a_cluster_can_be_asked_for(cluster: str) -> None:
-    code = "from relax_cli.engine.ray.launch import cluster_gpus; print(cluster_gpus())"
+    code = "from relax_cli.engine.ray.start import cluster_gpus; print(cluster_gpus())"
     environment = os.environ | {"RAY_ADDRESS": cluster}
     told = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True

@@ -14,7 +14,8 @@ import ray
 
 from relax_cli.config.schema import AlgorithmSection, Config, ParallelSection
 from relax_cli.engine.local import free_port
-from relax_cli.engine.ray.launch import RaySession, check_resources, cluster_gpus, start_ray
+from relax_cli.engine.ray.launch import RaySession
+from relax_cli.engine.ray.start import check_resources, cluster_gpus, start_ray
 from relax_cli.errors import EnvironmentFault, ExitCode, Problem
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from megatron.core import tensor_parallel as megatron_tp
 from torch._C._distributed_c10d import HashStore
 
 from relax_cli.backends.device import Device
+from relax_cli.backends.meeting import choose_interface, open_store
 from relax_cli.backends.megatron import cpu_support
 
 
@@ -48,14 +48,12 @@ def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int) -> N
         wanted = (rank.rank, rank.world_size, tensor_parallel, device.backend)
         assert here == wanted, f"this process already is rank/ranks/TP/backend {here}, not {wanted}"
         return
-    if rank.world_size == 1:
-        dist.init_process_group(device.backend, store=HashStore(), rank=0, world_size=1)
-    else:
-        if device.backend == "gloo" and rank.master_addr in ("127.0.0.1", "localhost"):
-            # Otherwise gloo resolves the host name, which laptops and containers often cannot.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        address = f"tcp://{rank.master_addr}:{rank.master_port}"
-        dist.init_process_group(device.backend, init_method=address, rank=rank.rank, world_size=rank.world_size)
+    alone = rank.world_size == 1
+    choose_interface("127.0.0.1" if alone else rank.master_addr)
+    store = (
+        HashStore() if alone else open_store(rank.master_addr, rank.master_port, rank.world_size, host=rank.rank == 0)
+    )
+    dist.init_process_group(device.backend, store=store, rank=rank.rank, world_size=rank.world_size)
     mpu.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False)
     seed_everything(seed, device)
 

@@ -8,8 +8,6 @@ itself: this process never holds a tensor.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +18,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from relax_cli.config.placement import (
     SERVICE_CPUS,
-    needed_cpus,
     rollout_engine,
     shared_bundles,
     takes_bundles,
@@ -29,10 +26,10 @@ from relax_cli.engine.build import WorkerSpec, cpu_environment, worker_specs
 from relax_cli.engine.groups import Roles
 from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
 from relax_cli.engine.ray.guardian import Guardian
-from relax_cli.engine.ray.problems import check_reachable, start_failed, too_few_cpus, too_few_gpus
+from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
+from relax_cli.engine.ray.start import check_resources, start_ray
 from relax_cli.engine.session import Session
-from relax_cli.errors import EnvironmentFault
 from relax_cli.plugin.launch_plan import LaunchPlan
 
 WAITING_FOR_BUNDLES = 5.0
@@ -52,6 +49,7 @@ class RaySession(Session):
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.owns_ray = not ray.is_initialized()
+        self.queue_keys = QueueKeys.new()
         self.guardian: Guardian | None = None
         self.group: PlacementGroup | None = None
         self.on_gpus = False
@@ -80,7 +78,7 @@ class RaySession(Session):
         importing = {name: [w.prepare.remote() for w in role.workers] for name, role in self.built.items()}
         plan.status("starting TransferQueue")
         rollout = self.built["rollout"]
-        rollout.collect([rollout.workers[0].open_queue.remote()], "open_queue")
+        rollout.collect([rollout.workers[0].open_queue.remote(self.queue_keys)], "open_queue")
         plan.status("loading the models")
         self._collect(importing, "prepare")
         for names in build_order(list(self.built), in_turns=self.on_gpus):
@@ -130,7 +128,7 @@ class RaySession(Session):
         for name in names:
             workers = self.built[name].workers
             addr, port = ray.get(workers[0].meeting_point.remote())
-            building[name] = [worker.build.remote(addr, port) for worker in workers]
+            building[name] = [worker.build.remote(addr, port, self.queue_keys) for worker in workers]
         self._collect(building, "build")
 
     def _collect(self, asked: Mapping[str, list[Any]], doing: str) -> None:
@@ -191,67 +189,3 @@ def probe_place(bundle: int) -> Place:
     """Where this process is; runs in a bundle with one GPU."""
     (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return Place(bundle, ray.util.get_node_ip_address(), str(gpu))
-
-
-def start_ray(plan: LaunchPlan) -> None:
-    """A Ray of our own on this machine, or the cluster that RAY_ADDRESS names.
-
-    A local one gets as many logical CPUs as the run needs, however many cores there are: roles take turns, and
-    TransferQueue waits for ever for a CPU it cannot get.
-
-    Raises:
-        EnvironmentFault: Ray did not start.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        _init_ray(address)
-        return
-    weights = sum(f.stat().st_size for f in plan.model_folder.glob("*.safetensors"))
-    _init_ray(
-        "local",
-        num_cpus=plan.config.parallel.ray_num_cpus or needed_cpus(plan.config.parallel, plan.config.sglang),
-        include_dashboard=False,
-        object_store_memory=max(256 << 20, 6 * weights),
-    )
-
-
-def _init_ray(address: str | None, **options: Any) -> None:
-    check_reachable(address)
-    # ray.init puts an aborting SIGTERM handler in the place of ours.
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address, log_to_driver=False, logging_level="ERROR", **options)
-    except Exception as error:
-        # Ray raises bare Exceptions where a process of it is slow to start.
-        raise EnvironmentFault(start_failed(address, error)) from error
-    finally:
-        signal.signal(signal.SIGTERM, on_sigterm)
-
-
-def cluster_gpus() -> int:
-    """GPUs of the cluster that RAY_ADDRESS names, free or not.
-
-    Raises:
-        EnvironmentFault: there is no such cluster.
-    """
-    _init_ray(os.environ.get("RAY_ADDRESS"))
-    try:
-        return int(ray.cluster_resources().get("GPU", 0))
-    finally:
-        ray.shutdown()
-
-
-def check_resources(plan: LaunchPlan) -> None:
-    """Refuse before anything waits for CPUs or GPUs that will never be there.
-
-    Raises:
-        EnvironmentFault: the cluster has fewer free logical CPUs, or fewer GPUs at all, than the run needs.
-    """
-    gpus = shared_bundles(plan.config.parallel, plan.config.sglang) if plan.config.parallel.device == "cuda" else 0
-    there = int(ray.cluster_resources().get("GPU", 0))
-    if there < gpus:
-        raise EnvironmentFault(too_few_gpus(there, gpus))
-    free, needed = ray.available_resources().get("CPU", 0.0), needed_cpus(plan.config.parallel, plan.config.sglang)
-    if free < needed:
-        raise EnvironmentFault(too_few_cpus(plan, free, needed))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from relax_cli.config.placement import QUEUE_CPUS, ranks_of
+from relax_cli.engine.ray import LOOPBACK_SWITCH
 from relax_cli.errors import EnvironmentFault, Problem, problem_kind
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.preflight.rules.resources import ray_cpus
@@ -16,6 +18,11 @@ RAY_START_FAILED = problem_kind(
     "This machine",
     "Ray did not start in time, which happens on a busy machine, or the cluster of `RAY_ADDRESS` does not answer. "
     "Ray's own logs are in `/tmp/ray/session_latest/logs`.",
+)
+RAY_NOT_LOCAL = problem_kind(
+    "ray-not-local",
+    "This machine",
+    "Ray was to start on this machine alone, but listens on an address that other machines can reach.",
 )
 RAY_GPUS = problem_kind(
     "ray-gpus",
@@ -56,6 +63,17 @@ def start_failed(address: str | None, error: Exception) -> Problem:
         got=f"{type(error).__name__}: {error}".splitlines()[0][:300],
         expected="a Ray that answers",
         fix=f"{again}; {logs}" if local else cluster,
+    )
+
+
+def not_local(address: str) -> Problem:
+    """The problem of a Ray of the run's own that other machines can reach."""
+    return RAY_NOT_LOCAL(
+        "Ray listens on an address that other machines can reach",
+        where=address,
+        got=f"{LOOPBACK_SWITCH}={os.environ.get(LOOPBACK_SWITCH, '')}, set when Ray was imported",
+        expected="127.0.0.1",
+        fix=f"export {LOOPBACK_SWITCH}=0 before the process starts that imports ray",
     )
 
 

@@ -14,6 +14,7 @@ from relax_cli.engine.build import RoleBuilder, WorkerSpec
 from relax_cli.engine.groups import Call, Ranks, Result, Role, recorded
 from relax_cli.engine.local import free_port
 from relax_cli.engine.ray.object_store import as_arrays, as_tensors
+from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.errors import RelaxError, RunError, problem_kind
 
 ANSWER_SIGNALS = 0.1
@@ -40,11 +41,11 @@ class RoleWorker:
         """Address and port where the ranks of this role find each other."""
         return ray.util.get_node_ip_address(), free_port()
 
-    def open_queue(self) -> None:
+    def open_queue(self, keys: QueueKeys) -> None:
         """Start TransferQueue, owned by this worker."""
         from relax_cli.engine.transfer import open_transfer_queue
 
-        open_transfer_queue()
+        open_transfer_queue(keys)
 
     def prepare(self) -> None:
         """Import what the role needs while other things start."""
@@ -53,12 +54,12 @@ class RoleWorker:
         if self.spec.role in ("actor", "critic", "reference"):
             from relax_cli.backends.megatron import trainer  # noqa: F401
 
-    def build(self, addr: str, port: int) -> None:
+    def build(self, addr: str, port: int, keys: QueueKeys) -> None:
         """Build the role."""
         from relax_cli.engine.transfer import TransferQueueStore
 
         builder = RoleBuilder(self.spec.at(addr, port))
-        queue = TransferQueueStore(builder.graph, builder.config.run.queue_timeout)
+        queue = TransferQueueStore(builder.graph, builder.config.run.queue_timeout, keys)
         self.role = builder.build(queue)
 
     def run(self, call: Call) -> Any:

@@ -6,7 +6,6 @@ Every rank of the actor has a transport of each kind that is used, and makes the
 from __future__ import annotations
 
 import contextlib
-import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -160,9 +159,6 @@ class DistributedTransport:
         self._name = f"relax-{version}-{uuid.uuid4().hex[:8]}"
         address, port = own_address([target.address for target in self.targets]), free_port()
         ranks = 1 + sum(target.ranks for target in self.targets)
-        if self.device.backend == "gloo" and address == "127.0.0.1":
-            # Otherwise gloo resolves the host name, which laptops and containers often cannot.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         joins, offset = [], 1
         for target in self.targets:
             meeting = {

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
+from relax_cli.backends.meeting import choose_interface, open_store
 from relax_cli.backends.rollout.targets import is_this_machine
 
 
@@ -32,11 +32,10 @@ class UpdateGroup:
         """
         self.name = name
         limit = timedelta(seconds=timeout)
-        store, rank, _ = next(rendezvous(f"tcp://{address}:{port}", 0, ranks, timeout=limit))
-        store.set_timeout(limit)
+        choose_interface(address)
+        prefixed = c10d.PrefixStore(name, open_store(address, port, ranks, host=True, timeout=limit))
         make: Any = c10d._new_process_group_helper
-        prefixed = c10d.PrefixStore(name, store)
-        self._group, _ = make(ranks, rank, [], dist.Backend(backend), prefixed, group_name=name, timeout=limit)
+        self._group, _ = make(ranks, 0, [], dist.Backend(backend), prefixed, group_name=name, timeout=limit)
         c10d._world.pg_group_ranks[self._group] = {i: i for i in range(ranks)}
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:

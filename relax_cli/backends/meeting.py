@@ -1,0 +1,54 @@
+"""Where the ranks of a process group find each other: on one address of this machine, never on all of them.
+
+torch's stores and gloo's pairs talk to whoever connects, and what ranks exchange is in part unpickled. So ranks on one
+machine meet on loopback.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+MEETING_TIME = timedelta(minutes=30)
+"""Until all ranks have come; torch's own default."""
+
+LOOPBACK_DEVICE = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def open_store(address: str, port: int, ranks: int, *, host: bool, timeout: timedelta = MEETING_TIME) -> TCPStore:
+    """The store at `address:port`; by itself torch would listen on every address of this machine.
+
+    Args:
+        host: this process keeps the store for the others.
+    """
+    if not host:
+        return TCPStore(address, port, ranks, False, timeout)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=family, backlog=max(128, ranks))
+    return TCPStore(address, port, ranks, True, timeout, master_listen_fd=listening.detach())
+
+
+def choose_interface(address: str) -> None:
+    """Let gloo and NCCL listen on loopback where a group's ranks meet there; only the environment tells them.
+
+    Otherwise gloo also resolves the host name, which laptops and containers often cannot.
+    """
+    if _is_loopback(address):
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_DEVICE)
+        return
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if os.environ.get(name) == LOOPBACK_DEVICE:
+            del os.environ[name]
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

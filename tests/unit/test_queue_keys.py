@@ -1,0 +1,133 @@
+"""Nobody without the run's keys gets a byte into TransferQueue, which unpickles what arrives."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from relax_cli.engine import queue_keys
+from relax_cli.engine.ray.queue_keys import (
+    ACTORS,
+    SOCKET_MAKER,
+    USERS,
+    QueueKeys,
+    check_protected,
+    greet,
+    protect_process,
+)
+from relax_cli.errors import RunError
+
+SENDERS = {"plain": None, "another run's keys": QueueKeys.new()}
+
+
+class Hostile:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+def send_hostile(host: str, port: int, trace: Path, keys: QueueKeys | None) -> None:
+    """A message that makes `trace` where it is unpickled, in the two forms that TransferQueue reads."""
+    from transfer_queue.utils.serial_utils import encode
+
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.setsockopt(zmq.IDENTITY, b"TQ_STORAGE_stranger")
+    if keys is not None:
+        peer.curve_serverkey = keys.public
+        peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
+    peer.connect(f"tcp://{host}:{port}")
+    peer.send_multipart(encode({"request_type": "PUT", "body": Hostile(trace)}))
+    peer.send_multipart([b"", pickle.dumps(Hostile(trace))])
+    time.sleep(0.5)
+    peer.close(linger=0)
+    context.term()
+
+
+@pytest.fixture
+def plain_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransferQueue as it is installed, before and after the test."""
+    for name in USERS:
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, SOCKET_MAKER, vars(module)[SOCKET_MAKER])
+
+
+@pytest.fixture(params=["controller", "storage"])
+def start(request: pytest.FixtureRequest, plain_sockets: None) -> Iterator[Any]:
+    """Starts a listening part of TransferQueue in this process; gives its addresses."""
+    (place, name) = ACTORS[request.param == "storage"]
+    actor = vars(importlib.import_module(place))[name].__ray_actor_class__
+
+    def start() -> list[tuple[str, int]]:
+        server = (actor() if request.param == "controller" else actor({})).zmq_server_info
+        return [(server.ip, port) for port in server.ports.values()]
+
+    return start
+
+
+@pytest.mark.parametrize("sender", SENDERS)
+def test_a_stranger_runs_nothing(start: Any, sender: str, tmp_path: Path) -> None:
+    protect_process(QueueKeys.new())
+    for number, (host, port) in enumerate(start()):
+        send_hostile(host, port, tmp_path / str(number), SENDERS[sender])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_protection_a_stranger_does(start: Any, tmp_path: Path) -> None:
+    for number, (host, port) in enumerate(start()):
+        send_hostile(host, port, tmp_path / str(number), None)
+    assert list(tmp_path.iterdir()) != []
+
+
+def test_with_the_keys_messages_arrive(start: Any, tmp_path: Path) -> None:
+    keys = QueueKeys.new()
+    protect_process(keys)
+    for number, (host, port) in enumerate(start()):
+        send_hostile(host, port, tmp_path / str(number), keys)
+    assert list(tmp_path.iterdir()) != []
+
+
+def test_an_unprotected_socket_is_noticed(start: Any) -> None:
+    addresses = start()
+    assert {greet(*address) for address in addresses} == {"NULL"}
+    with pytest.raises(RunError, match="from anybody"):
+        check_protected(addresses)
+    protect_process(QueueKeys.new())
+    check_protected(start())
+
+
+def test_the_library_opens_sockets_in_known_places() -> None:
+    import transfer_queue
+
+    root = Path(transfer_queue.__file__).parent
+    makers = {path for path in root.rglob("*.py") if ".socket(" in path.read_text() and "zmq" in path.read_text()}
+    users = {path for path in root.rglob("*.py") if f"{SOCKET_MAKER}(" in path.read_text()}
+    assert {path.name for path in makers} == {"zmq_utils.py"}
+    assert users == {root.parent / (name.replace(".", "/") + ".py") for name in USERS}
+
+
+@pytest.mark.parametrize("missing", USERS)
+def test_another_shape_of_the_library_is_refused(
+    missing: str, plain_sockets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(importlib.import_module(missing), SOCKET_MAKER)
+    with pytest.raises(RunError) as caught:
+        protect_process(QueueKeys.new())
+    assert caught.value.problems[0].id == "queue-unprotected"
+
+
+def test_keys_are_shown_nowhere() -> None:
+    keys = queue_keys.QueueKeys.new()
+    assert keys.secret.decode() not in repr(keys) and keys.public.decode() not in repr(keys)
