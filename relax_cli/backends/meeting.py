@@ -12,7 +12,7 @@ import socket
 import sys
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 MEETING_TIME = timedelta(minutes=30)
 """Until all ranks have come; torch's own default."""

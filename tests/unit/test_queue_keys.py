@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
-import pickle
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
-from relax_cli.engine import queue_keys
 from relax_cli.engine.ray.queue_keys import (
     ACTORS,
     SOCKET_MAKER,
@@ -24,36 +19,9 @@ from relax_cli.engine.ray.queue_keys import (
     protect_process,
 )
 from relax_cli.errors import RunError
+from tests.support.queue_attack import send_hostile
 
 SENDERS = {"plain": None, "another run's keys": QueueKeys.new()}
-
-
-class Hostile:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.trace),)
-
-
-def send_hostile(host: str, port: int, trace: Path, keys: QueueKeys | None) -> None:
-    """A message that makes `trace` where it is unpickled, in the two forms that TransferQueue reads."""
-    from transfer_queue.utils.serial_utils import encode
-
-    context = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    peer.setsockopt(zmq.IDENTITY, b"TQ_STORAGE_stranger")
-    if keys is not None:
-        peer.curve_serverkey = keys.public
-        peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
-    peer.connect(f"tcp://{host}:{port}")
-    peer.send_multipart(encode({"request_type": "PUT", "body": Hostile(trace)}))
-    peer.send_multipart([b"", pickle.dumps(Hostile(trace))])
-    time.sleep(0.5)
-    peer.close(linger=0)
-    context.term()
 
 
 @pytest.fixture
@@ -80,22 +48,19 @@ def start(request: pytest.FixtureRequest, plain_sockets: None) -> Iterator[Any]:
 @pytest.mark.parametrize("sender", SENDERS)
 def test_a_stranger_runs_nothing(start: Any, sender: str, tmp_path: Path) -> None:
     protect_process(QueueKeys.new())
-    for number, (host, port) in enumerate(start()):
-        send_hostile(host, port, tmp_path / str(number), SENDERS[sender])
+    send_hostile(start(), tmp_path, SENDERS[sender])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_protection_a_stranger_does(start: Any, tmp_path: Path) -> None:
-    for number, (host, port) in enumerate(start()):
-        send_hostile(host, port, tmp_path / str(number), None)
+    send_hostile(start(), tmp_path, None)
     assert list(tmp_path.iterdir()) != []
 
 
 def test_with_the_keys_messages_arrive(start: Any, tmp_path: Path) -> None:
     keys = QueueKeys.new()
     protect_process(keys)
-    for number, (host, port) in enumerate(start()):
-        send_hostile(host, port, tmp_path / str(number), keys)
+    send_hostile(start(), tmp_path, keys)
     assert list(tmp_path.iterdir()) != []
 
 
@@ -129,5 +94,6 @@ def test_another_shape_of_the_library_is_refused(
 
 
 def test_keys_are_shown_nowhere() -> None:
-    keys = queue_keys.QueueKeys.new()
-    assert keys.secret.decode() not in repr(keys) and keys.public.decode() not in repr(keys)
+    keys = QueueKeys.new()
+    assert keys.secret.decode() not in repr(keys)
+    assert keys.public.decode() not in repr(keys)
