@@ -17,6 +17,7 @@ from relax_cli.engine.ray.queue_keys import (
     check_protected,
     greet,
     protect_process,
+    refuse_second_queue,
 )
 from relax_cli.errors import RunError
 from tests.support.queue_attack import send_hostile
@@ -97,3 +98,17 @@ def test_keys_are_shown_nowhere() -> None:
     keys = QueueKeys.new()
     assert keys.secret.decode() not in repr(keys)
     assert keys.public.decode() not in repr(keys)
+
+
+def test_a_second_run_on_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def no_actor(name: str, namespace: str) -> None:
+        raise ValueError(name, namespace)
+
+    monkeypatch.setattr(ray, "get_actor", no_actor)
+    refuse_second_queue()
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: object())
+    with pytest.raises(RunError) as caught:
+        refuse_second_queue()
+    assert caught.value.problems[0].id == "queue-taken"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -164,3 +165,32 @@ def test_gpus_that_a_cluster_does_not_have_are_not_waited_for(tmp_path: Path, mo
     assert caught.value.problems[0].id == "ray-gpus"
     there["GPU"] = 8.0
     check_resources(plan)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.7", "2001:db8::7", "0.0.0.0"])
+def test_a_ray_that_others_can_reach_is_refused(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, None)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    with pytest.raises(EnvironmentFault) as caught:
+        start_ray(plan_of(tmp_path))
+    (problem,) = caught.value.problems
+    assert (problem.id, problem.where) == ("ray-not-local", address)
+
+
+@pytest.mark.parametrize("given", [None, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "file"])
+def test_ray_gets_a_token_where_none_is_given(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if given == "file":
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("t")
+    elif given:
+        monkeypatch.setenv(given, "theirs")
+    fake(monkeypatch, None)
+    start_ray(plan_of(tmp_path))
+    made = os.environ.get("RAY_AUTH_TOKEN", "theirs")
+    assert (len(made) == 64) == (given is None)
