@@ -18,7 +18,8 @@ from relax_cli.checkpoint import layout, safe_load
 from relax_cli.checkpoint.store import storage_failed
 from relax_cli.errors import ConfigError, Problem, ResumeError
 from relax_cli.models.convert import hf_to_megatron, megatron_to_hf
-from relax_cli.models.hf import ModelSpec, read_spec, write_hf
+from relax_cli.models.hf import write_hf
+from relax_cli.models.spec import ModelSpec, read_spec
 
 OPTIMIZER = "optimizer."
 LAYERS = "decoder.layers."

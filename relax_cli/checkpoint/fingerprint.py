@@ -18,6 +18,7 @@ from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
 from relax_cli.data.prompts import REASONING_GYM
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.files import read_json
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
 
@@ -112,9 +113,9 @@ def tokenizer_fingerprint(folder: Path) -> str | None:
         for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 parts[name] = sha256_of(folder / name)
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+        settings = read_json(folder / "tokenizer_config.json")
         parts["settings"] = {key: settings[key] for key in TOKENIZER_KEYS if settings.get(key) is not None}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ConfigError):
         return None
     return _hash(parts)
 

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from relax_cli.errors import ConfigError, Problem
-from relax_cli.models.spec import read_json
+from relax_cli.models.files import read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from relax_cli.data.prompts import Prompt
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.files import read_json
+from relax_cli.models.spec import read_config
 
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Values of `tokenizer_class` that mean: exactly what tokenizer.json says."""
@@ -25,7 +26,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     # For some architectures AutoTokenizer takes the architecture's usual class, whatever the folder asks for, and
     # that one may read a generic tokenizer.json wrongly (Qwen2: every text becomes empty).
-    is_generic = _read_json(folder / "tokenizer_config.json").get("tokenizer_class") in GENERIC_TOKENIZERS
+    is_generic = read_json(folder / "tokenizer_config.json").get("tokenizer_class") in GENERIC_TOKENIZERS
     loader = PreTrainedTokenizerFast if is_generic else AutoTokenizer
     try:
         return loader.from_pretrained(folder, local_files_only=True)
@@ -83,7 +84,7 @@ def model_vocab_size(folder: Path) -> int:
     Raises:
         ConfigError: `config.json` is missing, unreadable or does not say.
     """
-    config = _read_json(folder / "config.json")
+    config = read_config(folder)
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     if not isinstance(size, int):
         raise _tokenizer_error(folder, "config.json has no vocab_size")
@@ -97,8 +98,8 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
         ConfigError: a file is unreadable, or an id is not in the model's vocabulary.
     """
     generation = folder / "generation_config.json"
-    ids = _eos_ids(_read_json(folder / "config.json"))
-    ids |= _eos_ids(_read_json(generation)) if generation.is_file() else set()
+    ids = _eos_ids(read_config(folder))
+    ids |= _eos_ids(read_json(generation)) if generation.is_file() else set()
     ids |= set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     size = model_vocab_size(folder)
     if beyond := sorted(number for number in ids if not 0 <= number < size):
@@ -135,16 +136,6 @@ def _eos_ids(config: dict[str, Any]) -> set[int]:
     if found is None:
         return set()
     return set(found) if isinstance(found, list) else {found}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise _tokenizer_error(path.parent, f"{path.name} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise _tokenizer_error(path.parent, f"{path.name} is not a JSON object")
-    return content
 
 
 def _tokenizer_error(folder: Path, message: str) -> ConfigError:

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_cli.errors import ConfigError, Problem
-from relax_cli.models.hf import ModelSpec
+from relax_cli.errors import ConfigError
+from relax_cli.models.headers import HEAD, shape_problems, tied_mismatch
+from relax_cli.models.hf import HfWeights
+from relax_cli.models.spec import INDIVISIBLE, ModelSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -53,16 +55,25 @@ def rank_tensors(
         ConfigError: a tensor is missing, unknown or of a wrong shape, or the model does not divide by `tp_size`.
     """
     check_divisible(spec, tp_size)
-    reader = _Reader(weights, spec)
+    shapes = weights.shapes if isinstance(weights, HfWeights) else {n: tuple(t.shape) for n, t in weights.items()}
+    if problems := shape_problems(shapes, spec):
+        raise ConfigError(problems)
     for name in (EMBEDDING,) if spec.tied else (EMBEDDING, OUTPUT):
-        matrix = reader.take(_OUTSIDE_LAYERS[name], spec.vocab_size, spec.hidden_size)
+        matrix = weights[_OUTSIDE_LAYERS[name]]
+        if spec.tied and HEAD in weights and not _equal(matrix, weights[HEAD]):
+            raise ConfigError(tied_mismatch())
         filler = padded_vocab(spec, tp_size) - spec.vocab_size
         yield name, shard_for_rank(name, F.pad(matrix, (0, 0, 0, filler)) if filler else matrix, tp_size, tp_rank)
-    yield FINAL_NORM, reader.take(_OUTSIDE_LAYERS[FINAL_NORM], spec.hidden_size)
+    yield FINAL_NORM, weights[_OUTSIDE_LAYERS[FINAL_NORM]]
     for layer in range(spec.num_layers):
-        for name, tensor in _read_layer(reader, layer).items():
+        for part in _layer_parts(spec):
+            tensor = _read_part(weights, spec, f"model.layers.{layer}", part)
+            name = f"decoder.layers.{layer}.{part}"
             yield name, shard_for_rank(name, tensor, tp_size, tp_rank)
-    reader.refuse_unused()
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    return one.is_meta or torch.equal(one, two)
 
 
 def megatron_to_hf(full_state: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
@@ -146,11 +157,9 @@ def check_divisible(spec: ModelSpec, tp_size: int) -> None:
         "FFN size": spec.ffn_hidden_size,
     }
     problems = [
-        Problem(
-            id="tensor-parallel-indivisible",
-            message=f"the model's {what} ({size}) does not divide by the tensor-parallel size",
+        INDIVISIBLE(
+            f"the model's {what} ({size}) does not divide by the tensor-parallel size",
             fix="choose a --tensor-model-parallel-size that divides it",
-            option="--tensor-model-parallel-size",
             got=str(tp_size),
             expected=f"a divisor of {size}",
         )
@@ -171,75 +180,16 @@ def _partition_of(name: str) -> str:
     return "none"
 
 
-class _Reader:
-    """Takes tensors by name, checks shapes, and remembers what was taken."""
-
-    def __init__(self, weights: Mapping[str, Tensor], spec: ModelSpec) -> None:
-        self.weights = weights
-        self.spec = spec
-        self.taken: set[str] = set()
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        if name not in self.weights:
-            raise _bad_weights(f"the model has no tensor {name}", expected=name)
-        tensor = self.weights[name]
-        if tensor.shape != shape:
-            message = f"tensor {name} does not have the shape that config.json describes"
-            raise _bad_weights(message, str(tuple(tensor.shape)), str(shape))
-        self.taken.add(name)
-        return tensor
-
-    def refuse_unused(self) -> None:
-        # Old exports carry rotary tables, and a copy of the embedding as the tied output layer.
-        tied_copy = {"lm_head.weight"} if self.spec.tied else set()
-        unused = {name for name in self.weights if not name.endswith("rotary_emb.inv_freq")} - self.taken - tied_copy
-        if unused:
-            raise _bad_weights(
-                f"the model has tensors that config.json does not describe: {', '.join(sorted(unused)[:5])}"
-            )
-
-
-def _bad_weights(message: str, got: str = "", expected: str = "") -> ConfigError:
-    return ConfigError(
-        Problem(
-            id="model-weights-mismatch",
-            message=message,
-            fix="check that config.json and the safetensors files belong together",
-            option="--hf-checkpoint",
-            got=got,
-            expected=expected,
-        )
-    )
-
-
-def _read_layer(reader: _Reader, layer: int) -> dict[str, Tensor]:
-    spec, hf, ours = reader.spec, f"model.layers.{layer}", f"decoder.layers.{layer}"
-    hidden, ffn, q_rows = spec.hidden_size, spec.ffn_hidden_size, spec.num_heads * spec.head_dim
-    state = {
-        f"{ours}.input_layernorm.weight": reader.take(f"{hf}.input_layernorm.weight", hidden),
-        f"{ours}.self_attention.linear_qkv.weight": _read_qkv(reader, hf, "weight", hidden),
-        f"{ours}.self_attention.linear_proj.weight": reader.take(f"{hf}.self_attn.o_proj.weight", hidden, q_rows),
-        f"{ours}.pre_mlp_layernorm.weight": reader.take(f"{hf}.post_attention_layernorm.weight", hidden),
-        f"{ours}.mlp.linear_fc1.weight": torch.cat(
-            [reader.take(f"{hf}.mlp.{part}_proj.weight", ffn, hidden) for part in ("gate", "up")]
-        ),
-        f"{ours}.mlp.linear_fc2.weight": reader.take(f"{hf}.mlp.down_proj.weight", hidden, ffn),
-    }
-    if spec.qkv_bias:
-        state[f"{ours}.self_attention.linear_qkv.bias"] = _read_qkv(reader, hf, "bias")
-    if spec.qk_norm:
-        for part in ("q", "k"):
-            norm = reader.take(f"{hf}.self_attn.{part}_norm.weight", spec.head_dim)
-            state[f"{ours}.self_attention.{part}_layernorm.weight"] = norm
-    return state
-
-
-def _read_qkv(reader: _Reader, hf: str, kind: str, *tail: int) -> Tensor:
-    spec = reader.spec
-    groups, dim = spec.num_kv_heads, spec.head_dim
-    rows = {"q": spec.num_heads * dim, "k": groups * dim, "v": groups * dim}
-    parts = [reader.take(f"{hf}.self_attn.{part}_proj.{kind}", count, *tail) for part, count in rows.items()]
-    return torch.cat([part.reshape(groups, -1, *tail) for part in parts], dim=1).reshape(-1, *tail)
+def _read_part(weights: Mapping[str, Tensor], spec: ModelSpec, hf: str, part: str) -> Tensor:
+    """The unsharded Megatron parameter `part` of a layer, from its Hugging Face tensors."""
+    if part == "mlp.linear_fc1.weight":
+        return torch.cat([weights[f"{hf}.mlp.{half}_proj.weight"] for half in ("gate", "up")])
+    if part.startswith("self_attention.linear_qkv."):
+        kind = part.rpartition(".")[2]
+        parts = [weights[f"{hf}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
+        tail = parts[0].shape[1:]
+        return torch.cat([x.reshape(spec.num_kv_heads, -1, *tail) for x in parts], dim=1).reshape(-1, *tail)
+    return weights[f"{hf}.{_IN_LAYER[part]}"]
 
 
 def _layer_parts(spec: ModelSpec) -> list[str]:

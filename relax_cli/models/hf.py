@@ -13,15 +13,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from relax_cli.errors import ConfigError, Problem
-from relax_cli.models.spec import FAMILIES as FAMILIES
-from relax_cli.models.spec import ModelSpec as ModelSpec
-from relax_cli.models.spec import RopeScaling as RopeScaling
-from relax_cli.models.spec import read_json
-from relax_cli.models.spec import read_spec as read_spec
+from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.models.files import read_json
+from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, Shape, stored_tensors, unreadable
+from relax_cli.models.spec import ModelSpec
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+NOT_FINITE = problem_kind(
+    "model-weights-not-finite",
+    "Model",
+    "A weight of the model is NaN or infinite. Found when the weights are loaded.",
+    option="--hf-checkpoint",
+)
 MAX_SHARD_BYTES = 4 << 30
 
 
@@ -45,51 +47,43 @@ class HfWeights(Mapping[str, Tensor]):
     """The tensors of a model folder by name, read from disk when asked for, as fp32.
 
     Raises:
-        ConfigError: the folder holds no readable safetensors.
+        ConfigError: the folder has no readable weights; on reading, that numbers are not finite.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file_of: dict[str, Path] = {}
-        if (folder / INDEX_FILE).exists():
-            weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
-            self._file_of = {name: folder / file for name, file in weight_map.items()}
-        else:
-            path = folder / SINGLE_FILE
-            self._file_of = dict.fromkeys(self._names_in(path), path)
+        self._stored = stored_tensors(folder)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor, from the headers."""
+        return {name: tensor.shape for name, tensor in self._stored.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        path = self._file_of[name]
+        path = self._stored[name].file
         try:
             with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name).float()  # type: ignore[no-any-return]
+                tensor: Tensor = file.get_tensor(name).float()
         except (OSError, SafetensorError) as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
+        # The sum is finite in all but absurd models, and takes no memory.
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
+            bad = int((~tensor.isfinite()).sum())
+            raise ConfigError(
+                NOT_FINITE(
+                    f"the weight {name} has {bad} numbers that are NaN or infinite",
+                    fix="copy or convert the model again; these weights cannot be trained",
+                    where=str(path),
+                    got=f"{bad} of {tensor.numel()}",
+                    expected="finite numbers",
+                )
+            )
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._file_of)
-
-    @staticmethod
-    def _names_in(path: Path) -> list[str]:
-        try:
-            with safe_open(path, framework="pt") as file:
-                return list(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        Problem(
-            id="model-weights-unreadable",
-            message=f"cannot read the weights {path.name}: {error}",
-            fix=f"put a complete {SINGLE_FILE} (or shards with {INDEX_FILE}) into the model folder",
-            option="--hf-checkpoint",
-            where=str(path),
-        )
-    )
+        return len(self._stored)
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -10,25 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_cli.models.spec import (
-    BRIDGE_FAMILIES,
-    SIZES,
-    ModelSpec,
-    plain_spec,
-    read_json,
-    read_spec,
-    require_counts,
-    unsupported,
-    well_formed,
-)
-
-LINEAR_SIZES = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)
+from relax_cli.models.families import BRIDGE_FAMILIES, completed, require_counts, unsupported
+from relax_cli.models.spec import ModelSpec, plain_spec, read_config, read_spec
 
 
 @dataclass(frozen=True)
@@ -107,23 +90,22 @@ def read_any_spec(folder: Path) -> ModelSpec:
     Raises:
         ConfigError: see `read_spec`.
     """
-    path = folder / "config.json"
-    whole = read_json(path)
+    path, whole = folder / "config.json", read_config(folder)
     if whole.get("model_type") not in BRIDGE_FAMILIES:
         return read_spec(folder)
-    with well_formed(path):
-        text = language_config(whole)
-        require_counts(path, text, (*SIZES, *LINEAR_SIZES))
-        return HybridSpec(
-            **vars(plain_spec(path, text | {"model_type": whole["model_type"]})) | {"qk_norm": True},
-            full_attention_layers=_full_attention_layers(path, text),
-            linear_key_heads=text["linear_num_key_heads"],
-            linear_value_heads=text["linear_num_value_heads"],
-            linear_key_dim=text["linear_key_head_dim"],
-            linear_value_dim=text["linear_value_head_dim"],
-            conv_kernel=text["linear_conv_kernel_dim"],
-            vision_parameters=_vision_parameters(whole.get("vision_config")),
-        )
+    # What the bridge does with other keys is its own business, but the weights must be plain numbers everywhere.
+    completed(path, whole)
+    full = completed(path, language_config(whole) | {"model_type": whole["model_type"]})
+    return HybridSpec(
+        **vars(plain_spec(path, full)) | {"qk_norm": True},
+        full_attention_layers=_full_attention_layers(path, full),
+        linear_key_heads=full["linear_num_key_heads"],
+        linear_value_heads=full["linear_num_value_heads"],
+        linear_key_dim=full["linear_key_head_dim"],
+        linear_value_dim=full["linear_value_head_dim"],
+        conv_kernel=full["linear_conv_kernel_dim"],
+        vision_parameters=_vision_parameters(path, whole.get("vision_config")),
+    )
 
 
 def language_config(whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,24 +118,42 @@ def language_config(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _full_attention_layers(path: Path, text: Mapping[str, Any]) -> int:
-    kinds = text.get("layer_types")
+    kinds, layers = text.get("layer_types"), text["num_hidden_layers"]
     if kinds is None:
-        return int(text["num_hidden_layers"]) // int(text.get("full_attention_interval", 4))
-    if len(kinds) != text["num_hidden_layers"] or set(kinds) - {"linear_attention", "full_attention"}:
-        expected = f"{text['num_hidden_layers']} times linear_attention or full_attention"
-        raise unsupported(path, "layer_types", sorted(set(kinds)), expected)
+        interval = text.get("full_attention_interval", 4)
+        require_counts(path, {"full_attention_interval": interval}, ["full_attention_interval"])
+        return int(layers) // int(interval)
+    known = ("linear_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise unsupported(path, "layer_types", kinds, f"{layers} times {' or '.join(known)}")
     return int(kinds.count("full_attention"))
 
 
-def _vision_parameters(vision: Mapping[str, Any] | None) -> int:
-    """Exact number of parameters of the vision tower, with the defaults of files that leave values out."""
+VISION = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "out_hidden_size": 3584,
+    "spatial_merge_size": 2,
+    "in_channels": 3,
+    "temporal_patch_size": 2,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "depth": 27,
+}
+"""What transformers takes for values of the vision tower that are left out."""
+
+
+def _vision_parameters(path: Path, vision: object) -> int:
+    """Exact number of parameters of the vision tower."""
     if vision is None:
         return 0
-    hidden, inner = int(vision.get("hidden_size", 1152)), int(vision.get("intermediate_size", 4304))
-    out, merged = int(vision.get("out_hidden_size", 3584)), hidden * int(vision.get("spatial_merge_size", 2)) ** 2
-    patch = int(vision.get("in_channels", 3)) * int(vision.get("temporal_patch_size", 2))
-    patch *= int(vision.get("patch_size", 16)) ** 2
+    if not isinstance(vision, dict):
+        raise unsupported(path, "vision_config", vision, "a JSON object")
+    sizes = {key: vision.get(key, default) for key, default in VISION.items()}
+    require_counts(path, sizes, VISION)
+    hidden, inner, out = sizes["hidden_size"], sizes["intermediate_size"], sizes["out_hidden_size"]
+    merged = hidden * sizes["spatial_merge_size"] ** 2
+    patch = sizes["in_channels"] * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2
     block = 4 * hidden * (hidden + 1) + 2 * hidden * inner + inner + hidden + 4 * hidden
     merger = 2 * hidden + merged * (merged + 1) + (merged + 1) * out
-    positions = int(vision.get("num_position_embeddings", 2304)) * hidden
-    return (patch + 1) * hidden + positions + int(vision.get("depth", 27)) * block + merger
+    return int((patch + 1 + sizes["num_position_embeddings"]) * hidden + sizes["depth"] * block + merger)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.models.families import BRIDGE_FAMILIES as BRIDGE_FAMILIES
+from relax_cli.models.families import FAMILIES as FAMILIES
+from relax_cli.models.families import completed, unsupported
+from relax_cli.models.files import read_json
+from relax_cli.models.rotary import RopeScaling, rotary
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of `model_type` that our own exact converter covers."""
-BRIDGE_FAMILIES = ("qwen3_5", "qwen3_5_text")
-"""Values of `model_type` that go through Megatron-Bridge (`backends/megatron/bridge.py`)."""
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched; the names of `rope_parameters` in `config.json`."""
-
-    rope_type: str
-    """`linear` or `llama3`."""
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+INDIVISIBLE = problem_kind(
+    "tensor-parallel-indivisible",
+    "Roles, devices, parallelism",
+    "The MLP size must be a multiple of the tensor-parallel size. (The vocabulary may have any size: it is padded.)",
+    option="--tensor-model-parallel-size",
+)
 
 
 @dataclass(frozen=True)
@@ -117,132 +110,58 @@ class ModelSpec:
         return self.vocabulary_of_rank(tensor_parallel) * hidden + layers + hidden
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a model folder as it stands; the only reader of that file.
+
+    Raises:
+        ConfigError: it is not a readable JSON object.
+    """
+    return read_json(folder / "config.json")
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """`config.json` of a model folder; empty where it is missing or unusable, which rules report."""
+    try:
+        return read_config(folder)
+    except ConfigError:
+        return {}
+
+
 def read_spec(folder: Path) -> ModelSpec:
     """What `config.json` in `folder` describes, for the families of our own converter.
 
     Raises:
         ConfigError: no readable `config.json`, an unknown family, or a feature that is not implemented.
     """
-    path = folder / "config.json"
-    config = read_json(path)
+    path, config = folder / "config.json", read_config(folder)
     family = config.get("model_type")
     if family not in FAMILIES:
         raise unsupported(path, "model_type", family, " or ".join(FAMILIES))
-    _refuse_unsupported(path, config)
-    with well_formed(path):
-        return plain_spec(path, config)
+    full = completed(path, config)
+    layers, kinds = full["num_hidden_layers"], full.get("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * layers:
+        raise unsupported(path, "layer_types", kinds, f"{layers} times full_attention")
+    return plain_spec(path, full)
 
 
-@contextmanager
-def well_formed(path: Path) -> Iterator[None]:
-    """Turns what reading values of a wrong type raises into a ConfigError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise unsupported(
-            path, "config.json", f"{type(error).__name__}: {error}", "complete and well-formed"
-        ) from error
-
-
-def plain_spec(path: Path, config: Mapping[str, Any]) -> ModelSpec:
-    """The values of `config` as they stand; whether they can be trained is judged before."""
-    family = config["model_type"]
-    rope = config.get("rope_parameters") or {}
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+def plain_spec(path: Path, full: Mapping[str, Any]) -> ModelSpec:
+    """The specification that a completed configuration describes."""
+    family = full["model_type"]
+    theta, scaling = rotary(path, full)
     return ModelSpec(
         family=family,
-        num_layers=config["num_hidden_layers"],
-        hidden_size=hidden,
-        ffn_hidden_size=config["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        vocab_size=config["vocab_size"],
-        tied=config.get("tie_word_embeddings", False),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_scaling=_read_rope_scaling(path, config),
-        rms_eps=config.get("rms_norm_eps", 1e-6),
+        num_layers=full["num_hidden_layers"],
+        hidden_size=full["hidden_size"],
+        ffn_hidden_size=full["intermediate_size"],
+        num_heads=full["num_attention_heads"],
+        num_kv_heads=full["num_key_value_heads"],
+        head_dim=full["head_dim"],
+        vocab_size=full["vocab_size"],
+        tied=full["tie_word_embeddings"],
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_eps=full["rms_norm_eps"],
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        max_positions=config.get("max_position_embeddings", 2048),
+        max_positions=full["max_position_embeddings"],
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model folder.
-
-    Raises:
-        ConfigError: it cannot be read, or holds no object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            Problem(
-                id="model-folder-unreadable",
-                message=f"cannot read {path.name} of the model: {error}",
-                fix="give a folder with config.json, safetensors and tokenizer files",
-                option="--hf-checkpoint",
-                where=str(path),
-            )
-        ) from error
-    if not isinstance(value, dict):
-        raise unsupported(path, path.name, type(value).__name__, "a JSON object")
-    return value
-
-
-def unsupported(path: Path, key: str, got: object, expected: str) -> ConfigError:
-    """The error that a value of `config.json` is not one that can be trained."""
-    return ConfigError(
-        Problem(
-            id="model-unsupported",
-            message=f"this model cannot be trained: {key} is {got!r}",
-            fix=f"use a model whose {key} is {expected}",
-            option="--hf-checkpoint",
-            where=str(path),
-            got=repr(got),
-            expected=expected,
-        )
-    )
-
-
-SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
-
-
-def require_counts(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ConfigError where one of the named values is not a positive integer."""
-    for key in names:
-        if type(config.get(key)) is not int or config[key] < 1:
-            raise unsupported(path, key, config.get(key), "a positive integer")
-
-
-def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
-    require_counts(path, config, SIZES)
-    for key in ("use_sliding_window", "attention_bias", "mlp_bias"):
-        if config.get(key, False):
-            raise unsupported(path, key, config[key], "false")
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise unsupported(path, "layer_types", "sliding_attention", "full_attention only")
-    if config.get("hidden_act", "silu") != "silu":
-        raise unsupported(path, "hidden_act", config["hidden_act"], "silu")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise unsupported(path, "partial_rotary_factor", config["partial_rotary_factor"], "1.0")
-
-
-def _read_rope_scaling(path: Path, config: Mapping[str, Any]) -> RopeScaling | None:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_scaling` (before)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", float(rope["factor"]))
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
-    raise unsupported(path, "rope_type", kind, "default, linear or llama3")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,9 +10,10 @@ from typing import Any
 
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.headers import weight_problems
 from relax_cli.models.hybrid import language_config, read_any_spec
 from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
-from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, ModelSpec
+from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, ModelSpec, config_of
 from relax_cli.preflight.data_reader import DataReader
 from relax_cli.preflight.memory.sizes import Lengths
 
@@ -72,12 +72,14 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
     """
     folder, spec = _model_folder(config), None
     problems: list[Problem] = []
-    model_config = (config_json(folder) if folder is not None else None) or {}
+    model_config = {} if folder is None else config_of(folder)
     if folder is not None and model_config.get("model_type") in (*FAMILIES, *BRIDGE_FAMILIES):
         try:
             spec = read_any_spec(folder)
         except ConfigError as error:
             problems += error.problems
+    if folder is not None:
+        problems += weight_problems(folder, spec)
     reader = DataReader(config, folder, spec, progress)
     for option, source in prompt_sources(config):
         try:
@@ -97,15 +99,6 @@ def prompt_sources(config: Config) -> Iterator[tuple[str, str]]:
     for item in config.eval.eval_prompt_data:
         if source := item.partition("=")[2]:
             yield "--eval-prompt-data", source
-
-
-def config_json(folder: Path) -> dict[str, Any] | None:
-    """`config.json` of a model folder; None where it is missing or not a JSON object."""
-    try:
-        found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def rollouts_of(batch: BatchSection, prompts: int | None) -> int | None:

@@ -31,7 +31,8 @@ from relax_cli.backends.megatron.model import transformer_config
 from relax_cli.config.schema import ParallelSection
 from relax_cli.errors import ConfigError, EnvironmentFault
 from relax_cli.models.convert import hf_to_megatron, megatron_to_hf
-from relax_cli.models.hf import HfWeights, read_spec
+from relax_cli.models.hf import HfWeights
+from relax_cli.models.spec import read_spec
 from tests.support.tiny_models import save_tiny_model
 from tests.support.training_runs import ROWS, Run, build, loss_fn, micro_batches, train
 

@@ -32,8 +32,8 @@ from relax_cli.data.rewards.custom import load_custom
 from relax_cli.engine.transfer import LocalQueue
 from relax_cli.errors import Problem, RelaxError
 from relax_cli.models import hf
+from relax_cli.models.files import read_json
 from relax_cli.models.packages import resolve_model
-from relax_cli.models.spec import read_json
 from relax_cli.plugin.graph import base_graph
 from relax_cli.plugin.manager import GROUP, Plugins, load_plugins
 from relax_cli.plugin.scaffold import check_name

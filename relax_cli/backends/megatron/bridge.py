@@ -23,8 +23,10 @@ from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
 from relax_cli.backends.megatron.records import ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, as_buckets
 from relax_cli.config.schema import ParallelSection
-from relax_cli.errors import ConfigError, EnvironmentFault, Problem
+from relax_cli.errors import ConfigError, EnvironmentFault
 from relax_cli.models.spec import ModelSpec
+from relax_cli.preflight.rules.model import bridge_missing
+from relax_cli.preflight.rules.registry import Finding
 from relax_cli.preflight.rules.layers import SEQUENCE_PARALLEL_BRIDGE, bridge_sequence_parallel
 
 NEVER = -1e30
@@ -42,12 +44,12 @@ def auto_bridge() -> Any:
         return importlib.import_module("megatron.bridge").AutoBridge
     except (ImportError, OSError) as error:  # an OSError is a shared library of another CUDA version
         raise EnvironmentFault(
-            Problem(
-                id="bridge-missing",
-                message=f"Megatron-Bridge does not import: {str(error).splitlines()[0]}",
-                fix="pip install 'relax-cli[bridge]'",
-                option="--hf-checkpoint",
-                expected="megatron-bridge and TransformerEngine for this CUDA version",
+            bridge_missing.problem(
+                Finding(
+                    f"Megatron-Bridge does not import: {str(error).splitlines()[0]}",
+                    "pip install 'relax-cli[bridge]'",
+                    expected="megatron-bridge and TransformerEngine for this CUDA version",
+                )
             )
         ) from error
 

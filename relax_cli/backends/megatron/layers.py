@@ -27,7 +27,8 @@ from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.errors import EnvironmentFault, Problem
-from relax_cli.models.hf import ModelSpec, inverse_frequencies
+from relax_cli.models.hf import inverse_frequencies
+from relax_cli.models.spec import ModelSpec
 
 LayerKind = Literal["local", "transformer_engine"]
 

@@ -25,8 +25,7 @@ from relax_cli.backends.megatron.records import ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
 from relax_cli.config.schema import ParallelSection
 from relax_cli.models.convert import OUTPUT, padded_vocab, rank_tensors
-from relax_cli.models.hf import ModelSpec
-from relax_cli.models.spec import BRIDGE_FAMILIES
+from relax_cli.models.spec import BRIDGE_FAMILIES, ModelSpec
 
 EXTRA_STATE = "_extra_state"
 """TransformerEngine's calibration of fp8 matrix products; empty in other types, and absent from local layers."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from relax_cli.backends.megatron import parallel
 from relax_cli.models.convert import hf_tensors, is_sharded, megatron_names, merge_shards
-from relax_cli.models.hf import ModelSpec
+from relax_cli.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)

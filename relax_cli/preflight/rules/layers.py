@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relax_cli.config.recipes import nearest
 from relax_cli.config.schema import ParallelSection
-from relax_cli.models.spec import BRIDGE_FAMILIES
+from relax_cli.models.spec import BRIDGE_FAMILIES, INDIVISIBLE
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 from relax_cli.preflight.rules.resources import THEME
@@ -88,9 +88,9 @@ def heads_not_divisible(parallel: ParallelSection, inputs: RunInputs) -> Found:
             )
 
 
-@rule("tensor-parallel-indivisible", THEME, option="--tensor-model-parallel-size", needs="files")
+@rule(INDIVISIBLE, needs="files")
 def tensor_parallel_indivisible(parallel: ParallelSection, inputs: RunInputs) -> Found:
-    """The MLP size must be a multiple of the tensor-parallel size. (The vocabulary may have any size: it is padded.)"""
+    """The MLP size must be a multiple of the tensor-parallel size."""
     size, ranks = inputs.model_count("intermediate_size"), parallel.tensor_model_parallel_size
     if size and size % ranks:
         yield Finding(

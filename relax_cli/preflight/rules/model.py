@@ -9,10 +9,10 @@ from pathlib import Path
 
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection
-from relax_cli.errors import MACHINE_THEME
+from relax_cli.errors import MACHINE_THEME, ConfigError
 from relax_cli.models.packages import INSTALL, PREFIX
-from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES
-from relax_cli.preflight.inputs import RunInputs, config_json
+from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, config_of, read_config
+from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Model"
@@ -46,10 +46,13 @@ def model_config_missing(model: ModelSection) -> Found:
 
 @rule("model-config-unreadable", THEME, option="--hf-checkpoint", needs="files")
 def model_config_unreadable(model: ModelSection) -> Found:
-    """`config.json` is not a JSON object."""
+    """`config.json` is not a JSON object, or not a regular file."""
     path = Path(model.hf_checkpoint) / "config.json"
-    if model.hf_checkpoint and path.is_file() and config_json(path.parent) is None:
-        yield Finding("config.json is not a JSON object", "download it again", str(path), "a JSON object")
+    if model.hf_checkpoint and path.exists():
+        try:
+            read_config(path.parent)
+        except ConfigError as error:
+            yield Finding(str(error), "download it again", str(path), "a JSON object")
 
 
 @rule("model-tokenizer-missing", THEME, option="--hf-checkpoint", needs="files")
@@ -58,16 +61,10 @@ def model_tokenizer_missing(model: ModelSection) -> Found:
     yield from _lacks(model, "tokenizer_config.json")
 
 
-@rule("model-weights-missing", THEME, option="--hf-checkpoint", needs="files")
-def model_weights_missing(model: ModelSection) -> Found:
-    """The folder has no `*.safetensors`."""
-    yield from _lacks(model, "*.safetensors")
-
-
-def _lacks(model: ModelSection, pattern: str) -> Found:
+def _lacks(model: ModelSection, name: str) -> Found:
     folder = Path(model.hf_checkpoint)
-    if model.hf_checkpoint and folder.is_dir() and not any(path.is_file() for path in folder.glob(pattern)):
-        yield Finding(f"the model folder has no {pattern}", f"download {pattern} into {folder}", str(folder), FOLDER)
+    if model.hf_checkpoint and folder.is_dir() and not (folder / name).exists():
+        yield Finding(f"the model folder has no {name}", f"download {name} into {folder}", str(folder), FOLDER)
 
 
 @rule("model-package-unknown", THEME, option="--hf-checkpoint", needs="files")
@@ -208,5 +205,5 @@ def _reference(config: Config) -> Path | None:
 
 
 def _vocabulary(folder: Path) -> int | None:
-    size = (config_json(folder) or {}).get("vocab_size")
+    size = config_of(folder).get("vocab_size")
     return size if isinstance(size, int) else None

@@ -82,15 +82,19 @@ RULES: list[Rule] = []
 
 
 def rule(
-    id: str, theme: str, *, option: str = "", severity: Severity = "error", needs: Needs = "config"
+    id: str | ProblemKind, theme: str = "", *, option: str = "", severity: Severity = "error", needs: Needs = "config"
 ) -> Callable[[Callable[..., Found]], Rule]:
-    """Make a rule of a function."""
+    """Make a rule of a function, which reports a kind of its own, or one that code of a lower layer has declared."""
 
     def declare(check: Callable[..., Found]) -> Rule:
         assert check.__doc__, f"rule {id} has no docstring"
         reads = tuple(inspect.signature(check).parameters)
         assert set(reads) <= {*CONTEXT, *Config.model_fields}, f"rule {id} reads {reads}"
-        kind = problem_kind(id, theme, inspect.cleandoc(check.__doc__), option=option, severity=severity)
+        kind = (
+            id
+            if isinstance(id, ProblemKind)
+            else problem_kind(id, theme, inspect.cleandoc(check.__doc__), option=option, severity=severity)
+        )
         RULES.append(Rule(kind, needs, check, reads))
         return RULES[-1]
 

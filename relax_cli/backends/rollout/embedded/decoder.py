@@ -19,7 +19,8 @@ from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.embedded.weights import Layer, Weights, load_weights
-from relax_cli.models.hf import ModelSpec, inverse_frequencies
+from relax_cli.models.hf import inverse_frequencies
+from relax_cli.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)

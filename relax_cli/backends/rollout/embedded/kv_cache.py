@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from relax_cli.models.hf import ModelSpec
+from relax_cli.models.spec import ModelSpec
 
 
 class KVCache:

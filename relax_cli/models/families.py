@@ -1,0 +1,196 @@
+"""What `config.json` may say: transformers' defaults of each model family, and which keys are understood.
+
+A key changes the model or it does not. Keys that do and that we implement are read; keys that do not are listed as
+harmless; every other key is refused by name, unless its value switches nothing on.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from relax_cli.errors import ConfigError, problem_kind
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Values of `model_type` that our own exact converter covers."""
+BRIDGE_FAMILIES = ("qwen3_5", "qwen3_5_text")
+"""Values of `model_type` that go through Megatron-Bridge (`backends/megatron/bridge.py`)."""
+
+UNSUPPORTED = problem_kind(
+    "model-unsupported",
+    "Model",
+    "`config.json` has a value that cannot be right, asks for a feature that is not implemented (quantised weights, a"
+    " sliding window, biases, another activation, YaRN), or has a key that relax does not know and that may change what"
+    " the model computes.",
+    option="--hf-checkpoint",
+)
+
+_COMMON = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": None,
+}
+_QWEN = _COMMON | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "head_dim": None,
+    "max_position_embeddings": 32768,
+}
+_HYBRID = _COMMON | {
+    "vocab_size": 248320,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _COMMON
+    | {
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "max_position_embeddings": 2048,
+    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+    "qwen3_5": _HYBRID,
+    "qwen3_5_text": _HYBRID,
+}
+"""What transformers takes for a key that is left out. None: from the attention heads, or see `rotary`."""
+
+FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "partial_rotary_factor": (1.0, None),
+}
+"""Keys of features with one implementation, and the values that mean it."""
+
+_READ = {"model_type", "rope_scaling", "rope_parameters", "layer_types"}
+_ABOUT_FILES = """architectures attn_implementation dtype is_llama_config keys_to_ignore_at_inference name_or_path
+torch_dtype torchscript transformers_version transformers.js_config use_cache"""
+# Dropout is off here.
+_ABOUT_PRETRAINING = "attention_dropout embd_pdrop hidden_dropout initializer_range pretraining_tp resid_pdrop"
+# Read only together with `use_sliding_window`.
+_ABOUT_WINDOWS = "max_window_layers sliding_window"
+# generation_config.json and the options say what is used.
+_ABOUT_GENERATION = """begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample
+early_stopping eos_token_id length_penalty max_length min_length num_beam_groups num_beams
+num_return_sequences pad_token_id repetition_penalty sep_token_id suppress_tokens temperature
+tokenizer_class top_k top_p typical_p unk_token_id"""
+_ABOUT_OTHER_HEADS = """chunk_size_feed_forward classifier_dropout finetuning_task id2label label2id output_attentions
+output_hidden_states prefix problem_type return_dict task_specific_params"""
+_HARMLESS = frozenset(
+    f"{_ABOUT_FILES} {_ABOUT_PRETRAINING} {_ABOUT_WINDOWS} {_ABOUT_GENERATION} {_ABOUT_OTHER_HEADS}".split()
+)
+_HARMLESS_PREFIXES = ("_", "unsloth_")
+
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
+LINEAR_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+LARGEST = 1 << 31
+MOST_LAYERS = 10_000
+
+
+def completed(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` of a family in `DEFAULTS` with all values that the family's defaults give, each of its type.
+
+    Raises:
+        ConfigError: a value is not usable, or a key is not understood.
+    """
+    family = config["model_type"]
+    if config.get("quantization_config"):
+        raise unsupported(path, "quantization_config", config["quantization_config"], "absent: weights in bf16 or fp32")
+    if family in FAMILIES:
+        _refuse_unknown(path, config)
+    full = {**DEFAULTS[family], **config}
+    full["num_key_value_heads"] = full["num_key_value_heads"] or full["num_attention_heads"]
+    require_counts(path, full, [*SIZES, "num_key_value_heads", "max_position_embeddings"])
+    if family in BRIDGE_FAMILIES:
+        require_counts(path, full, LINEAR_SIZES)
+    heads, groups = full["num_attention_heads"], full["num_key_value_heads"]
+    if heads % groups:
+        raise unsupported(path, "num_key_value_heads", groups, f"a divisor of num_attention_heads ({heads})")
+    if not full["head_dim"] and full["hidden_size"] % heads:
+        raise unsupported(path, "hidden_size", full["hidden_size"], f"a multiple of num_attention_heads ({heads})")
+    full["head_dim"] = full["head_dim"] or full["hidden_size"] // heads
+    require_counts(path, full, ["head_dim"])
+    if full["head_dim"] % 2:
+        raise unsupported(path, "head_dim", full["head_dim"], "even, as rotary positions need it")
+    if full["num_hidden_layers"] > MOST_LAYERS:
+        raise unsupported(path, "num_hidden_layers", full["num_hidden_layers"], f"at most {MOST_LAYERS}")
+    full["rms_norm_eps"] = positive(path, "rms_norm_eps", full["rms_norm_eps"])
+    if type(full["tie_word_embeddings"]) is not bool:
+        raise unsupported(path, "tie_word_embeddings", full["tie_word_embeddings"], "true or false")
+    return full
+
+
+def positive(path: Path, key: str, value: object) -> float:
+    """The number `value`.
+
+    Raises:
+        ConfigError: it is not a finite number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise unsupported(path, key, value, "a finite number above 0")
+    return float(value)
+
+
+def require_counts(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises ConfigError where one of the named values is not a positive integer of a sensible size."""
+    for key in names:
+        if type(config.get(key)) is not int or not 1 <= config[key] < LARGEST:
+            raise unsupported(path, key, config.get(key), "a positive integer below 2^31")
+
+
+def unsupported(path: Path, key: str, got: object, expected: str) -> ConfigError:
+    """The error that a value of `config.json` is not one that can be trained."""
+    shown = reprlib.repr(got)
+    return ConfigError(
+        UNSUPPORTED(
+            f"this model cannot be trained: {key} is {shown}",
+            fix=f"use a model whose {key} is {expected}",
+            where=str(path),
+            got=shown,
+            expected=expected,
+        )
+    )
+
+
+def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        if key in FIXED:
+            if value not in FIXED[key]:
+                raise unsupported(path, key, value, " or ".join(map(repr, FIXED[key][:1])))
+        elif key in _READ or key in DEFAULTS[config["model_type"]] or key in _HARMLESS:
+            continue
+        elif value and not key.startswith(_HARMLESS_PREFIXES):
+            raise ConfigError(
+                UNSUPPORTED(
+                    f"config.json sets {key}, which may change what the model computes and which relax does not know",
+                    fix=f"use a model without {key}; delete the line only if transformers ignores it, too",
+                    where=str(path),
+                    got=f"{key} = {reprlib.repr(value)}",
+                    expected=f"keys of the {config['model_type']} family in transformers",
+                )
+            )

@@ -1,0 +1,85 @@
+"""Reading files of a model folder, which somebody else wrote: only regular files of a bounded size and depth."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from relax_cli.errors import ConfigError, problem_kind
+
+MOST_JSON_BYTES = 64 << 20
+"""The largest real ones are vocabularies and weight indices of some 10 MB."""
+DEEPEST_JSON = 64
+
+UNREADABLE = problem_kind(
+    "model-folder-unreadable",
+    "Model",
+    "A JSON file of the model folder cannot be read: it is missing, damaged, no regular file, larger than 64 MB, nested"
+    " more than 64 deep, or has one key twice.",
+    option="--hf-checkpoint",
+)
+
+
+def check_regular(path: Path, most_bytes: int | None = None) -> int:
+    """Size of a regular file; links are followed.
+
+    Raises:
+        OSError: it is missing, a device, pipe, socket or folder, or larger than `most_bytes`.
+    """
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(f"{path.name} is not a regular file")
+    if most_bytes is not None and info.st_size > most_bytes:
+        raise OSError(f"{path.name} has {info.st_size:,} bytes, more than the limit of {most_bytes:,}")
+    return info.st_size
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model folder.
+
+    Raises:
+        ConfigError: it cannot be read, or is not an object.
+    """
+    try:
+        check_regular(path, MOST_JSON_BYTES)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        _check_depth(value)
+    # UnicodeDecodeError, JSONDecodeError and Python's limit on the digits of a number are ValueErrors.
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, str(error)) from error
+    if not isinstance(value, dict):
+        raise _unreadable(path, f"{type(value).__name__} where a JSON object belongs")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return found
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level := [
+        inner
+        for outer in level
+        if isinstance(outer, dict | list)
+        for inner in (outer.values() if isinstance(outer, dict) else outer)
+    ]:
+        depth += 1
+        if depth > DEEPEST_JSON:
+            raise ValueError(f"nested more than {DEEPEST_JSON} deep")
+
+
+def _unreadable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        UNREADABLE(
+            f"cannot read {path.name} of the model: {reason}",
+            where=str(path),
+            fix="give a folder with config.json, safetensors and tokenizer files",
+        )
+    )

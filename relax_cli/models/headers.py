@@ -1,0 +1,249 @@
+"""Names, shapes and types of a model folder's weights, from the headers of its safetensors files. Knows no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.models.files import check_regular, read_json
+from relax_cli.models.spec import FAMILIES, ModelSpec
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 100 << 20
+"""The limit of the safetensors library."""
+TYPES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Types that weights may have, and the bytes of a number."""
+SHOWN = 3
+CHUNK = 16 << 20
+ROTARY_TABLE = "rotary_emb.inv_freq"
+"""Old exports carry them."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+Shape = tuple[int, ...]
+
+MISSING = problem_kind("model-weights-missing", "Model", "The folder has no weights.", option="--hf-checkpoint")
+UNREADABLE = problem_kind(
+    "model-weights-unreadable",
+    "Model",
+    "A safetensors file is damaged, cut short, not a regular file, or missing although the index names it.",
+    option="--hf-checkpoint",
+)
+MISMATCH = problem_kind(
+    "model-weights-mismatch",
+    "Model",
+    "Names or shapes of the weights are not those that `config.json` describes, or a tied output layer is not the"
+    " embedding.",
+    option="--hf-checkpoint",
+)
+TYPE = problem_kind(
+    "model-weights-type",
+    "Model",
+    "A weight is not stored as float32, bfloat16 or float16. Quantised numbers mean something only with their scales.",
+    option="--hf-checkpoint",
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file."""
+
+    file: Path
+    dtype: str
+    """As safetensors spells it, for example `BF16`."""
+    shape: Shape
+    start: int
+    """Place of its first byte in the file."""
+    size: int
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a model folder by name.
+
+    Raises:
+        ConfigError: there are no weights, or a file is missing, damaged or no regular file.
+    """
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if not single.exists() and not index.exists():
+        raise ConfigError(
+            MISSING(
+                f"the model folder has no {SINGLE_FILE}",
+                fix=f"put {SINGLE_FILE}, or shards and {INDEX_FILE}, into {folder}",
+                got=", ".join(sorted(path.name for path in folder.glob("*.safetensors"))[:SHOWN]) or str(folder),
+                expected=f"{SINGLE_FILE} or {INDEX_FILE}",
+            )
+        )
+    if not index.exists():
+        return _header(single)
+    files = _weight_map(index)
+    if single.exists() and set(files.values()) != {SINGLE_FILE}:
+        raise unreadable(index, f"{SINGLE_FILE} is there as well, and programs differ in which of the two they load")
+    headers = {name: _header(folder / name) for name in sorted(set(files.values()))}
+    for tensor, file in files.items():
+        if tensor not in headers[file]:
+            raise unreadable(folder / file, f"{INDEX_FILE} places {tensor} in it, but it is not there")
+    return {tensor: headers[file][tensor] for tensor, file in files.items()}
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Name and shape of every tensor of a model of our own families."""
+    hidden, ffn, dim = spec.hidden_size, spec.ffn_hidden_size, spec.head_dim
+    rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim}
+    shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not spec.tied:
+        shapes[HEAD] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        at = f"model.layers.{layer}."
+        shapes |= {f"{at}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        shapes |= {f"{at}self_attn.{part}_proj.weight": (count, hidden) for part, count in rows.items()}
+        if spec.qkv_bias:
+            shapes |= {f"{at}self_attn.{part}_proj.bias": (count,) for part, count in rows.items()}
+        if spec.qk_norm:
+            shapes |= {f"{at}self_attn.{part}_norm.weight": (dim,) for part in ("q", "k")}
+        shapes |= {f"{at}self_attn.o_proj.weight": (hidden, rows["q"]), f"{at}mlp.down_proj.weight": (hidden, ffn)}
+        shapes |= {f"{at}mlp.{part}_proj.weight": (ffn, hidden) for part in ("gate", "up")}
+    return shapes
+
+
+def shape_problems(found: Mapping[str, Shape], spec: ModelSpec) -> list[Problem]:
+    """Why tensors of these shapes are not those of the model: missing, unknown or of another shape."""
+    expected = expected_shapes(spec)
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected and not name.endswith(ROTARY_TABLE)]
+    if spec.tied:
+        unknown = [name for name in unknown if name != HEAD]
+    problems = []
+    if missing:
+        problems.append(_mismatch(f"the model has no tensor {_shown(missing)}", "not in the files", _shown(missing)))
+    if unknown:
+        message = f"the model has tensors that config.json does not describe: {_shown(unknown)}"
+        problems.append(_mismatch(message, _shown(unknown), "no such tensors"))
+    wanted = expected | ({HEAD: expected[EMBEDDING]} if spec.tied else {})
+    differing = [name for name, shape in wanted.items() if name in found and tuple(found[name]) != shape]
+    if differing:
+        name = differing[0]
+        message = f"tensor {_shown(differing)} does not have the shape that config.json describes"
+        problems.append(_mismatch(message, str(tuple(found[name])), str(wanted[name])))
+    return problems
+
+
+def weight_problems(folder: Path, spec: ModelSpec | None) -> list[Problem]:
+    """What is wrong with the weights of a model folder, without reading the numbers (but a tied output layer's).
+
+    Args:
+        spec: what `config.json` says; None where it is unusable, which other rules report.
+    """
+    try:
+        stored = stored_tensors(folder)
+    except ConfigError as error:
+        return list(error.problems)
+    problems = [
+        TYPE(
+            f"the weight {name} is stored as {tensor.dtype}",
+            where=str(tensor.file),
+            got=tensor.dtype,
+            expected=" or ".join(TYPES),
+            fix="use the model in bf16 or fp32, as it was before it was quantised",
+        )
+        for name, tensor in stored.items()
+        if tensor.dtype not in TYPES and not name.endswith(ROTARY_TABLE)
+    ][:1]
+    if spec is not None and spec.family in FAMILIES:
+        problems += shape_problems({name: tensor.shape for name, tensor in stored.items()}, spec)
+        if not problems and spec.tied and HEAD in stored and not _same_bytes(stored[HEAD], stored[EMBEDDING]):
+            problems.append(tied_mismatch())
+    return problems
+
+
+def tied_mismatch() -> Problem:
+    """The problem of an output layer that should be the embedding and is not."""
+    return MISMATCH(
+        f"config.json ties the output layer to the embedding, but {HEAD} in the files is another matrix",
+        got=f"{HEAD} that differs from {EMBEDDING}",
+        expected=f"no {HEAD}, or the same numbers",
+        fix="set tie_word_embeddings to false in config.json if the model was trained with its own output layer",
+    )
+
+
+def unreadable(path: Path, reason: object) -> ConfigError:
+    """The error that a file of weights cannot be read."""
+    return ConfigError(
+        UNREADABLE(
+            f"cannot read the weights {path.name}: {reason}",
+            fix=f"put a complete {SINGLE_FILE} (or shards with {INDEX_FILE}) into the model folder",
+            where=str(path),
+        )
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise unreadable(index, "weight_map does not give each tensor a file name")
+    for file in files.values():
+        if Path(file).name != file:
+            raise unreadable(index, f"{file!r} is not the name of a file in this folder")
+    return files
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """Format: 8 bytes with the length of a JSON object, that object, then the numbers, one tensor after another."""
+    try:
+        size = check_regular(path)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
+                raise ValueError("it is cut short, or no safetensors file")
+            header = json.loads(file.read(length))
+        found = dict(_entries(path, header, 8 + length))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = str(error) if isinstance(error, OSError | ValueError) else f"its header is damaged ({error})"
+        raise unreadable(path, reason) from error
+    end = max((tensor.start + tensor.size for tensor in found.values()), default=8 + length)
+    if end != size:
+        raise unreadable(path, f"it has {size:,} bytes, its header describes {end:,}")
+    return found
+
+
+def _entries(path: Path, header: Mapping[str, Any], origin: int) -> Iterator[tuple[str, Stored]]:
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+            raise ValueError(f"its header is damaged at {name}")
+        if end - start != TYPES.get(entry["dtype"], 0) * math.prod(shape) and entry["dtype"] in TYPES:
+            raise ValueError(f"its header gives {name} {end - start} bytes for the shape {shape}")
+        yield name, Stored(path, str(entry["dtype"]), shape, origin + start, end - start)
+
+
+def _same_bytes(one: Stored, two: Stored) -> bool:
+    if one.dtype != two.dtype:
+        return True  # compared as numbers when they are loaded
+    with one.file.open("rb") as first, two.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(two.start)
+        left = one.size
+        while left > 0:
+            chunk = min(CHUNK, left)
+            if first.read(chunk) != second.read(chunk):
+                return False
+            left -= chunk
+    return True
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _mismatch(message: str, got: str = "", expected: str = "") -> Problem:
+    return MISMATCH(
+        message, fix="check that config.json and the safetensors files belong together", got=got, expected=expected
+    )
