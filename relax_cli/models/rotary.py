@@ -48,7 +48,7 @@ def _read(path: Path, key: str, full: Mapping[str, Any]) -> tuple[float, RopeSca
     if not isinstance(rope, dict):
         raise unsupported(path, key, rope, "a JSON object")
     kind = rope.get("rope_type") or rope.get("type") or ("absent" if rope.get("factor") else "default")
-    if kind not in _NEEDED:
+    if not isinstance(kind, str) or kind not in _NEEDED:
         raise unsupported(path, f"{key}.rope_type", kind, "default, linear or llama3")
     if rope.get("type") not in (None, kind):
         raise unsupported(path, f"{key}.type", rope["type"], f"absent, or the same as rope_type ({kind})")
