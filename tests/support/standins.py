@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 from pathlib import Path
 from typing import Any
 
+from relax_cli.models.families import FAMILIES
+from relax_cli.models.headers import SINGLE_FILE, expected_shapes
+from relax_cli.models.hybrid import read_any_spec
 from relax_cli.quickstart.task import MODEL, prepare
 
 QWEN3_4B = {
@@ -32,11 +37,23 @@ MODELS: dict[str, dict[str, Any]] = {"Qwen3-4B": QWEN3_4B, "Qwen3-8B": QWEN3_8B,
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
+def write_weights(folder: Path) -> None:
+    """`model.safetensors` with the header that `config.json` asks for; its numbers are a hole in the file, so zeros."""
+    spec, header, end = read_any_spec(folder), {}, 0
+    for name, shape in expected_shapes(spec).items() if spec.family in FAMILIES else ():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    content = json.dumps(header).encode()
+    with (folder / SINGLE_FILE).open("wb") as file:
+        file.write(struct.pack("<Q", len(content)) + content)
+        file.truncate(8 + len(content) + end)
+
+
 def model_folder(folder: Path, config: dict[str, Any]) -> Path:
-    """`config.json`, a file where the weights would be, and the quickstart's tokenizer with a chat template."""
+    """`config.json`, a file without numbers for the weights, and the quickstart's tokenizer with a chat template."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"")
+    write_weights(folder)
     tokenizer = json.loads((MODEL / "tokenizer_config.json").read_bytes())
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"chat_template": TEMPLATE}))
     (folder / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())

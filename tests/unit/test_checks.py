@@ -14,6 +14,7 @@ from relax_cli.config.schema import Config
 from relax_cli.errors import Problem
 from tests.support.rule_cases import PPO_ROLES, REFUSED_AND_NEAR_MISS, Change, roles
 from tests.support.rules import WITH_GPUS, problems_of
+from tests.support.standins import write_weights
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Confi
     }
     (model / "config.json").write_text(json.dumps(config))
     (model / "tokenizer_config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
+    write_weights(model)
     (tmp_path / "train.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 3)
 
     def build(**changes: Any) -> Config:

@@ -199,8 +199,8 @@ def test_sizes_that_cannot_be_are_refused(tmp_path: Path, key: str, value: objec
     [
         ("num_key_value_heads", 3), ("num_key_value_heads", "2"), ("num_key_value_heads", -2), ("head_dim", 5),
         ("head_dim", "6"), ("head_dim", -6), ("rms_norm_eps", 0), ("rms_norm_eps", "1e-6"),
-        ("rms_norm_eps", float("nan")), ("rms_norm_eps", None), ("tie_word_embeddings", "yes"), ("tie_word_embeddings", 1),
-        ("rope_theta", -1),
+        ("rms_norm_eps", float("nan")), ("rms_norm_eps", None),
+        ("tie_word_embeddings", "yes"), ("tie_word_embeddings", 1), ("rope_theta", -1),
         ("rope_theta", float("inf")), ("rope_theta", "1e6"), ("rope_theta", [1e4]), ("rope_parameters", "linear"),
         ("rope_parameters", {"rope_type": ["linear"]}), ("rope_scaling", {"type": "linear", "factor": "4"}),
         ("rope_scaling", {"type": "linear"}), ("rope_scaling", {"type": "llama3", "factor": 8.0}),

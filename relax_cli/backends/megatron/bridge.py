@@ -25,9 +25,9 @@ from relax_cli.backends.megatron.weight_buckets import Bucket, as_buckets
 from relax_cli.config.schema import ParallelSection
 from relax_cli.errors import ConfigError, EnvironmentFault
 from relax_cli.models.spec import ModelSpec
+from relax_cli.preflight.rules.layers import SEQUENCE_PARALLEL_BRIDGE, bridge_sequence_parallel
 from relax_cli.preflight.rules.model import bridge_missing
 from relax_cli.preflight.rules.registry import Finding
-from relax_cli.preflight.rules.layers import SEQUENCE_PARALLEL_BRIDGE, bridge_sequence_parallel
 
 NEVER = -1e30
 """Logit of a token that does not exist."""
