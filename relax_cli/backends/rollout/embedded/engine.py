@@ -14,7 +14,8 @@ from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
-from relax_cli.models.hf import ModelSpec, read_spec, read_weights
+from relax_cli.models.hf import read_weights
+from relax_cli.models.spec import ModelSpec, read_spec
 
 CACHE_BYTES = 1 << 30
 # A batch shrinks in steps of so many rows: each new batch size costs oneDNN milliseconds to make kernels for.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.linear import Linear, linear
 from relax_cli.errors import RunError, problem_kind
-from relax_cli.models.hf import ModelSpec
+from relax_cli.models.spec import ModelSpec
 
 ROLLOUT_WEIGHTS = problem_kind(
     "rollout-weights",
