@@ -12,8 +12,8 @@ from pathlib import Path
 
 import relax_cli
 from relax_cli.cli.option_docs import configuration_markdown
-from relax_cli.config.model import config_model
 from relax_cli.errors import ProblemKind, declared_kinds
+from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import GROUP, Plugins
 
 BUILT_IN = ("ppo", "grpo", "gspo", "cispo", "sapo")

@@ -207,8 +207,8 @@ def _print_version(wanted: bool) -> None:
 
 def _model(plugins: Plugins) -> type[Config]:
     """The configuration model for the options of `train`."""
-    from relax_cli.config.model import config_model
     from relax_cli.config.schema import Config
+    from relax_cli.plugin.config_model import config_model
 
     try:
         return config_model(plugins.estimators().values())

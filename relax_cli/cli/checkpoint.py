@@ -19,15 +19,14 @@ from relax_cli.checkpoint.fingerprint import (
 )
 from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume, was_saved_beside_a_critic
 from relax_cli.cli import checkpoint_commands
-from relax_cli.cli.console import Format, Output, table
-from relax_cli.cli.validate import decision_dict
+from relax_cli.cli.console import Format, FormatOption, output_of, table
+from relax_cli.cli.report import decision_dict
 from relax_cli.errors import ConfigError, ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
 
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: what a run would resume from, and whether they are whole.")
 checkpoint_commands.register(app)
 
-FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="a save folder")]
 Load = Annotated[str, typer.Option("--load", metavar="DIR", help="the actor's save folder")]
 CriticLoad = Annotated[
@@ -70,8 +69,7 @@ def check_resume(
     actor's checkpoint was saved beside one. What belongs to the run itself - data, estimator, number of rollouts -
     is checked by `relax validate-config` with the options of the run.
     """
-    output = Output(fmt)
-    ctx.find_root().obj = output
+    output = output_of(ctx, fmt)
     has_critic = critic_load is not None or critic_init_from_actor or was_saved_beside_a_critic(load)
     report = examine_resume(
         load, critic_load, has_critic=has_critic, critic_init_from_actor=critic_init_from_actor, deep=deep
@@ -88,8 +86,7 @@ def check_resume(
 @app.command("list")
 def list_checkpoints(ctx: typer.Context, folder: Folder, fmt: FormatOption = Format.TEXT) -> None:
     """List the checkpoints of a save folder: iteration, size, age, and whether each is complete."""
-    output = Output(fmt)
-    ctx.find_root().obj = output
+    output = output_of(ctx, fmt)
     tracker = layout.read_tracker(folder)
     rows = [describe(folder, iteration, tracker.iteration) for iteration in layout.list_iterations(folder)]
     header = ("iteration", "role", "size", "age", "state", "")
@@ -112,8 +109,7 @@ def list_checkpoints(ctx: typer.Context, folder: Folder, fmt: FormatOption = For
 @app.command("verify")
 def verify(ctx: typer.Context, folder: Folder, fmt: FormatOption = Format.TEXT) -> None:
     """Compare every file of every checkpoint in a save folder with its recorded hash; exit code 3 on a difference."""
-    output = Output(fmt)
-    ctx.find_root().obj = output
+    output = output_of(ctx, fmt)
     found = {iteration: damages(folder, iteration, deep=True) for iteration in layout.list_iterations(folder)}
     ok = bool(found) and not any(found.values())
     data = {"ok": ok, "iterations": [{"iteration": i, "problems": problems} for i, problems in found.items()]}

@@ -12,11 +12,10 @@ import typer
 
 from relax_cli.checkpoint import align, layout, prune
 from relax_cli.checkpoint.fingerprint import folder_of_model, model_differences, model_shape, tokenizer_fingerprint
-from relax_cli.cli.console import Format, Output
+from relax_cli.cli.console import Format, FormatOption, output_of
 from relax_cli.engine.locks import claimed
 from relax_cli.errors import ConfigError, Problem, ResumeError, RunError
 
-FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
 Yes = Annotated[bool, typer.Option("--yes", help="do it; without this it is only shown")]
 NOT_DONE = "nothing was changed; with --yes it is done"
 WIDTH = 80
@@ -51,8 +50,7 @@ def align_command(
 
     Nothing is deleted. Exit code 3 if there is no such iteration.
     """
-    output = Output(fmt)
-    ctx.find_root().obj = output
+    output = output_of(ctx, fmt)
     plan = align.plan_alignment(load, critic_load, deep=deep)
     changes = any(move.changes for move in plan.moves)
     if yes and changes:
@@ -90,8 +88,7 @@ def prune_command(
 
     Never what a tracker names, the newest complete one, or one half of a pair that is kept.
     """
-    output = Output(fmt)
-    ctx.find_root().obj = output
+    output = output_of(ctx, fmt)
     plan = prune.plan_pruning(folder, critic, keep)
     if yes and plan.doomed:
         with _alone({folder: "DIR"} | ({critic: "--critic"} if critic is not None else {})):
@@ -129,8 +126,7 @@ def export_command(
     fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Write the actor of a checkpoint as a Hugging Face model: safetensors, config.json and tokenizer files."""
-    output = Output(fmt)
-    ctx.find_root().obj = output
+    output = output_of(ctx, fmt)
     model = folder_of_model(hf_checkpoint)
     if model is None:
         raise _no_model(hf_checkpoint)

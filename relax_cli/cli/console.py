@@ -7,16 +7,20 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from relax_cli.cli.problem_text import problem_lines, problems_data
 from relax_cli.config.redact import scrubbed
 from relax_cli.errors import Problem, RelaxError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+LAYERS_PANEL = "Configuration (layers, each overriding the ones before)"
 
 
 class Format(StrEnum):
@@ -64,30 +68,35 @@ class Output:
         self._screen(problem)
 
     def fail(self, error: RelaxError) -> None:
-        """Every problem of an error on stderr; as data, too, where stdout is for a program."""
-        for problem in error.problems:
+        """Every problem of an error on stderr, errors last; also as data where stdout is for a program."""
+        for problem in sorted(error.problems, key=lambda p: p.severity == "error"):
             self._screen(problem)
         for note in getattr(error, "__notes__", ()):
             self.note(note)
         if self.is_json:
-            problems = [{name: scrubbed(text) for name, text in asdict(p).items()} for p in error.problems]
-            self.result({"ok": False, "problems": problems}, "")
+            self.result({"ok": False, "problems": problems_data(error.problems)}, "")
         if is_debug():
             self.err.print(scrubbed("".join(traceback.format_exception(error))), markup=False)
 
     def _screen(self, problem: Problem) -> None:
-        """The four parts: what is wrong, where, got and expected, the fix."""
-        is_error = problem.severity == "error"
-        colour = "red" if is_error else "yellow"
-        self.err.print(f"[bold {colour}]{problem.severity}[/]: ", end="")
-        self.err.print(f"{scrubbed(problem.message)}  [{problem.id}]", markup=False)
-        where = " from ".join(part for part in (problem.option, problem.where) if part)
-        if problem.option == problem.where:
-            where = problem.option
-        parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": problem.fix}
-        for name, text in parts.items():
-            if text:
-                self.err.print(f"  {name:<9} {scrubbed(text)}", markup=False, style="bold" if name == "fix" else None)
+        first, *rest = problem_lines(problem, width=None)
+        colour = "red" if problem.severity == "error" else "yellow"
+        self.err.print(f"[bold {colour}]{problem.severity}[/]", end="")
+        self.err.print(first.removeprefix(problem.severity), markup=False)
+        for line in rest:
+            self.err.print(line, markup=False, style="bold" if line.startswith("  fix ") else None)
+
+
+FormatOption = Annotated[
+    Format, typer.Option("--format", help="form of the data on stdout", rich_help_panel=LAYERS_PANEL)
+]
+
+
+def output_of(ctx: typer.Context, fmt: Format) -> Output:
+    """The output of a command; errors that end it are shown there."""
+    output = Output(fmt)
+    ctx.find_root().obj = output
+    return output
 
 
 def is_debug() -> bool:

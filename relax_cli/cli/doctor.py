@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relax_cli.cli.console import Format, Output
+from relax_cli.cli.console import Format, FormatOption, output_of
 from relax_cli.config.redact import scrubbed
 from relax_cli.errors import ExitCode
 
 if TYPE_CHECKING:
     from relax_cli.plugin.manager import Plugins
 
-FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
 Timeout = Annotated[float, typer.Option("--timeout", min=1, help="seconds that one part may take to import")]
 
 
@@ -27,8 +26,7 @@ def doctor_command(plugins: Plugins) -> Callable[..., None]:
         # Here, because what it imports would slow every other command down.
         from relax_cli.cli.doctor_checks import as_text, examine_machine
 
-        output = Output(fmt)
-        ctx.find_root().obj = output
+        output = output_of(ctx, fmt)
         with output.err.status("importing every part in a process of its own"):
             checks = examine_machine(plugins, timeout)
         ok = all(check.status != "problem" for check in checks)

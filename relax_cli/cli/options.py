@@ -12,9 +12,23 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperOption
 
+from relax_cli.cli.console import LAYERS_PANEL
 from relax_cli.config.model import base_type, choices, flag, section_model
 from relax_cli.config.schema import Config
 
+Recipes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="bundled recipe or YAML file (repeatable)",
+        rich_help_panel=LAYERS_PANEL,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="YAML value (repeatable)", rich_help_panel=LAYERS_PANEL),
+]
 PAIR_OPTION = "--eval-prompt-data"
 SERVER_PREFIX = "--sglang-"
 SERVER_OPTIONS = "--sglang-options"

@@ -1,24 +1,12 @@
-"""A plan and problems as text of 80 columns."""
+"""A plan as text of 80 columns."""
 
 from __future__ import annotations
 
 from relax_cli.cli.console import table
-from relax_cli.cli.lines import wrapped as wrapped
+from relax_cli.cli.lines import wrapped
 from relax_cli.cli.memory_text import memory_lines
-from relax_cli.errors import Problem
 from relax_cli.preflight.memory.sizes import in_bytes
 from relax_cli.preflight.plan import Plan, RolePlan
-
-
-def problem_lines(problem: Problem, label: str = "") -> list[str]:
-    """The four parts; a fix that is typed is never broken into lines."""
-    lines = wrapped(f"{label or problem.severity}: {problem.message}  [{problem.id}]", "  ")
-    where = " from ".join(dict.fromkeys(part for part in (problem.option, problem.where) if part))
-    for name, text in (("where", where), ("got", problem.got), ("expected", problem.expected)):
-        lines += wrapped(f"  {name:<9} {text}", " " * 12) if text else []
-    is_command = problem.fix.startswith(("--", "pip ", "relax "))
-    fix = f"  {'fix':<9} {problem.fix}"
-    return [*lines, *([fix] if is_command else wrapped(fix, " " * 12))]
 
 
 def plan_lines(plan: Plan) -> list[str]:

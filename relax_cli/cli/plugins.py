@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Format, Output, table
+from relax_cli.cli.console import Format, FormatOption, Output, output_of, table
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from relax_cli.plugin.manager import Plugins
     from relax_cli.plugin.records import Estimator
 
-FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="a plugin or an estimator; `relax plugins list` shows them")]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="of the estimator: lower-case letters, digits and _")]
 Directory = Annotated[
@@ -192,6 +191,5 @@ def _verdict(name: str, results: list[CheckResult]) -> str:
 
 
 def _output(ctx: typer.Context, fmt: Format) -> Output:
-    output = Output(fmt)
-    ctx.find_root().obj = output
+    output = output_of(ctx, fmt)
     return output

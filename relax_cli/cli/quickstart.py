@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from relax_cli.cli.console import Format, Output
-from relax_cli.cli.finish import finish
-
-if TYPE_CHECKING:
-    from relax_cli.plugin.manager import Plugins
+from relax_cli.cli.console import Format, FormatOption, output_of
+from relax_cli.cli.train import launch
+from relax_cli.config.layers import Layers
+from relax_cli.plugin.manager import Plugins
+from relax_cli.quickstart.task import prepare
 
 Directory = Annotated[Path, typer.Argument(metavar="[DIR]", help="folder to write to")]
 PrepareOnly = Annotated[bool, typer.Option("--prepare-only", help="write model, data and recipe, then stop")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="seed of weights, prompts and sampling")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="rollouts to train")]
 Launcher = Annotated[Literal["ray", "local"], typer.Option("--launcher", help="as in `relax train`")]
-FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
 
 
 def quickstart_command(plugins: Plugins) -> Callable[..., None]:
@@ -35,21 +35,14 @@ def quickstart_command(plugins: Plugins) -> Callable[..., None]:
         fmt: FormatOption = Format.TEXT,
     ) -> None:
         """Teach a tiny model two-digit addition with PPO on this CPU, in a few minutes."""
-        output = Output(fmt)
-        ctx.find_root().obj = output
-        if prepare_only:
-            from relax_cli.quickstart.task import prepare
-
-            prepare(directory, seed=seed, steps=steps)
-            recipe = directory / "recipe.yaml"
-            output.result(
-                {"ok": True, "dir": str(directory), "recipe": str(recipe)},
-                f"Wrote model, data and recipe to {directory}. Train:\n  relax train --recipe {recipe}",
-            )
-            return
-        from relax_cli.quickstart.command import quickstart as run
-
-        finished = run(plugins, directory, seed=seed, steps=steps, launcher=launcher, console=output.err)
-        raise typer.Exit(finish(finished, output))
+        output = output_of(ctx, fmt)
+        prepare(directory, seed=seed, steps=steps)
+        recipe = str(directory / "recipe.yaml")
+        if not prepare_only:
+            raise typer.Exit(launch(plugins, Layers([recipe], os.environ, (), {"launcher": launcher}), output))
+        output.result(
+            {"ok": True, "dir": str(directory), "recipe": recipe},
+            f"Wrote model, data and recipe to {directory}. Train:\n  relax train --recipe {recipe}",
+        )
 
     return quickstart

@@ -6,20 +6,18 @@ from typing import Annotated
 
 import typer
 
-from relax_cli.cli.console import Format, Output, table
+from relax_cli.cli.console import Format, FormatOption, Output, output_of, table
 from relax_cli.config.recipes import bundled_recipes, describe, find_recipe
 
 app = typer.Typer(no_args_is_help=True, help="Recipes: ready configurations for `relax train --recipe`.")
 
-FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="a bundled recipe, or a file")]
 
 
 @app.command("list")
 def list_recipes(ctx: typer.Context, fmt: FormatOption = Format.TEXT) -> None:
     """List the bundled recipes."""
-    output = Output(fmt)
-    ctx.find_root().obj = output
+    output = output_of(ctx, fmt)
     rows = [(name, describe(path)) for name, path in bundled_recipes().items()]
     data = [{"name": name, "summary": summary} for name, summary in rows]
     output.result(data, table(("name", "summary"), rows))
@@ -35,7 +33,7 @@ def show_recipe(name: Name) -> None:
 def recipe_schema() -> None:
     """Print the JSON schema of recipes, for editors; with the options of the installed plugins."""
     from relax_cli.cli.option_docs import recipe_schema as schema
-    from relax_cli.config.model import config_model
+    from relax_cli.plugin.config_model import config_model
     from relax_cli.plugin.manager import load_plugins
 
     Output(Format.JSON).result(schema(config_model(load_plugins().estimators().values())), "")

@@ -1,49 +1,32 @@
-"""`relax train`: resolve and check a configuration, then hand it to the engine."""
+"""`relax train`: check a run, then launch it."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Format, Output
-from relax_cli.cli.finish import finish
-from relax_cli.cli.options import with_options
+from relax_cli.cli.console import LAYERS_PANEL, Format, FormatOption, Output, output_of
+from relax_cli.cli.options import Overrides, Recipes, with_options
+from relax_cli.cli.report import reading_progress, report, show
+from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config
-from relax_cli.preflight.resolve import Resolved, examine, resolve
+from relax_cli.errors import ConfigError, ExitCode
+from relax_cli.plugin.manager import Plugins
+from relax_cli.preflight.check_run import check_run
 
-if TYPE_CHECKING:
-    from relax_cli.plugin.manager import Plugins
-
-PANEL = "Configuration (layers, each overriding the ones before)"
-
-Recipes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--recipe",
-        metavar="NAME|FILE",
-        help="bundled recipe or YAML file (repeatable)",
-        rich_help_panel=PANEL,
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="YAML value (repeatable)", rich_help_panel=PANEL),
-]
-FormatOption = Annotated[Format, typer.Option("--format", help="form of the data on stdout", rich_help_panel=PANEL)]
 ShowConfig = Annotated[
     bool,
     typer.Option(
         "--show-config",
         help="print the configuration and where each value is from, then stop",
-        rich_help_panel=PANEL,
+        rich_help_panel=LAYERS_PANEL,
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="check everything, print the plan, then stop", rich_help_panel=PANEL)
+    bool, typer.Option("--dry-run", help="check everything, print the plan, then stop", rich_help_panel=LAYERS_PANEL)
 ]
 
 
@@ -66,26 +49,40 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
         Values come from: defaults < recipes, left to right < RELAX_* environment < --set < the flags below.
         Everything that can be known to be wrong is reported, all at once, before anything starts.
         """
-        output = Output(fmt)
-        ctx.find_root().obj = output
-        layers = (recipe or (), os.environ, set_values or (), flags)
+        output = output_of(ctx, fmt)
+        layers = Layers(recipe or (), os.environ, set_values or (), flags)
         if show_config:
-            show(examine(plugins, *layers, skip_files=True), output)
+            checked = check_run(plugins, layers, skip_files=True)
+            if checked.unread:
+                raise ConfigError(checked.problems)
+            show(checked, output)
             return
-        from relax_cli.cli.validate import reading_progress, report
-
-        if dry_run:
-            raise typer.Exit(report(plugins, layers, output, here=True))
-        with reading_progress(output) as progress:
-            resolved = resolve(plugins, *layers, progress=progress, cluster_gpus=cluster_gpus)
-        for warning in resolved.warnings:
-            output.warn(warning)
-        from relax_cli.engine.run import train as run
-
-        finished = run(plugins, resolved, output.err)
-        raise typer.Exit(finish(finished, output))
+        raise typer.Exit(report(plugins, layers, output, here=True) if dry_run else launch(plugins, layers, output))
 
     return train
+
+
+def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:
+    """Check a run and train; shows its warnings before and its results at the end.
+
+    Raises:
+        RelaxError: the run may not start, or it failed.
+    """
+    with reading_progress(output) as progress:
+        checked = check_run(plugins, layers, progress=progress, cluster_gpus=cluster_gpus).require_valid()
+    for warning in checked.warnings:
+        output.warn(warning)
+    from relax_cli.engine.run import train
+    from relax_cli.engine.summary import closing_lines, next_lines, summary_dict
+
+    run = train(plugins, checked, output.err)
+    output.result(summary_dict(run), "\n".join(closing_lines(run)))
+    if run.ended_by is None:
+        return ExitCode.OK
+    if output.is_json:
+        for line in next_lines(run):
+            output.note(line)
+    return ExitCode.INTERRUPTED if isinstance(run.ended_by, KeyboardInterrupt) else ExitCode.TERMINATED
 
 
 def cluster_gpus() -> int:
@@ -93,22 +90,3 @@ def cluster_gpus() -> int:
     from relax_cli.engine.ray.start import cluster_gpus
 
     return cluster_gpus()
-
-
-def show(resolved: Resolved, output: Output) -> None:
-    """Print a configuration with its origins: JSON, or YAML that is a recipe again."""
-    data = resolved.dump()
-    changes = [f"# changed: {c.option} from {c.before} to {c.after}, because {c.why}" for c in resolved.changes]
-    output.result(data, "\n".join([*changes, *as_recipe(data["config"], resolved.origins)]))
-
-
-def as_recipe(config: dict[str, dict[str, Any]], origins: dict[str, str]) -> list[str]:
-    """A configuration as lines of a recipe, with the origin of each value as a comment."""
-    # JSON scalars and flow collections are YAML.
-    lines = []
-    for section, values in config.items():
-        lines.append(f"{section}:")
-        rows = [(f"  {key}: {json.dumps(value)}", origins[f"{section}.{key}"]) for key, value in values.items()]
-        width = max(len(text) for text, _ in rows)
-        lines += [f"{text:<{width}}  # {origin}" for text, origin in rows]
-    return lines

@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from relax_cli.config.model import (
-    base_type,
-    config_model,
-    estimator_options,
-    flag,
-    is_optional,
-    option_value,
-    options_by_name,
-    rebuild_config,
-)
-from relax_cli.config.recipes import Setting, find_recipe, nearest, read_recipe, unknown_key
+from relax_cli.config.model import base_type, flag, is_optional, options_by_name
+from relax_cli.config.recipes import THEME, UNKNOWN_SECTION, Setting, find_recipe, nearest, read_recipe, unknown_key
 from relax_cli.config.redact import redacted
-from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.config.schema import Config, Section
+from relax_cli.errors import ConfigError, Problem, problem_kind
 
-__all__ = [
-    "Loaded",
-    "config_model",
-    "estimator_options",
-    "load_config",
-    "option_value",
-    "options_by_name",
-    "rebuild_config",
-]
+UNKNOWN_ENVIRONMENT = problem_kind(
+    "unknown-environment",
+    THEME,
+    "A `RELAX_*` variable is no option. A typing error there would otherwise change nothing, silently.",
+)
+SET_SYNTAX = problem_kind("set-syntax", THEME, "`--set` takes `SECTION.KEY=VALUE`.", option="--set")
+INVALID_VALUE = problem_kind(
+    "invalid-value",
+    THEME,
+    "The value has the wrong type, is out of range or is not finite. A switch takes `true` and `false`: `on`, `yes` "
+    "and 1 are text and numbers in YAML 1.2. A number may stand in quotes, text may not be left without them where "
+    "YAML reads a number.",
+)
+RESOURCE_JSON = problem_kind(
+    "resource-json",
+    THEME,
+    '`--resource` is not a JSON object `{"role": [services, devices]}` of whole numbers.',
+    option="--resource",
+)
+SERVER_OPTIONS_JSON = problem_kind(
+    "sglang-options-json",
+    "SGLang",
+    "`--sglang-options` is not a JSON object of server options.",
+    option="--sglang-options",
+)
 
 NOT_OPTIONS = frozenset({"RELAX_DEBUG", "RELAX_CACHE"})
 """`RELAX_*` names that steer the program itself."""
@@ -44,7 +51,23 @@ NOT_OPTIONS = frozenset({"RELAX_DEBUG", "RELAX_CACHE"})
 ADDED_UP = frozenset({"sglang_options"})
 """Options whose layers are put together key by key; of all others the last layer wins."""
 
+T = TypeVar("T")
+
 _RESOURCE_EXAMPLE = """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a user gave, the lowest layer first."""
+
+    recipes: Sequence[str] = ()
+    """Bundled names or file paths; later ones win."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Only `RELAX_*` names and the variables that recipes mention are looked at."""
+    overrides: Sequence[str] = ()
+    """`section.key=value` with YAML values."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Field name to the text or value given; None and empty sequences mean not given."""
 
 
 @dataclass(frozen=True)
@@ -52,68 +75,113 @@ class Loaded:
     """A configuration and where each of its values came from."""
 
     config: Config
+    """Options of `unread` raise `UnreadOption` when looked at."""
     origins: dict[str, str]
     """`section.key` to `default`, `FILE:LINE`, `RELAX_X`, `--set` or the flag."""
+    problems: tuple[Problem, ...] = ()
+    """Every problem of every layer."""
+    unread: frozenset[str] = frozenset()
+    """Names of the options whose value is not known, because it has a problem."""
 
 
-def load_config(
-    recipes: Sequence[str],
-    env: Mapping[str, str],
-    overrides: Sequence[str],
-    flags: Mapping[str, Any],
-    *,
-    config_model: type[Config],
-) -> Loaded:
-    """Merge the layers and validate the result.
+class UnreadOption(ConfigError):
+    """An option was looked at whose value could not be read. Holds no problem: that was reported with the value."""
 
-    Args:
-        recipes: bundled names or file paths, later ones win.
-        env: the environment; only `RELAX_*` names and the variables recipes mention are looked at.
-        overrides: `section.key=value` with YAML values.
-        flags: field name to the text or value given; None and empty sequences mean not given.
+    def __init__(self, problems: Sequence[Problem] = ()) -> None:
+        super().__init__(problems)
 
-    Raises:
-        ConfigError: holds every problem of every layer.
-    """
+
+def known(value: Callable[[], T]) -> T | None:
+    """The value, or None where it takes an option that could not be read."""
+    try:
+        return value()
+    except UnreadOption:
+        return None
+
+
+def load_config(layers: Layers, model: type[Config]) -> Loaded:
+    """Merge the layers and validate the result. What is wrong with one option hides no problem of another."""
     problems: list[Problem] = []
-    settings: list[Setting] = []
-    for name in recipes:
-        try:
-            found, bad = read_recipe(find_recipe(name), env, config_model)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        settings += found
-        problems += bad
-    fields = options_by_name(config_model)
-    settings += _env_settings(env, fields, problems)
-    settings += _override_settings(overrides, config_model, problems)
-    settings += [
-        Setting(fields[name][0], name, value, flag(name), is_text=False)
-        for name, value in flags.items()
-        if value is not None and value != [] and value != ()
-    ]
-
+    fields = options_by_name(model)
+    settings = _settings(layers, model, fields, problems)
     merged = {(s.section, s.key): s for s in settings if s.key not in ADDED_UP}
     origins = {f"{section}.{name}": "default" for name, (section, _) in fields.items()}
     origins.update({f"{s.section}.{s.key}": s.where for s in settings})
     values: dict[str, dict[str, Any]] = {}
+    unread: set[str] = set()
     for setting in (*merged.values(), *(s for s in settings if s.key in ADDED_UP)):
         value = _prepare(setting, fields[setting.key][1])
         section = values.setdefault(setting.section, {})
-        if isinstance(value, Problem):
-            problems.append(value)
+        if setting.problems or isinstance(value, Problem):
+            problems += setting.problems or [value]
+            unread.add(setting.key)
         elif setting.key in ADDED_UP:
             section[setting.key] = section.get(setting.key, {}) | value
         else:
             section[setting.key] = value
+    config = _validated(model, values, origins, problems, unread)
+    return Loaded(_without(config, unread), origins, tuple(problems), frozenset(unread))
+
+
+def _settings(
+    layers: Layers, model: type[Config], fields: Mapping[str, tuple[str, FieldInfo]], problems: list[Problem]
+) -> list[Setting]:
+    """The values of all layers, the lowest first."""
+    settings: list[Setting] = []
+    for name in layers.recipes:
+        try:
+            read, bad = read_recipe(find_recipe(name), layers.env, model)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        settings += read
+        problems += bad
+    settings += _env_settings(layers.env, fields, problems)
+    settings += _override_settings(layers.overrides, model, problems)
+    settings += [
+        Setting(fields[name][0], name, value, flag(name), is_text=False)
+        for name, value in layers.flags.items()
+        if value is not None and value != [] and value != ()
+    ]
+    return settings
+
+
+def _validated(
+    model: type[Config],
+    values: dict[str, dict[str, Any]],
+    origins: Mapping[str, str],
+    problems: list[Problem],
+    unread: set[str],
+) -> Config:
+    """The configuration of all values that are valid; the others become problems and are `unread`."""
     try:
-        config = config_model.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
-        problems += [_invalid(dict(e), origins) for e in error.errors()]
-    if problems:
-        raise ConfigError(problems)
-    return Loaded(config, origins)
+        for item in error.errors():
+            section, name = (str(part) for part in item["loc"][:2])
+            problems.append(_invalid(dict(item), origins))
+            values[section].pop(name, None)
+            unread.add(name)
+    return model.model_validate(values)
+
+
+def _without(config: Config, unread: Collection[str]) -> Config:
+    """The configuration, in which to look at one of these options raises `UnreadOption`."""
+    owners = {section for name, (section, _) in options_by_name(type(config)).items() if name in unread}
+    return config.model_copy(update={section: _partial(getattr(config, section), unread) for section in owners})
+
+
+def _partial(section: Section, unread: Collection[str]) -> Section:
+    hidden = frozenset(unread)
+
+    class Partial(type(section)):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name in hidden:
+                raise UnreadOption
+            return super().__getattribute__(name)
+
+    partial: Section = Partial.model_construct(**dict(section))
+    return partial
 
 
 def _env_settings(
@@ -129,16 +197,9 @@ def _env_settings(
             settings.append(Setting(fields[name][0], name, text, variable, is_text=True))
             continue
         guess = nearest(variable, [*by_variable, *NOT_OPTIONS])
-        problems.append(
-            Problem(
-                id="unknown-environment",
-                message=f"environment variable {variable} is not an option of relax",
-                fix=f"use {guess}, or `unset {variable}`" if guess else f"unset {variable}",
-                where=variable,
-                got=variable,
-                expected=guess,
-            )
-        )
+        message = f"environment variable {variable} is not an option of relax"
+        fix = f"use {guess}, or `unset {variable}`" if guess else f"unset {variable}"
+        problems.append(UNKNOWN_ENVIRONMENT(message, fix=fix, where=variable, got=variable, expected=guess))
     return settings
 
 
@@ -152,27 +213,14 @@ def _override_settings(overrides: Sequence[str], model: type[Config], problems: 
             owner = fields.get(path.strip())
             fix = f"--set {owner[0]}.{path.strip()}={text}" if owner else "--set optimizer.lr=1e-5"
             message = f"--set {override!r} is not section.key=value"
-            problems.append(
-                Problem(id="set-syntax", message=message, fix=fix, option="--set", where="--set", got=override)
-            )
+            problems.append(SET_SYNTAX(message, fix=fix, where="--set", got=override))
         elif section not in model.model_fields:
             guess = nearest(section, model.model_fields)
+            sections = f"sections: {', '.join(model.model_fields)}"
+            fix = f"--set {fields[key][0]}.{key}={text}" if key in fields else sections
             message = f"there is no section {section!r}"
-            fix = (
-                f"--set {fields[key][0]}.{key}={text}"
-                if key in fields
-                else f"sections: {', '.join(model.model_fields)}"
-            )
             problems.append(
-                Problem(
-                    id="unknown-section",
-                    message=message,
-                    fix=fix,
-                    option="--set",
-                    where="--set",
-                    got=section,
-                    expected=guess,
-                )
+                UNKNOWN_SECTION(message, fix=fix, option="--set", where="--set", got=section, expected=guess)
             )
         elif key not in fields or fields[key][0] != section:
             problems.append(replace(unknown_key(section, key, "--set", model), option="--set"))
@@ -221,7 +269,7 @@ def _mapping(setting: Setting, value: Any) -> Any:
     if setting.key in ADDED_UP:
         return {str(key).replace("-", "_"): item for key, item in value.items()}
     if any(type(count) is not int for pair in value.values() if isinstance(pair, list) for count in pair):
-        return _bad_json(setting, f"{flag(setting.key)} holds a count that is not a whole number")
+        return _bad_json(setting, f"{flag(setting.key)} has a count that is not a whole number")
     return value
 
 
@@ -234,22 +282,18 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bad_json(setting: Setting, message: str) -> Problem:
-    is_resource = setting.key == "resource"
-    return Problem(
-        id="resource-json" if is_resource else "sglang-options-json",
-        message=message,
-        fix=_RESOURCE_EXAMPLE if is_resource else '--sglang-options \'{"attention_backend": "triton"}\'',
-        option=flag(setting.key),
-        where=setting.where,
-        got=str(setting.value),
-        expected='a JSON object {"role": [services, devices]}' if is_resource else "a JSON object of server options",
-    )
+    got = str(setting.value)
+    if setting.key == "resource":
+        expected = 'a JSON object {"role": [services, devices]}'
+        return RESOURCE_JSON(message, fix=_RESOURCE_EXAMPLE, where=setting.where, got=got, expected=expected)
+    fix = """--sglang-options '{"attention_backend": "triton"}'"""
+    expected = "a JSON object of server options"
+    return SERVER_OPTIONS_JSON(message, fix=fix, where=setting.where, got=got, expected=expected)
 
 
 def _bad_value(setting: Setting, expected: str, fix: str) -> Problem:
-    return Problem(
-        id="invalid-value",
-        message=f"{flag(setting.key)} has the wrong type",
+    return INVALID_VALUE(
+        f"{flag(setting.key)} has the wrong type",
         fix=fix,
         option=flag(setting.key),
         where=setting.where,
@@ -264,9 +308,9 @@ def _invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
     expected = error["msg"].removeprefix("Input should be ").partition(", unable")[0]
     of = f" ({' '.join(inside)})" if inside else ""
     is_resource = key == "resource"
-    return Problem(
-        id="resource-json" if is_resource else "invalid-value",
-        message=f"{flag(key)}{of} does not accept this value",
+    kind = RESOURCE_JSON if is_resource else INVALID_VALUE
+    return kind(
+        f"{flag(key)}{of} does not accept this value",
         fix=_RESOURCE_EXAMPLE if is_resource else f"give {section}.{key} a value that is {expected}",
         option=flag(key),
         where=origins[f"{section}.{key}"],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
+from relax_cli.config.layers import UnreadOption
+from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
 
 STORAGE_UNITS = 1
 """TransferQueue storage processes; each, and its controller, asks Ray for one logical CPU."""
@@ -22,6 +23,15 @@ def rollout_engine(
     if rollout.rollout_engine != "auto":
         return rollout.rollout_engine
     return "sglang" if parallel.device == "cuda" or sglang.rollout_external else "embedded"
+
+
+def has_counts(config: Config) -> bool:
+    """Whether `--resource` says how many processes there are; rules say why not."""
+    try:
+        resource = config.parallel.resource
+    except UnreadOption:
+        return False
+    return bool(resource) and all(min(counts) >= 0 for counts in resource.values())
 
 
 def ranks_of(parallel: ParallelSection, role: str) -> int:

@@ -16,7 +16,40 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from relax_cli.config.model import options_by_name, section_model
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, Problem, problem_kind
+
+THEME = "Reading the configuration"
+NOT_FOUND = problem_kind(
+    "recipe-not-found", THEME, "`--recipe` names neither a bundled recipe nor a file.", option="--recipe"
+)
+SYNTAX = problem_kind(
+    "recipe-syntax",
+    THEME,
+    "The recipe is not a YAML mapping of sections with indented keys. The place is file and line.",
+    option="--recipe",
+)
+VARIABLE = problem_kind(
+    "recipe-variable",
+    THEME,
+    "A `${VAR}` of the recipe is not set and has no `:-default`, or is not well-formed.",
+    option="--recipe",
+)
+DUPLICATE_KEY = problem_kind(
+    "duplicate-key",
+    THEME,
+    "A key stands twice in one section of a recipe. YAML readers would silently take the last one.",
+    option="--recipe",
+)
+UNKNOWN_SECTION = problem_kind(
+    "unknown-section",
+    THEME,
+    "There is no section of that name. An estimator's own section exists only while its plugin is installed.",
+)
+UNKNOWN_KEY = problem_kind(
+    "unknown-key",
+    THEME,
+    "The section has no such key; the nearest valid one, or the section it belongs to, is given.",
+)
 
 _VARIABLE = re.compile(r"\$(?P<escape>\$)?\{(?P<name>[^}:]*)(?P<default>:-[^}]*)?(?P<rest>[^}]*)(?P<close>\})?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -33,6 +66,8 @@ class Setting:
     """Origin shown to the user: `FILE:LINE`, `RELAX_LR`, `--set` or the flag."""
     is_text: bool
     """The value is text still to be read as YAML (environment, `--set`, expanded variables)."""
+    problems: tuple[Problem, ...] = ()
+    """Why the value cannot be known, such as a variable that is not set. A later layer that replaces it ends them."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
@@ -60,17 +95,8 @@ def find_recipe(name: str) -> Path:
         return path
     guess = nearest(name, bundled)
     fix = f"use --recipe {guess}" if guess else "list the bundled ones with `relax recipes list`"
-    raise ConfigError(
-        Problem(
-            id="recipe-not-found",
-            message=f"there is no recipe {name!r}",
-            fix=fix,
-            option="--recipe",
-            where="--recipe",
-            got=name,
-            expected=f"a file, or one of {', '.join(bundled)}" if bundled else "a file",
-        )
-    )
+    expected = f"a file, or one of {', '.join(bundled)}" if bundled else "a file"
+    raise ConfigError(NOT_FOUND(f"there is no recipe {name!r}", fix=fix, where="--recipe", got=name, expected=expected))
 
 
 def describe(path: Path) -> str:
@@ -89,7 +115,7 @@ def read_recipe(path: Path, env: Mapping[str, str], model: type[Config]) -> tupl
         return [], []
     if not isinstance(document, CommentedMap):
         message = f"recipe {path} is not a mapping of sections"
-        return [], [_recipe_problem("recipe-syntax", f"{path}:1", message, "write `section:` and indented keys")]
+        return [], [SYNTAX(message, where=f"{path}:1", fix="write `section:` and indented keys")]
     settings: list[Setting] = []
     problems: list[Problem] = []
     variables = {**env, "RECIPE_DIR": str(path.parent)}
@@ -97,33 +123,25 @@ def read_recipe(path: Path, env: Mapping[str, str], model: type[Config]) -> tupl
         where = f"{path}:{document.lc.key(section)[0] + 1}"
         if section not in model.model_fields:
             problems.append(_unknown_section(str(section), where, model))
-        elif body is None:
-            continue
-        elif not isinstance(body, CommentedMap):
-            message = f"section {section} holds a single value instead of keys"
-            problems.append(_recipe_problem("recipe-syntax", where, message, f"indent keys under `{section}:`"))
-        else:
-            found, bad = _read_section(str(section), body, path, variables, model)
-            settings += found
-            problems += bad
+        elif isinstance(body, CommentedMap):
+            known = section_model(model, section).model_fields
+            for key, raw in body.items():
+                where = f"{path}:{body.lc.key(key)[0] + 1}"
+                if key in known:
+                    settings.append(_setting(section, key, plain(raw), where, variables))
+                else:
+                    problems.append(unknown_key(section, str(key), where, model))
+        elif body is not None:
+            message = f"section {section} is a single value instead of keys"
+            problems.append(SYNTAX(message, where=where, fix=f"indent keys under `{section}:`"))
     return settings, problems
 
 
-def _read_section(
-    section: str, body: CommentedMap, path: Path, variables: Mapping[str, str], model: type[Config]
-) -> tuple[list[Setting], list[Problem]]:
-    settings: list[Setting] = []
+def _setting(section: str, key: str, value: Any, where: str, variables: Mapping[str, str]) -> Setting:
     problems: list[Problem] = []
-    known = section_model(model, section).model_fields
-    for key, raw in body.items():
-        where = f"{path}:{body.lc.key(key)[0] + 1}"
-        if key not in known:
-            problems.append(unknown_key(section, str(key), where, model))
-            continue
-        value = plain(raw)
-        expanded = _expand(value, where, variables, problems)
-        settings.append(Setting(section, key, expanded, where, is_text=isinstance(value, str) and expanded != value))
-    return settings, problems
+    expanded = _expand(value, where, variables, problems)
+    is_text = isinstance(value, str) and expanded != value
+    return Setting(section, key, expanded, where, is_text, tuple(problems))
 
 
 def unknown_key(section: str, key: str, where: str, model: type[Config]) -> Problem:
@@ -136,7 +154,7 @@ def unknown_key(section: str, key: str, where: str, model: type[Config]) -> Prob
     else:
         fix = f"keys of {section}: {', '.join(section_model(model, section).model_fields)}"
     message = f"section {section} has no key {key!r}"
-    return Problem(id="unknown-key", message=message, fix=fix, where=where, got=f"{section}.{key}", expected=guess)
+    return UNKNOWN_KEY(message, fix=fix, where=where, got=f"{section}.{key}", expected=guess)
 
 
 def plain(value: Any) -> Any:
@@ -166,7 +184,7 @@ def _expand(value: Any, where: str, variables: Mapping[str, str], problems: list
         name, default = match["name"], match["default"]
         if not _NAME.fullmatch(name) or match["rest"] or not match["close"]:
             message = f"{match[0]} is not a variable"
-            problems.append(_recipe_problem("recipe-variable", where, message, "write ${NAME} or ${NAME:-default}"))
+            problems.append(VARIABLE(message, where=where, fix="write ${NAME} or ${NAME:-default}"))
         elif variables.get(name) or (default is None and name in variables):
             return variables[name]
         elif default is not None:
@@ -174,23 +192,22 @@ def _expand(value: Any, where: str, variables: Mapping[str, str], problems: list
         else:
             message = f"variable {name} is not set"
             fix = f"export {name}=…, or write ${{{name}:-default}} in the recipe"
-            problems.append(_recipe_problem("recipe-variable", where, message, fix))
+            problems.append(VARIABLE(message, where=where, fix=fix))
         return match[0]
 
     return _VARIABLE.sub(replace, value)
 
 
 def _unreadable(path: Path, error: Exception) -> Problem:
-    if isinstance(error, MarkedYAMLError):
-        mark = error.problem_mark or error.context_mark
-        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        reason = str(error.problem or error.context).partition(" with value")[0]
-        if isinstance(error, DuplicateKeyError):
-            return _recipe_problem(
-                "duplicate-key", where, f"recipe has a {reason.removeprefix('found ')}", "keep one of the two"
-            )
-        return _recipe_problem("recipe-syntax", where, f"recipe is not valid YAML: {reason}", "correct this line")
-    return _recipe_problem("recipe-syntax", str(path), f"recipe cannot be read: {error}", "give a UTF-8 YAML file")
+    if not isinstance(error, MarkedYAMLError):
+        return SYNTAX(f"recipe cannot be read: {error}", where=str(path), fix="give a UTF-8 YAML file")
+    mark = error.problem_mark or error.context_mark
+    where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+    reason = str(error.problem or error.context).partition(" with value")[0]
+    if isinstance(error, DuplicateKeyError):
+        message = f"recipe has a {reason.removeprefix('found ')}"
+        return DUPLICATE_KEY(message, where=where, fix="keep one of the two")
+    return SYNTAX(f"recipe is not valid YAML: {reason}", where=where, fix="correct this line")
 
 
 def _unknown_section(section: str, where: str, model: type[Config]) -> Problem:
@@ -202,15 +219,4 @@ def _unknown_section(section: str, where: str, model: type[Config]) -> Problem:
         fix = f"use `{guess}:`"
     else:
         fix = f"sections: {', '.join(model.model_fields)} (an estimator's section needs its plugin installed)"
-    return Problem(
-        id="unknown-section",
-        message=f"there is no section {section!r}",
-        fix=fix,
-        where=where,
-        got=section,
-        expected=guess,
-    )
-
-
-def _recipe_problem(rule: str, where: str, message: str, fix: str) -> Problem:
-    return Problem(id=rule, message=message, fix=fix, where=where, option="--recipe")
+    return UNKNOWN_SECTION(f"there is no section {section!r}", fix=fix, where=where, got=section, expected=guess)

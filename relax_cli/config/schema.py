@@ -7,6 +7,7 @@ Field names are unique over all sections. The sections import nothing heavy.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -242,6 +243,13 @@ class EvalSection(Section):
     eval_prompt_data: tuple[str, ...] = Field((), description="held-out prompts as NAME PATH or NAME=PATH (repeatable)")
     n_samples_per_eval_prompt: int = Field(1, ge=1, description="samples per held-out prompt")
 
+    @property
+    def sets(self) -> tuple[tuple[str, str], ...]:
+        """Name and path of every held-out set; the name is empty where an item has only one of the two."""
+        pairs = (re.fullmatch(r"([^\s=]+)(?:=|\s+)(\S.*)", item) for item in self.eval_prompt_data)
+        items = zip(pairs, self.eval_prompt_data, strict=True)
+        return tuple((pair[1], pair[2]) if pair else ("", item) for pair, item in items)
+
 
 class ParallelSection(Section):
     """Where it runs."""
@@ -321,7 +329,7 @@ class RunSection(Section):
 
 
 class Config(Section):
-    """A complete, resolved configuration. Estimator plugins add a section of their own (see `config.load`)."""
+    """A complete, resolved configuration. Estimator plugins add a section of their own (see `plugin.config_model`)."""
 
     algorithm: AlgorithmSection = AlgorithmSection()
     critic: CriticSection = CriticSection()

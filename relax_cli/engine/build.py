@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_cli.backends.rollout.targets import this_node
-from relax_cli.config.layers import estimator_options, rebuild_config
 from relax_cli.config.placement import processes_of, rollout_engine, threads_of
 from relax_cli.config.schema import Config
+from relax_cli.plugin.config_model import estimator_options, rebuild_config
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan, LoadFrom
 from relax_cli.plugin.manager import load_plugins
@@ -227,14 +227,13 @@ class RoleBuilder:
             stop_token_ids=stop_token_ids(folder, tokenizer),
             stop=section.rollout_stop,
         )
-        evals = dict(item.split("=", 1) for item in config.eval.eval_prompt_data)
         return RolloutRole(
             self._rollout_engine(tokenizer),
             tokenizer,
             load_reward(config.reward, self.rewards),
             sampling,
             load_prompts(config.data, config.data.prompt_data),
-            {name: load_prompts(config.data, path) for name, path in evals.items()},
+            {name: load_prompts(config.data, path) for name, path in config.eval.sets},
             self._context(queue),
         )
 

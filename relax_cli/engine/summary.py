@@ -9,6 +9,22 @@ from relax_cli.engine.trainer import Evaluation
 from relax_cli.tracking.plots import curve
 
 
+def summary_dict(run: FinishedRun) -> dict[str, Any]:
+    """The object that `--format json` prints."""
+    rewards = run.report.rewards
+    pairs = before_and_after(run)
+    return {
+        "ok": run.ended_by is None,
+        "run_dir": str(run.run_dir),
+        "steps": run.report.steps,
+        "seconds": round(run.report.seconds, 2),
+        "reward_before": rewards[0] if rewards else None,
+        "reward_after": rewards[-1] if rewards else None,
+        "eval_before": pairs[0][0].reward.mean if pairs else None,
+        "eval_after": pairs[0][1].reward.mean if pairs else None,
+    }
+
+
 def closing_lines(run: FinishedRun) -> list[str]:
     """For a person, off and on a terminal alike."""
     report, config = run.report, run.config

@@ -175,8 +175,8 @@ class Trainer:
             )
 
     def _evaluate(self, done: int) -> None:
-        for item in self.config.eval.eval_prompt_data:
-            self._evaluate_set(item.split("=", 1)[0], done)
+        for name, _ in self.config.eval.sets:
+            self._evaluate_set(name, done)
 
     def _evaluate_set(self, name: str, done: int) -> None:
         self.watcher.status(f"evaluating {name}")

@@ -5,28 +5,18 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from relax_cli.config.placement import shared_bundles
 from relax_cli.config.schema import Config, ParallelSection, SglangSection
+from relax_cli.plugin.records import Change
 from relax_cli.preflight.machine import Machine
-
-
-@dataclass(frozen=True)
-class DeviceChange:
-    """A `relax_cli.plugin.records.Change` made here, below the plugin layer."""
-
-    before: str
-    after: str
-    why: str
-    option: str = "--device"
 
 
 def settle_device(
     config: Config, machine: Machine, torch_has_cuda: bool, cluster_gpus: Callable[[], int] | None
-) -> tuple[Config, tuple[DeviceChange, ...]]:
+) -> tuple[Config, list[Change]]:
     """The configuration with `cpu` or `cuda` in the place of `auto`.
 
     Args:
@@ -35,15 +25,15 @@ def settle_device(
     """
     parallel = config.parallel
     if parallel.device != "auto":
-        return config, ()
+        return config, []
     joins = bool(machine.ray_address) and parallel.launcher == "ray"
     if joins and cluster_gpus is None:
-        return config, ()
+        return config, []
     gpus = cluster_gpus() if joins and cluster_gpus is not None else machine.gpus
     place = "the Ray cluster" if joins else "this machine"
     device, why = choose_device(parallel, config.sglang, gpus, torch_has_cuda, place)
     settled = config.model_copy(update={"parallel": parallel.model_copy(update={"device": device})})
-    return settled, (DeviceChange("auto", device, why),)
+    return settled, [Change("--device", "auto", device, why)]
 
 
 def choose_device(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.headers import weight_problems
@@ -70,7 +71,7 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
     Args:
         progress: told now and then which file is being read, and the part of it that is read.
     """
-    folder, spec = _model_folder(config), None
+    folder, spec = known(lambda: _model_folder(config)), None
     problems: list[Problem] = []
     model_config = {} if folder is None else config_of(folder)
     if folder is not None and model_config.get("model_type") in (*FAMILIES, *BRIDGE_FAMILIES):
@@ -88,17 +89,16 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
             problems += [_of_option(p, option) for p in error.problems]
     longest = max(((max(s.lengths), s.longest) for s in reader.summaries.values() if s.lengths), default=None)
     read = RunInputs(spec, longest=longest, model_config=model_config, problems=tuple(problems))
-    seen = reader.summaries.get(config.data.prompt_data)
+    seen = reader.summaries.get(known(lambda: config.data.prompt_data) or "")
     return read if seen is None else replace(read, prompts=seen.prompts, prompt_lens=seen.lengths)
 
 
 def prompt_sources(config: Config) -> Iterator[tuple[str, str]]:
     """Option and file (or task) of every set of prompts, training prompts first."""
-    if config.data.prompt_data:
-        yield "--prompt-data", config.data.prompt_data
-    for item in config.eval.eval_prompt_data:
-        if source := item.partition("=")[2]:
-            yield "--eval-prompt-data", source
+    if spec := known(lambda: config.data.prompt_data):
+        yield "--prompt-data", spec
+    for _, spec in known(lambda: config.eval.sets) or ():
+        yield "--eval-prompt-data", spec
 
 
 def rollouts_of(batch: BatchSection, prompts: int | None) -> int | None:

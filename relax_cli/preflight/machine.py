@@ -28,15 +28,15 @@ def free_disk(path: str) -> int | None:
         return None
 
 
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def total_memory() -> int | None:
     """Bytes of memory this process may use: the machine's, or less in a container."""
     sizes = [size for size in (_meminfo("MemTotal"), *map(_limit, CGROUP_LIMITS)) if size is not None]
     return min(sizes, default=None)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpu_count() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from relax_cli.config.placement import (
     needed_cpus,
@@ -16,6 +16,7 @@ from relax_cli.config.placement import (
 )
 from relax_cli.config.schema import Config, ParallelSection
 from relax_cli.models.spec import ModelSpec
+from relax_cli.plugin.graph import RoleSpec
 from relax_cli.preflight.inputs import ASSUMED_PROMPT, RunInputs
 from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.memory.estimate import (
@@ -28,21 +29,6 @@ from relax_cli.preflight.memory.estimate import (
 )
 from relax_cli.preflight.memory.gpu import GpuMemory, assumptions, gpu_memory
 from relax_cli.preflight.memory.sizes import RoleMemory
-
-
-class GraphRole(Protocol):
-    """What is needed of `relax_cli.plugin.graph.RoleSpec`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def summary(self) -> str: ...
-    @property
-    def reads(self) -> tuple[str, ...]: ...
-    @property
-    def writes(self) -> tuple[str, ...]: ...
-    @property
-    def uses_device(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -138,7 +124,7 @@ def optimizer_steps(config: Config, rollouts: int, *, has_critic: bool) -> tuple
 
 def build_plan(
     config: Config,
-    graph: Sequence[GraphRole],
+    graph: Sequence[RoleSpec],
     inputs: RunInputs,
     machine: Machine,
     *,
@@ -255,7 +241,7 @@ def _gpu_dict(gpu: GpuMemory) -> dict[str, Any]:
     }
 
 
-def _role(config: Config, role: GraphRole, cores: int) -> RolePlan:
+def _role(config: Config, role: RoleSpec, cores: int) -> RolePlan:
     parallel = config.parallel
     ranks = ranks_of(parallel, role.name)
     has_bundle = role.uses_device and takes_bundles(role.name, parallel, config.sglang) and parallel.launcher == "ray"

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from relax_cli.config.model import EstimatorOptions, flag, options_by_name
+from relax_cli.config.layers import known
+from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.redact import redacted
 from relax_cli.config.schema import Config, CriticSection, SglangSection
 from relax_cli.errors import Problem, ProblemKind, problem_kind
+from relax_cli.plugin.records import Estimator
 
 THEME = "Options without effect"
-Works = Callable[[Config, EstimatorOptions], bool]
+Works = Callable[[Config, Estimator], bool]
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,7 @@ CONDITIONS: tuple[Condition, ...] = (
 )
 
 
-def unused_options(
-    config: Config, origins: Mapping[str, str], estimators: Mapping[str, EstimatorOptions]
-) -> list[Problem]:
+def unused_options(config: Config, origins: Mapping[str, str], estimators: Mapping[str, Estimator]) -> list[Problem]:
     """A warning for each group of options that the user set without effect.
 
     Args:
@@ -185,7 +185,7 @@ def unused_options(
     problems = [
         _problem(condition.kind, found, f"only work{_s(found)} {condition.needs}", condition.fix)
         for condition in CONDITIONS
-        if not condition.works(config, chosen)
+        if _is_idle(condition, config, chosen)
         if (found := {option: given[option] for option in condition.options if option in given})
     ]
     readers = {other: set(estimator.options.model_fields) for other, estimator in estimators.items()}
@@ -201,6 +201,10 @@ def unused_options(
             _problem(ESTIMATOR_OPTION_UNUSED, foreign, f"belong{_s(foreign)} to estimators other than {name}", fix)
         )
     return problems
+
+
+def _is_idle(condition: Condition, config: Config, estimator: Estimator) -> bool:
+    return known(lambda: condition.works(config, estimator)) is False
 
 
 def _given(config: Config, origins: Mapping[str, str]) -> dict[str, str]:

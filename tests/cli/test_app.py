@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_cli.cli.app import build_app, main
+from relax_cli.config.layers import Layers
 from relax_cli.errors import ConfigError, EnvironmentFault, Problem, RelaxError, ResumeError, RunError
 from relax_cli.plugin.manager import GROUP, Plugins
-from relax_cli.preflight.resolve import examine
+from relax_cli.preflight.check_run import check_run
 from tests.support.cli_app import Invoke
 
 PROBLEM = Problem(id="some-rule", message="something is wrong", fix="do this", got="a", expected="b", option="--x")
@@ -135,19 +136,21 @@ def test_the_quickstart_files_and_the_bundled_recipe_pass_every_check(
     monkeypatch.chdir(tmp_path)
     assert invoke("quickstart", "--prepare-only").exit_code == 0
     for recipe in ("quickstart/recipe.yaml", "tiny-ppo-cpu"):
-        assert examine(plugins, [recipe], {}, [], {}).problems == ()
+        assert check_run(plugins, Layers([recipe])).problems == ()
 
 
 def test_the_command_of_a_configuration_gives_the_same_configuration(plugins: Plugins, invoke: Invoke) -> None:
     flags = {"gamma": "0.5", "colocate": False, "rollout_stop": ["a b", "c"], "eval_prompt_data": ["h=x"]}
-    resolved = examine(plugins, ["tiny-ppo-cpu"], {"RELAX_LR": "1e-3"}, ["run.seed=3"], flags, skip_files=True)
+    resolved = check_run(
+        plugins, Layers(["tiny-ppo-cpu"], {"RELAX_LR": "1e-3"}, ["run.seed=3"], flags), skip_files=True
+    )
     again = invoke("train", *resolved.command, "--show-config", "--format", "json")
     assert json.loads(again.stdout)["config"] == resolved.dump()["config"], shlex.join(resolved.command)
 
 
 def test_the_hash_of_a_configuration_ignores_only_where_the_run_lives(plugins: Plugins) -> None:
     def hashed(*overrides: str) -> str:
-        return examine(plugins, ["tiny-ppo-cpu"], {}, overrides, {}, skip_files=True).config_hash
+        return check_run(plugins, Layers(["tiny-ppo-cpu"], {}, overrides), skip_files=True).config_hash
 
     assert hashed() == hashed("run.run_dir=a", "checkpoint.load=b", "critic.critic_save=c")
     assert hashed() != hashed("optimizer.lr=1e-3")

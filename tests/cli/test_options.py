@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relax_cli.cli.options import join_pairs, option_flags
-from relax_cli.config.layers import config_model
+from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import Plugins
 from tests.support.cli_app import Invoke, built_in_plugins
 

@@ -88,11 +88,12 @@ def test_completion_can_be_installed(process: Process) -> None:
 def test_a_worker_rebuilds_the_configuration_without_torch(process: Process) -> None:
     done = process(
         "import sys\n"
-        "from relax_cli.preflight.resolve import examine\n"
-        "from relax_cli.config.layers import rebuild_config\n"
+        "from relax_cli.config.layers import Layers\n"
+        "from relax_cli.preflight.check_run import check_run\n"
+        "from relax_cli.plugin.config_model import rebuild_config\n"
         "from relax_cli.plugin.manager import load_plugins\n"
         "tau = ['sapo.sapo_tau_pos=2']\n"
-        "config = examine(load_plugins(), ['tiny-ppo-cpu'], {}, tau, {}, skip_files=True).config\n"
+        "config = check_run(load_plugins(), Layers(['tiny-ppo-cpu'], {}, tau), skip_files=True).config\n"
         "dump = config.model_dump(mode='json')\n"
         "print(rebuild_config(dump).model_dump(mode='json') == dump, dump['sapo']['sapo_tau_pos'])\n"
         "print('torch' in sys.modules)\n"

@@ -21,10 +21,11 @@ from typer.testing import CliRunner, Result
 from relax_cli import Change, ClipOptions, Config, Estimator, GroupOptions, Normalized, Problem, hookimpl
 from relax_cli.cli.app import build_app
 from relax_cli.cli.console import Output
+from relax_cli.config.layers import Layers
 from relax_cli.config.redact import config_dump, placeholder, redacted, scrubbed, shell_join
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import GROUP, Plugins
-from relax_cli.preflight.resolve import examine
+from relax_cli.preflight.check_run import check_run
 from tests.support.cli_app import BUILT_IN
 
 SECRET = "hunter2-xyzzy"
@@ -197,7 +198,7 @@ def test_the_resume_command_leaves_secrets_to_variables_and_gives_the_same_confi
         flags["acme_client_secret"] = [flags["acme_client_secret"]]
     sets = [v for k, v in pairs if k == "--set"]
     spaced = {**flags, "run_dir": 'a "b" $HOME `x`'}
-    resolved = examine(plugins, ["tiny-grpo-cpu"], env, sets, spaced, skip_files=True)
+    resolved = check_run(plugins, Layers(["tiny-grpo-cpu"], env, sets, spaced), skip_files=True)
     command = shell_join(["relax", "train", *resolved.command])
     assert SECRET not in command
     assert "86420975" not in command
@@ -228,7 +229,7 @@ ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
 def test_a_changed_secret_is_no_other_configuration(plugins: Plugins) -> None:
     def digest(token: str, lr: str = "1e-5") -> str:
         flags = {"advantage_estimator": "acme", "acme_token": token, "lr": lr}
-        return examine(plugins, [], {}, [], flags, skip_files=True).config_hash
+        return check_run(plugins, Layers([], {}, [], flags), skip_files=True).config_hash
 
     assert digest(SECRET) == digest("another")
     assert digest(SECRET) != digest(SECRET, lr="2e-5")

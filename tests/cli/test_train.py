@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from relax_cli.config.layers import Layers
 from relax_cli.plugin.manager import Plugins
-from relax_cli.preflight.resolve import examine
+from relax_cli.preflight.check_run import check_run
 from tests.support.cli_app import Invoke
 
 PPO = ("--recipe", "tiny-ppo-cpu")
@@ -39,8 +40,8 @@ def test_show_config_prints_values_with_the_layer_each_is_from(invoke: Invoke) -
 
 def test_shown_text_is_a_recipe_that_gives_the_same_configuration(invoke: Invoke, plugins: Plugins) -> None:
     Path("again.yaml").write_text(invoke("train", *PPO, "--rollout-stop", "a b", "--show-config").stdout)
-    again = examine(plugins, ["again.yaml"], {}, [], {}, skip_files=True)
-    expected = examine(plugins, [PPO[1]], {}, [], {"rollout_stop": ["a b"]}, skip_files=True)
+    again = check_run(plugins, Layers(["again.yaml"]), skip_files=True)
+    expected = check_run(plugins, Layers([PPO[1]], {}, [], {"rollout_stop": ["a b"]}), skip_files=True)
     assert again.dump()["config"] == expected.dump()["config"]
 
 
@@ -125,7 +126,7 @@ def test_ppo_with_kl_terms_needs_no_reference_and_says_what_it_changed_and_why(
     invoke: Invoke, plugins: Plugins
 ) -> None:
     flags = {"use_kl_loss": True, "kl_loss_coef": "0.1", "kl_coef": "0.1", "ref_load": "nowhere"}
-    resolved = examine(plugins, [PPO[1]], {}, [], flags)
+    resolved = check_run(plugins, Layers([PPO[1]], {}, [], flags))
     # The recipe's model and data are not here; nothing else is in the way.
     assert {p.option for p in resolved.errors} <= {"--hf-checkpoint", "--prompt-data", "--eval-prompt-data"}
     assert [(p.id, p.option) for p in resolved.warnings] == [("ppo-kl-off", "--use-kl-loss")]
@@ -143,12 +144,12 @@ def test_ppo_with_kl_terms_needs_no_reference_and_says_what_it_changed_and_why(
 
 def test_a_kl_term_of_another_estimator_deploys_a_reference_shaped_like_the_actor(plugins: Plugins) -> None:
     kl = {"advantage_estimator": "grpo", "kl_coef": "0.1", "resource": '{"actor": [1, 4], "rollout": [1, 2]}'}
-    resolved = examine(plugins, [], {}, [], kl, skip_files=True)
+    resolved = check_run(plugins, Layers([], {}, [], kl), skip_files=True)
     assert resolved.config.parallel.resource["reference"] == (1, 4)
     (change,) = resolved.changes
     assert change.option == "--resource"
     given = {**kl, "resource": '{"actor": [1, 4], "rollout": [1, 2], "reference": [1, 2]}'}
-    resolved = examine(plugins, [], {}, [], given, skip_files=True)
+    resolved = check_run(plugins, Layers([], {}, [], given), skip_files=True)
     assert resolved.config.parallel.resource["reference"] == (1, 2)
     assert resolved.changes == ()
     assert plugins.service_graph(resolved.config).names == ("rollout", "reference", "actor")

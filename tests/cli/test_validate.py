@@ -13,8 +13,9 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from relax_cli.cli.option_docs import recipe_schema
-from relax_cli.config.model import config_model
+from relax_cli.config.model import options_by_name
 from relax_cli.config.recipes import bundled_recipes
+from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import Plugins
 from tests.support.cli_app import Invoke, Process
 
@@ -75,10 +76,45 @@ def test_all_problems_come_at_once_errors_first_and_are_those_of_train(invoke: I
     assert problem_ids(json.loads(train.stdout)) == problem_ids(shown)
 
 
-def test_a_configuration_that_cannot_be_read_still_gives_the_whole_object(invoke: Invoke) -> None:
-    shown = report(invoke, "--lr", "fast", "--seed", "x", code=2)
+def test_a_value_that_cannot_be_read_hides_nothing_else(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = report(invoke, "--lr", "fast", "--seed", "x", "--rm-type", "exakt", "--save", "a", code=2)
     assert set(shown) == {"ok", "problems", "changes", "config", "origins", "plan"}
-    assert (problem_ids(shown), shown["plan"]) == (["invalid-value", "invalid-value"], None)
+    assert problem_ids(shown) == ["invalid-value", "invalid-value", "reward-unknown", "critic-save-missing"]
+    assert shown["plan"]["steps"]["rollouts"] == 40
+    assert report(invoke, "--rollout-batch-size", "many", code=2)["plan"] is None
+
+
+UNREAD = [
+    ("resource", "'{oops'", "resource-json"),
+    ("advantage_estimator", "${GONE}", "recipe-variable"),
+    ("hf_checkpoint", "${GONE}/m", "recipe-variable"),
+    ("prompt_data", "${GONE}/x.jsonl", "recipe-variable"),
+    ("save", "${GONE}/save", "recipe-variable"),
+    ("load", "${GONE}/load", "recipe-variable"),
+    ("rm_type", "${GONE}", "recipe-variable"),
+    ("num_rollout", "${GONE}", "recipe-variable"),
+    ("rollout_batch_size", "0", "invalid-value"),
+    ("global_batch_size", "0", "invalid-value"),
+    ("n_samples_per_prompt", "0", "invalid-value"),
+    ("strict", "'yes'", "invalid-value"),
+    ("device", "gpu", "invalid-value"),
+    ("launcher", "slurm", "invalid-value"),
+    ("eval_prompt_data", "[1]", "invalid-value"),
+    ("use_kl_loss", "'yes'", "invalid-value"),
+    ("run_dir", "${GONE}/run", "recipe-variable"),
+]
+
+
+@pytest.mark.parametrize(("option", "text", "rule"), UNREAD)
+def test_an_unread_value_is_one_problem_without_follow_ups(
+    invoke: Invoke, plugins: Plugins, option: str, text: str, rule: str
+) -> None:
+    section = options_by_name(config_model(plugins.estimators().values()))[option][0]
+    Path("bad.yaml").write_text(f"{section}:\n  {option}: {text}\n")
+    shown = report(invoke, "--recipe", "bad.yaml", "--gamma", "2", code=2)
+    assert sorted(problem_ids(shown)) == sorted([rule, "invalid-value"])
+    train = invoke("train", "--recipe", "tiny-ppo-cpu", "--recipe", "bad.yaml", "--gamma", "2", "--format", "json")
+    assert problem_ids(json.loads(train.stdout)) == problem_ids(shown)
 
 
 def test_an_unknown_estimator_is_one_problem_and_there_is_no_plan(invoke: Invoke) -> None:

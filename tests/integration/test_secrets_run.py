@@ -14,11 +14,12 @@ import pytest
 from rich.console import Console
 
 from relax_cli.cli.console import Output
+from relax_cli.config.layers import Layers
 from relax_cli.engine.run import train
 from relax_cli.engine.summary import closing_lines
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.preflight.resolve import resolve
+from relax_cli.preflight.check_run import check_run
 from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import SMALL
 
@@ -63,7 +64,7 @@ def test_the_password_of_a_reward_server_is_in_no_file_and_on_no_screen(
     ]  # fmt: skip
     env = {"TINY_DIR": str(tmp_path / "task"), "RELAX_RM_URL": url}
     plugins, screen = load_plugins(), io.StringIO()
-    resolved = resolve(plugins, ["tiny-grpo-cpu"], env, words, {"rm_type": "remote"})
+    resolved = check_run(plugins, Layers(["tiny-grpo-cpu"], env, words, {"rm_type": "remote"})).require_valid()
     finished = train(plugins, resolved, Console(file=screen, width=1000))
     (step,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert "reward/part/words" in step
@@ -79,7 +80,9 @@ def test_the_password_of_a_reward_server_is_in_no_file_and_on_no_screen(
 
     wrong = url.replace("right", "wrong")
     words = [word.replace("/run", "/run2").replace("/actor", "/actor2") for word in words]
-    resolved = resolve(plugins, ["tiny-grpo-cpu"], {**env, "RELAX_RM_URL": wrong}, words, {"rm_type": "remote"})
+    resolved = check_run(
+        plugins, Layers(["tiny-grpo-cpu"], {**env, "RELAX_RM_URL": wrong}, words, {"rm_type": "remote"})
+    ).require_valid()
     with pytest.raises(RunError) as caught:
         train(plugins, resolved, Console(file=screen, width=1000))
     (problem,) = caught.value.problems

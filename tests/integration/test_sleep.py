@@ -11,6 +11,7 @@ import pytest
 
 from relax_cli.backends import device
 from relax_cli.backends.device import Parking
+from relax_cli.config.layers import Layers
 from relax_cli.engine.groups import recorded
 from relax_cli.engine.local import LocalRanks, LocalSession
 from relax_cli.engine.locks import claimed, written_folders
@@ -19,7 +20,7 @@ from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.preflight.resolve import resolve
+from relax_cli.preflight.check_run import check_run
 from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import train
 
@@ -42,7 +43,9 @@ def session(tmp_path: Path) -> Any:
     plugins = load_plugins()
     small = ["batch.rollout_batch_size=8", "batch.micro_batch_size=4", "critic.num_critic_only_steps=1"]
     flags = {"launcher": "local"}
-    config, run_dir = prepare_run(resolve(plugins, [str(tmp_path / "q" / "recipe.yaml")], {}, small, flags).config)
+    config, run_dir = prepare_run(
+        check_run(plugins, Layers([str(tmp_path / "q" / "recipe.yaml")], {}, small, flags)).require_valid()
+    )
     plan = LaunchPlan(
         config=config,
         graph=plugins.service_graph(config),

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config
 from relax_cli.engine.local import LocalSession
 from relax_cli.engine.locks import claimed, written_folders
@@ -19,7 +20,7 @@ from relax_cli.engine.run import prepare_run, reference_folder
 from relax_cli.engine.run import train as run_training
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.preflight.resolve import resolve
+from relax_cli.preflight.check_run import check_run
 from relax_cli.tracking.live import StepDisplay
 
 SMALL = ("eval.eval_prompt_data=[]", "eval.eval_interval=null", "batch.num_rollout=2", "parallel.launcher=local")
@@ -39,7 +40,7 @@ def train(task: Path, out: Path, recipe: str, *overrides: str) -> Finished:
     """A whole run of a bundled recipe on the task's files, shortened to two steps unless overridden."""
     plugins, screen = load_plugins(), io.StringIO()
     words = [*SMALL, *overrides, f"run.run_dir={out}"]
-    resolved = resolve(plugins, [recipe], {"TINY_DIR": str(task)}, words, {})
+    resolved = check_run(plugins, Layers([recipe], {"TINY_DIR": str(task)}, words)).require_valid()
     run_training(plugins, resolved, Console(file=screen, width=1000))
     return Finished(
         metrics=[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()],
@@ -56,7 +57,7 @@ def deployed(task: Path, out: Path, recipe: str, *overrides: str) -> Iterator[tu
     """The roles of a run, awake and before their first step, for a test to call one by one."""
     plugins = load_plugins()
     words = [*SMALL, *overrides, f"run.run_dir={out}"]
-    config, run_dir = prepare_run(resolve(plugins, [recipe], {"TINY_DIR": str(task)}, words, {}).config)
+    config, run_dir = prepare_run(check_run(plugins, Layers([recipe], {"TINY_DIR": str(task)}, words)).require_valid())
     graph = plugins.service_graph(config)
     plan = LaunchPlan(
         config=config,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from relax_cli.config.model import config_model, options_by_name
+from relax_cli.config.model import options_by_name
 from relax_cli.config.schema import Config, ParallelSection
+from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import load_plugins
 from tests.support import docs
 from tests.support.rule_cases import REFUSED_AND_NEAR_MISS

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config, ParallelSection, SglangSection
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight import device_choice
+from relax_cli.preflight.check_run import check_run
 from relax_cli.preflight.device_choice import choose_device, installed_torch_has_cuda, settle_device
 from relax_cli.preflight.machine import Machine
-from relax_cli.preflight.resolve import examine
 
 TWO = ParallelSection(resource={"actor": (1, 2), "rollout": (1, 2)})
 
@@ -47,7 +48,7 @@ def test_a_device_that_was_named_stays() -> None:
     for device in ("cpu", "cuda"):
         assert settle_device(config(device=device), Machine(gpus=2, ray_address=""), True, None) == (
             config(device=device),
-            (),
+            [],
         )
 
 
@@ -91,11 +92,11 @@ def test_the_build_of_torch_is_read_from_its_version_file(
 
 
 def test_the_rules_see_the_device_that_will_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_cli.preflight.resolve.Machine", lambda: Machine(gpus=8, ray_address=""))
+    monkeypatch.setattr("relax_cli.preflight.check_run.Machine", lambda: Machine(gpus=8, ray_address=""))
     monkeypatch.setattr("relax_cli.preflight.resolve.installed_torch_has_cuda", lambda: True)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     flags = {"overlap_updates": True, "hf_checkpoint": os.devnull}
-    resolved = examine(load_plugins(), [], {}, [], flags)
+    resolved = check_run(load_plugins(), Layers([], {}, [], flags))
     assert resolved.config.parallel.device == "cuda"
     assert "overlap-needs-cpu" in [problem.id for problem in resolved.problems]
     assert ("--device", "auto", "cuda") in [(c.option, c.before, c.after) for c in resolved.changes]

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from relax_cli.config.layers import config_model, load_config
+from relax_cli.config.layers import Layers, load_config
 from relax_cli.config.model import options_by_name
 from relax_cli.errors import Problem
+from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import Plugins, load_plugins
 from relax_cli.preflight.unused_options import CONDITIONS, unused_options
 from tests.support.unused_option_cases import UNUSED_OPTION_CASES
@@ -20,7 +21,7 @@ def plugins() -> Plugins:
 
 
 def unused(plugins: Plugins, flags: dict[str, Any], **env: str) -> list[Problem]:
-    loaded = load_config([], env, [], flags, config_model=config_model(plugins.estimators().values()))
+    loaded = load_config(Layers(env=env, flags=flags), config_model(plugins.estimators().values()))
     return unused_options(loaded.config, loaded.origins, plugins.estimators())
 
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import Field, model_validator
 
-from relax_cli.config.layers import (
-    Loaded,
-    config_model,
-    estimator_options,
-    load_config,
-    option_value,
-    options_by_name,
-)
+from relax_cli.config.layers import Layers, Loaded, UnreadOption, load_config
+from relax_cli.config.model import option_value, options_by_name
 from relax_cli.config.recipes import bundled_recipes, describe
 from relax_cli.config.redact import config_dump, redacted
 from relax_cli.config.schema import ClipOptions, Config, Section
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.plugin.config_model import config_model, estimator_options
+from relax_cli.plugin.records import Estimator
 
 
 class SoftOptions(ClipOptions):
@@ -34,14 +29,11 @@ class SoftOptions(ClipOptions):
         return self
 
 
-@dataclass(frozen=True)
-class Estimator:
-    name: str
-    options: type[Section]
-    summary: str = "A soft gate."
+def estimator(name: str, options: type[Section]) -> Estimator:
+    return Estimator(name, "A soft gate.", "", options, "m:advantages", "m:policy_loss")
 
 
-SOFT = Estimator("soft", SoftOptions)
+SOFT = estimator("soft", SoftOptions)
 MODEL = config_model([SOFT])
 
 
@@ -51,13 +43,22 @@ def load(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    return load_config([str(r) for r in recipes], env or {}, overrides, flags or {}, config_model=MODEL)
+    loaded = read(*recipes, env=env, overrides=overrides, flags=flags)
+    assert loaded.problems == ()
+    return loaded
+
+
+def read(
+    *recipes: str | Path,
+    env: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+) -> Loaded:
+    return load_config(Layers([str(r) for r in recipes], env or {}, overrides, flags or {}), MODEL)
 
 
 def problems(*args: Any, **kwargs: Any) -> tuple[Problem, ...]:
-    with pytest.raises(ConfigError) as caught:
-        load(*args, **kwargs)
-    return caught.value.problems
+    return read(*args, **kwargs).problems
 
 
 def write(folder: Path, text: str, name: str = "r.yaml") -> Path:
@@ -135,6 +136,24 @@ def test_a_wrong_recipe_is_refused_with_its_line_and_the_fix(
     (problem,) = problems(recipe)
     assert (problem.id, problem.where) == (rule, f"{recipe}:{line}")
     assert fix is None or problem.fix == fix
+
+
+def test_options_without_problems_are_read_all_the_same(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "model:\n  hf_checkpoint: ${GONE}/m\noptimizer:\n  lr: fast\n  min_lr: 0.5\n")
+    loaded = read(recipe, flags={"gamma": "0.5"})
+    assert [p.id for p in loaded.problems] == ["recipe-variable", "invalid-value"]
+    assert loaded.unread == {"hf_checkpoint", "lr"}
+    assert (loaded.config.optimizer.min_lr, loaded.config.algorithm.gamma) == (0.5, 0.5)
+    for section, name in (("model", "hf_checkpoint"), ("optimizer", "lr")):
+        with pytest.raises(UnreadOption):
+            getattr(getattr(loaded.config, section), name)
+    assert config_dump(loaded.config)["optimizer"]["min_lr"] == 0.5
+
+
+def test_a_later_layer_replaces_a_value_that_cannot_be_read(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "model:\n  hf_checkpoint: ${GONE}/m\noptimizer:\n  lr: fast\n")
+    config = load(recipe, flags={"hf_checkpoint": "m", "lr": "0.5"}).config
+    assert (config.model.hf_checkpoint, config.optimizer.lr) == ("m", 0.5)
 
 
 def test_scientific_notation_without_a_point_is_a_float(tmp_path: Path) -> None:
@@ -303,7 +322,7 @@ def test_an_estimator_adds_a_section_for_its_own_options_only() -> None:
     assert list(options_by_name(MODEL))[-1] == "soft_tau"
     assert options_by_name(MODEL)["soft_tau"][0] == "soft"
     assert options_by_name(MODEL)["eps_clip"][0] == "algorithm"
-    assert "soft" not in config_model([Estimator("soft", ClipOptions)]).model_fields
+    assert "soft" not in config_model([estimator("soft", ClipOptions)]).model_fields
 
 
 def test_the_option_model_of_an_estimator_is_filled_by_name() -> None:
@@ -319,12 +338,12 @@ def test_the_option_models_own_validator_is_a_config_error() -> None:
 
 def test_two_estimators_with_one_option_name_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="soft_tau is claimed by estimator soft and by estimator hard"):
-        config_model([SOFT, Estimator("hard", SoftOptions)])
+        config_model([SOFT, estimator("hard", SoftOptions)])
 
 
 def test_an_estimator_cannot_take_the_name_of_a_core_section() -> None:
     with pytest.raises(ConfigError, match="option critic is claimed by a core section"):
-        config_model([Estimator("critic", SoftOptions)])
+        config_model([estimator("critic", SoftOptions)])
 
 
 def test_a_configuration_is_the_same_after_a_dump() -> None:

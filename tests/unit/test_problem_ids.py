@@ -22,8 +22,6 @@ from pydantic import model_validator
 from relax_cli import ClipOptions, Config, Estimator, GaeOptions, Section, hookimpl
 from relax_cli.backends.megatron import cpu_support
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
-from relax_cli.config.layers import config_model, rebuild_config
-from relax_cli.config.model import estimator_options
 from relax_cli.config.schema import DataSection, RewardSection, RunSection
 from relax_cli.data.prompts import load_prompts
 from relax_cli.data.rewards import RewardInput, load_reward
@@ -34,6 +32,7 @@ from relax_cli.errors import Problem, RelaxError
 from relax_cli.models import hf
 from relax_cli.models.files import read_json
 from relax_cli.models.packages import resolve_model
+from relax_cli.plugin.config_model import config_model, estimator_options, rebuild_config
 from relax_cli.plugin.graph import base_graph
 from relax_cli.plugin.manager import GROUP, Plugins, load_plugins
 from relax_cli.plugin.scaffold import check_name

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from relax_cli.cli.validate import Checked, as_text, check_run
+from relax_cli.cli.report import as_text
+from relax_cli.config.layers import Layers
 from relax_cli.config.recipes import bundled_recipes, describe
 from relax_cli.config.schema import Config
 from relax_cli.errors import is_about_machine
 from relax_cli.plugin.manager import GROUP, Plugins
+from relax_cli.preflight.check_run import CheckedRun, check_run
 from tests.support.standins import MODELS, prepare_all
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,12 +37,12 @@ def plugins() -> Plugins:
     return Plugins([EntryPoint(name, f"relax_{name}", GROUP) for name in ESTIMATORS])
 
 
-def check(plugins: Plugins, variables: dict[str, str], *recipes: str) -> Checked:
-    return check_run(plugins, (recipes, variables, (), {}), skip_files=False, here=False)
+def check(plugins: Plugins, variables: dict[str, str], *recipes: str) -> CheckedRun:
+    return check_run(plugins, Layers(recipes, variables), here=False)
 
 
 def ppo_of_the_page(plugins: Plugins, variables: dict[str, str]) -> Config:
-    return check(plugins, variables, PPO_9B).resolved.config
+    return check(plugins, variables, PPO_9B).config
 
 
 @pytest.mark.parametrize("name", bundled_recipes())
@@ -50,10 +52,10 @@ def test_a_bundled_recipe_is_valid_and_its_plan_is_known(
     monkeypatch.setenv("RELAX_CACHE", str(tmp_path))
     checked = check(plugins, variables, name)
     assert [problem for problem in checked.problems if problem.severity == "error"] == []
-    assert tuple(problem.id for problem in checked.resolved.warnings) == WARNINGS[name]
+    assert tuple(problem.id for problem in checked.warnings) == WARNINGS[name]
     assert checked.plan is not None
     assert bool(checked.plan.memory) == ("smollm2" not in name)
-    assert all(is_about_machine(note) for note in checked.resolved.notes)
+    assert all(is_about_machine(note) for note in checked.notes)
     text = as_text(checked, show_origin=False)
     assert max(len(line) for line in text.splitlines() if "fix" not in line) <= 80
 
@@ -77,7 +79,7 @@ def test_a_recipe_for_gpus_asks_for_as_many_as_its_name_says(
     checked = check(plugins, variables, name)
     model, gpus, estimator = name.rsplit("-", 2)
     count = int(gpus.removesuffix("xgpu"))
-    config = checked.resolved.config
+    config = checked.config
     assert checked.plan is not None
     assert checked.plan.gpus == count
     assert all(devices in (0, count) for _, devices in config.parallel.resource.values())
@@ -133,13 +135,10 @@ def test_the_9b_recipe_reads_and_writes_where_the_ppo_page_says(plugins: Plugins
     assert config.sglang.sglang_mem_fraction_static <= 0.7
 
 
-def test_a_variable_that_is_not_set_is_named_with_file_and_line(plugins: Plugins, variables: dict[str, str]) -> None:
-    from relax_cli.errors import ConfigError
-
-    with pytest.raises(ConfigError) as caught:
-        check(plugins, {name: value for name, value in variables.items() if name != "EXP_DIR"}, PPO_9B)
-    assert {problem.id for problem in caught.value.problems} == {"recipe-variable"}
-    assert all(f"{PPO_9B}.yaml:" in problem.where for problem in caught.value.problems)
+def test_an_unset_variable_is_named_with_file_and_line(plugins: Plugins, variables: dict[str, str]) -> None:
+    checked = check(plugins, {name: value for name, value in variables.items() if name != "EXP_DIR"}, PPO_9B)
+    assert {problem.id for problem in checked.errors} == {"recipe-variable"}
+    assert all(f"{PPO_9B}.yaml:" in problem.where for problem in checked.errors)
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ from typer.testing import CliRunner, Result
 
 from relax_cli.checkpoint.fingerprint import identify
 from relax_cli.cli.app import build_app
+from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.preflight.resolve import examine
+from relax_cli.preflight.check_run import check_run
 from tests.support.checkpoints import save, save_release
 
 Relax = Callable[..., Result]
@@ -110,7 +111,7 @@ PPO = ("--recipe", "tiny-ppo-cpu")
 
 def recipe_config() -> Config:
     """The bundled recipe's configuration."""
-    return examine(load_plugins(), ["tiny-ppo-cpu"], {}, [], {}, skip_files=True).config
+    return check_run(load_plugins(), Layers(["tiny-ppo-cpu"]), skip_files=True).config
 
 
 def saved_run(task: Path, iteration: int, **changes: Any) -> tuple[str, str]:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
 
-from relax_cli.config.model import config_model
 from relax_cli.errors import ConfigError
+from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.hookspecs import PROJECT
 from relax_cli.plugin.installed import Plugin
 from relax_cli.plugin.kit.findings import Finding

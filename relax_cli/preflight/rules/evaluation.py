@@ -33,10 +33,9 @@ def eval_data_unused(eval: EvalSection) -> Found:
 def eval_data_name(eval: EvalSection) -> Found:
     """Every held-out set has a name and a path, and names differ."""
     names: list[str] = []
-    for item in eval.eval_prompt_data:
-        name, _, spec = item.partition("=")
+    for item, (name, _) in zip(eval.eval_prompt_data, eval.sets, strict=True):
         message = fix = ""
-        if not spec or not NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             message, fix = f"{item!r} is not a name and a path", f"--eval-prompt-data heldout {item}"
         elif name in names:
             message, fix = f"two held-out sets are called {name!r}", "give each its own name"

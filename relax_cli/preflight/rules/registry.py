@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from relax_cli.config.layers import UnreadOption
+from relax_cli.config.placement import has_counts
 from relax_cli.config.schema import Config
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.errors import Problem, ProblemKind, Severity, problem_kind
@@ -107,11 +110,12 @@ def run_rules(context: RuleContext, *, skip_files: bool = False) -> list[Problem
     Args:
         skip_files: leave out the rules that need the model and data files or this machine.
     """
-    resource = context.config.parallel.resource
-    countable = bool(resource) and all(min(counts) >= 0 for counts in resource.values())
+    countable = has_counts(context.config)
     found: list[Problem] = []
     for each in RULES:
         if (skip_files and each.needs != "config") or (each.needs == "machine" and not countable):
             continue
-        found += each.problems(context)
+        # A rule about an option whose value could not be read has nothing to judge.
+        with suppress(UnreadOption):
+            found += each.problems(context)
     return found if skip_files else [*found, *context.inputs.problems]

@@ -1,0 +1,49 @@
+"""Problems as people and programs see them, without secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from relax_cli.cli.lines import WIDTH, wrapped
+from relax_cli.config.redact import scrubbed
+from relax_cli.errors import Problem
+
+
+def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDTH) -> list[str]:
+    """The four parts: what is wrong, where, got and expected, the fix; a fix that is typed is never broken into lines.
+
+    Args:
+        label: what to call the problem in place of its severity.
+        width: None breaks no lines at all.
+    """
+    where = " from ".join(dict.fromkeys(part for part in (problem.option, problem.where) if part))
+    parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": problem.fix}
+    lines = [(f"{label or problem.severity}: {problem.message}  [{problem.id}]", "  ")]
+    lines += [(f"  {name:<9} {text}", " " * 12) for name, text in parts.items() if text]
+    typed = len(lines) - 1 if problem.fix.startswith(("--", "pip ", "relax ")) else None
+    shown = []
+    for i, (line, indent) in enumerate(lines):
+        shown += [line] if width is None or i == typed else wrapped(line, indent)
+    return [scrubbed(line) for line in shown]
+
+
+def problems_data(problems: Sequence[Problem]) -> list[dict[str, str]]:
+    """Problems as JSON objects."""
+    return [{name: scrubbed(value) for name, value in asdict(problem).items()} for problem in problems]
+
+
+def problems_text(problems: Sequence[Problem], *, verdict_last: bool = False) -> str:
+    """The verdict, then every problem in four parts; the other way round where the last lines are seen first."""
+    errors = sum(p.severity == "error" for p in problems)
+    counts = [_count(errors, "error"), _count(len(problems) - errors, "warning")]
+    counted = ", ".join(count for count in counts if count) or "no problems"
+    verdict = f"{'not valid' if errors else 'valid'}: {counted}"
+    if not verdict_last:
+        return "\n".join([verdict, *(line for problem in problems for line in problem_lines(problem))])
+    errors_last = sorted(problems, key=lambda p: p.severity == "error")
+    return "\n".join([*(line for problem in errors_last for line in problem_lines(problem)), verdict])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}" if number else ""

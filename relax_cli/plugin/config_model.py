@@ -1,0 +1,106 @@
+"""The configuration model: the core sections and one for each estimator plugin that has options of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError, create_model
+
+from relax_cli.config.model import flag, option_value, options_by_name
+from relax_cli.config.schema import Config, Section
+from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.plugin.manager import load_plugins
+from relax_cli.plugin.records import Estimator
+
+THEME = "Reading the configuration"
+OPTION_REFUSED = problem_kind(
+    "estimator-option", THEME, "The estimator's own validators refuse the combination of its options."
+)
+CLAIMED_TWICE = problem_kind(
+    "option-claimed-twice", THEME, "Two plugins, or a plugin and the core, define an option of one name."
+)
+NOT_REBUILT = problem_kind(
+    "config-not-rebuilt",
+    THEME,
+    "A worker process could not rebuild the configuration: its node has other plugins or another version of relax.",
+)
+
+
+def config_model(estimators: Iterable[Estimator]) -> type[Config]:
+    """The core `Config` with a section per estimator for those of its options that the core does not have.
+
+    Raises:
+        ConfigError: a section or option name is claimed twice; names both claimants.
+    """
+    owners = {name: f"the core section {section}" for name, (section, _) in options_by_name(Config).items()}
+    core_names = set(owners)
+    sections: dict[str, Any] = {}
+    for estimator in estimators:
+        own = {n: f for n, f in estimator.options.model_fields.items() if n not in core_names}
+        if not own:
+            continue
+        claims = [(n, owners[n]) for n in own if n in owners]
+        if estimator.name in Config.model_fields:
+            claims.append((estimator.name, "a core section"))
+        if claims:
+            raise ConfigError([_claimed_twice(name, owner, estimator.name) for name, owner in claims])
+        owners.update(dict.fromkeys(own, f"estimator {estimator.name}"))
+        fields: dict[str, Any] = {n: (f.annotation, f) for n, f in own.items()}
+        section = create_model(f"{estimator.name.title()}Section", __base__=Section, **fields)
+        section.__doc__ = estimator.summary
+        sections[estimator.name] = (section, section())
+    return create_model("Config", __base__=Config, **sections)
+
+
+def estimator_options(config: Config, estimator: Estimator) -> Section:
+    """The estimator's option model, filled by field name from the core sections and the estimator's own one.
+
+    Raises:
+        ConfigError: the option model's own validators refuse the values.
+    """
+    known = options_by_name(type(config))
+    missing = [n for n in estimator.options.model_fields if n not in known]
+    assert not missing, f"options {missing} of {estimator.name} are not in the configuration model"
+    values = {name: option_value(config, name) for name in estimator.options.model_fields}
+    try:
+        return estimator.options(**values)
+    except ValidationError as error:
+        raise ConfigError([_option_refused(estimator.name, dict(e)) for e in error.errors()]) from error
+
+
+def rebuild_config(dump: Mapping[str, Any]) -> Config:
+    """The configuration again from `config.model_dump(mode="json")`, given the same plugins.
+
+    Raises:
+        ConfigError: this process lacks the plugin of a section, or a value no longer validates.
+    """
+    try:
+        return config_model(load_plugins().estimators().values()).model_validate(dump)
+    except ValidationError as error:
+        raise ConfigError([_not_rebuilt(dict(e)) for e in error.errors()]) from error
+
+
+def _claimed_twice(name: str, owner: str, estimator: str) -> Problem:
+    return CLAIMED_TWICE(
+        f"option {name} is claimed by {owner} and by estimator {estimator}",
+        fix="uninstall one of the two plugins, or rename the option in its option model",
+        option=flag(name),
+    )
+
+
+def _option_refused(estimator: str, error: dict[str, Any]) -> Problem:
+    names = [str(part) for part in error["loc"]]
+    return OPTION_REFUSED(
+        f"estimator {estimator} refuses its options: {error['msg']}",
+        fix=f"change {flag(names[0])}" if names else f"see the options of {estimator} in `relax train --help`",
+        option=flag(names[0]) if names else "",
+    )
+
+
+def _not_rebuilt(error: dict[str, Any]) -> Problem:
+    path = ".".join(str(part) for part in error["loc"])
+    return NOT_REBUILT(
+        f"this process cannot rebuild the configuration at {path}: {error['msg']}",
+        fix="install the same relax-cli and plugins here; `relax plugins list` shows what is found",
+    )

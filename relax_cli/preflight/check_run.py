@@ -1,0 +1,182 @@
+"""Everything that is known about a run before anything starts: what `train`, `validate-config`, `--dry-run` and
+`quickstart` ask, so that all say the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from relax_cli.checkpoint.resume import ResumeReport
+from relax_cli.config.layers import Layers, known
+from relax_cli.config.model import flag
+from relax_cli.config.placement import has_counts
+from relax_cli.config.redact import config_dump, hide, secrets_of
+from relax_cli.config.schema import Config
+from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.errors import ConfigError, Problem, ResumeError, is_about_machine
+from relax_cli.plugin.graph import ServiceGraph
+from relax_cli.plugin.manager import Plugins
+from relax_cli.plugin.records import Change
+from relax_cli.preflight.inputs import RunInputs, read_inputs
+from relax_cli.preflight.machine import Machine, usable_cores
+from relax_cli.preflight.plan import Plan, build_plan
+from relax_cli.preflight.resolve import Resolved, command_words, resolve
+from relax_cli.preflight.rules import RuleContext, run_rules
+from relax_cli.preflight.start import examine_run
+
+PLACES = frozenset({"load", "save", "critic_load", "critic_save", "run_dir"})
+"""Options that say where a run lives, not what it computes."""
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A configuration and everything that is known about its run."""
+
+    config: Config
+    origins: dict[str, str]
+    """`section.key` to the layer that gave the value, before normalisation."""
+    changes: tuple[Change, ...]
+    """What normalisation changed."""
+    problems: tuple[Problem, ...]
+    """Of the configuration, its files, and the checkpoints it would resume from. Errors first; with `--strict` all are
+    errors."""
+    command: tuple[str, ...]
+    """See `command_words`."""
+    inputs: RunInputs = field(default_factory=RunInputs)
+    """What model and data files say, where they were read."""
+    notes: tuple[Problem, ...] = ()
+    """What this machine lacks, where that is not held against the configuration."""
+    graph: ServiceGraph | None = None
+    """None where the roles of the run are not known."""
+    start: ResumeReport | None = None
+    """Where the run starts; None where that was not looked at."""
+    plan: Plan | None = None
+    """None where the roles of the run are not known."""
+    unread: frozenset[str] = frozenset()
+    """Options whose value is not known, because it has a problem."""
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """What stands in the way of a run."""
+        return tuple(p for p in self.problems if p.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is allowed, but worth knowing."""
+        return tuple(p for p in self.problems if p.severity == "warning")
+
+    @property
+    def config_hash(self) -> str:
+        """sha256 of what the run computes: every option except those of `PLACES`, and no secret, which may change."""
+        values = {
+            f"{section}.{name}": value
+            for section, body in config_dump(self.config).items()
+            for name, value in body.items()
+            if name not in PLACES
+        }
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def dump(self, config: Config | None = None) -> dict[str, Any]:
+        """JSON object of this configuration, or of `config`, its completed form; no secrets."""
+        return {
+            "config": config_dump(self.config if config is None else config),
+            "origins": self.origins,
+            "changes": [asdict(change) for change in self.changes],
+        }
+
+    def require_valid(self) -> CheckedRun:
+        """This run, if it may start.
+
+        Raises:
+            ResumeError: only the checkpoints stand in the way.
+            ConfigError: there are other errors. Both have every problem, warnings included.
+        """
+        if not self.errors:
+            return self
+        refusals = () if self.start is None else self.start.problems
+        raise (ResumeError if set(self.errors) <= set(refusals) else ConfigError)(self.problems)
+
+
+def check_run(
+    plugins: Plugins,
+    layers: Layers,
+    *,
+    skip_files: bool = False,
+    here: bool = True,
+    progress: Callable[[str, float], None] | None = None,
+    cluster_gpus: Callable[[], int] | None = None,
+) -> CheckedRun:
+    """Check a run as a whole: its configuration, files, machine, checkpoints and plan.
+
+    Args:
+        skip_files: leave out what needs the model and data files, the checkpoints or this machine.
+        here: what this machine lacks is a problem, not a note.
+        progress: told now and then which file is being read, and the part of it that is read.
+        cluster_gpus: see `device_choice.settle_device`.
+
+    Raises:
+        ConfigError: two plugins claim one name, so that there are no options at all.
+    """
+    machine = Machine()
+    resolved = resolve(plugins, layers, None if skip_files else machine, cluster_gpus)
+    config = resolved.config
+    inputs = RunInputs() if skip_files else read_inputs(config, progress)
+    context = RuleContext(config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}))
+    problems = [*resolved.problems, *run_rules(context, skip_files=skip_files)]
+    notes = [p for p in problems if is_about_machine(p)]
+    problems = [p for p in problems if not is_about_machine(p)]
+    graph = _graph(plugins, config, problems)
+    start = plan = None
+    if graph is not None and not skip_files:
+        has_critic = "critic" in graph
+        start = known(lambda: examine_run(config, has_critic=has_critic, num_rollout=inputs.rollouts(config)))
+    if graph is not None:
+        plan = known(lambda: _plan(config, graph, inputs, machine, start))
+    if here:
+        problems, notes = problems + notes, []
+    problems = _shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
+    if start is not None:
+        problems = [*start.problems, *problems, *start.warnings]
+    return CheckedRun(
+        config,
+        resolved.origins,
+        resolved.changes,
+        tuple(sorted(dict.fromkeys(problems), key=lambda p: p.severity != "error")),
+        command_words(layers, type(config)),
+        inputs,
+        tuple(_shown(notes, resolved, is_strict=False)),
+        graph,
+        start,
+        plan,
+        resolved.unread,
+    )
+
+
+def _graph(plugins: Plugins, config: Config, problems: list[Problem]) -> ServiceGraph | None:
+    try:
+        return plugins.service_graph(config)
+    except ConfigError as error:
+        known = {problem.id for problem in problems}
+        problems[:0] = [problem for problem in error.problems if problem.id not in known]
+        return None
+
+
+def _plan(
+    config: Config, graph: ServiceGraph, inputs: RunInputs, machine: Machine, start: ResumeReport | None
+) -> Plan | None:
+    first = 0 if start is None else start.decision.iteration or 0
+    if not has_counts(config) or not set(graph.names) <= config.parallel.resource.keys():
+        return None
+    return build_plan(config, graph.roles, inputs, machine, cores=usable_cores(), first_rollout=first)
+
+
+def _shown(problems: Sequence[Problem], resolved: Resolved, *, is_strict: bool) -> list[Problem]:
+    """Problems ready to be shown: located, without secrets, and none that only follows from an unread value."""
+    secrets = secrets_of(resolved.given)
+    unread = {flag(name) for name in resolved.unread}
+    kept = (p for p in dict.fromkeys(problems) if p.option not in unread or p in resolved.problems)
+    judged = (replace(p, severity="error") if is_strict else p for p in kept)
+    return [hide(resolved.locate(p), secrets) for p in judged]
