@@ -40,7 +40,7 @@ RESOURCE_JSON = problem_kind(
 )
 SERVER_OPTIONS_JSON = problem_kind(
     "sglang-options-json",
-    "SGLang",
+    "SGLang servers",
     "`--sglang-options` is not a JSON object of server options.",
     option="--sglang-options",
 )
