@@ -72,7 +72,7 @@ class Machine:
     cores: int = field(default_factory=usable_cores)
     free_disk: Callable[[str], int | None] = free_disk
     gpu_memory: Callable[[], int | None] = smallest_gpu
-    """Bytes of its smallest GPU, asked for only where a run uses GPUs."""
+    """Bytes of its smallest GPU, read only where a run uses GPUs."""
     ray_address: str = field(default_factory=lambda: os.environ.get("RAY_ADDRESS", ""))
     """A cluster that the run would join: its GPUs and memory are not those of this machine."""
     allocator: str = field(default_factory=allocator_settings)

@@ -59,7 +59,7 @@ class StepsPlan:
     steps_per_rollout: int
     samples_per_step: int
     first_rollout: int
-    """0, or where a resumed run goes on."""
+    """0, or the next rollout of a resumed run."""
     rollouts: int | None
     """Of the whole run; None where it depends on data that were not read."""
     optimizer_steps: dict[str, int]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from relax_cli.backends.rollout.embedded import engine as embedded
 from relax_cli.cli.plan_text import plan_lines
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError
@@ -94,11 +93,6 @@ def test_a_config_that_makes_no_sense_is_refused_in_four_parts(tmp_path: Path, c
     with pytest.raises(ConfigError) as caught:
         spec(tmp_path, LLAMA3_8B | change)
     assert caught.value.problems[0].id == "model-unsupported"
-
-
-def test_the_limits_of_the_engine_are_those_that_memory_counts_with() -> None:
-    assert memory.KV_CACHE_BYTES == embedded.CACHE_BYTES
-    assert embedded.EmbeddedEngine.__init__.__kwdefaults__["max_batch_size"] == memory.MOST_ROWS
 
 
 def test_training_state_takes_16_bytes_a_parameter_on_a_cpu_and_18_on_a_gpu(tmp_path: Path) -> None:

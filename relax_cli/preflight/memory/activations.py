@@ -65,7 +65,7 @@ def _saved(spec: ModelSpec, layout: ParallelSection, work: Pass) -> int:
         return kept
     layers, count = spec.num_layers, layout.recompute_num_layers or 1
     if layout.recompute_method == "block":
-        # The first layers keep their input; one of them at a time is computed again, beside the layers that keep all.
+        # The first layers keep their input; one of them at a time is recomputed, next to the others, which keep all.
         again = min(count, layers)
         return again * layer_input + kept * min(layers, layers - again + 1) // layers
     chunks = -(-layers // count)

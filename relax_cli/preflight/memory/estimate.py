@@ -1,13 +1,14 @@
 """How much memory the processes of a run need, from the sizes in `config.json` and the batch; pure arithmetic.
 
 Weights, gradients and Adam's moments are exact. Activations are counted for micro-batches of full length: real batches
-stay below. What is special about GPUs is in `memory_gpu`.
+stay below. What is special about GPUs is in `gpu`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from relax_cli.config.engine_limits import KV_CACHE_BYTES, MOST_ROWS, PREFILL_TOKENS
 from relax_cli.config.placement import ranks_of, rollout_engine
 from relax_cli.config.schema import CheckpointSection, Config
 from relax_cli.models.spec import ModelSpec
@@ -32,18 +33,11 @@ from relax_cli.preflight.memory.sizes import (
 )
 
 BASE_BYTES = 450 * MIB
-"""Memory of a worker before it holds a model: Python, torch, Ray and what the role imports (measured)."""
+"""Memory of a worker without a model: Python, torch, Ray and what the role imports (measured)."""
 SHARED_BYTES = 120 * MIB
 """The part of it that all workers share: code of libraries (measured)."""
 OTHER_PROCESSES = 1200 * MIB
 """The driver, Ray's own processes and TransferQueue's two, without what is shared (measured)."""
-
-MOST_ROWS = 256
-"""Most rows that the embedded engine generates at a time."""
-KV_CACHE_BYTES = 1 << 30
-"""Most bytes of its key/value cache, unless a single row needs more."""
-PREFILL_TOKENS = 4096
-"""Prompt tokens it computes at a time."""
 
 OFFLOADED = 16
 """Bytes of a parameter whose optimizer is in host memory: fp32 master weight, gradient and two moments."""
@@ -159,7 +153,7 @@ class _Sizes:
         return RoleMemory("rollout", ranks, base | held, working, publishing, keeps_freed=True)
 
     def _trained(self, role: str, ranks: int, base: dict[str, int]) -> RoleMemory:
-        """Actor or critic: what it holds, its largest forward and backward pass, and what publishing adds."""
+        """Actor or critic: its state, its largest forward and backward pass, and what publishing adds."""
         work = self._pass(ranks)
         working = {"activations": activation_bytes(self.spec, self.layout, work, self.precision.activations)}
         publishing: dict[str, int] = {}

@@ -63,7 +63,7 @@ class GpuMemory:
     """The plan of one GPU and of the host memory of a node."""
 
     fits: tuple[Fit, ...]
-    """Every phase on every size that was asked for."""
+    """Every phase on every GPU size."""
     caches: tuple[Cache, ...]
     """Empty without a server of our own."""
     fraction: float
@@ -130,7 +130,7 @@ def gpu_memory(
 
 
 def certain_bytes(memory: RoleMemory) -> int:
-    """What a training role holds on its GPU whatever the batch is."""
+    """What a training role keeps on its GPU for any batch."""
     return memory.model_bytes + CONTEXT_BYTES
 
 
@@ -188,7 +188,7 @@ def assumptions(config: Config) -> list[str]:
     ]
     if not config.sglang.rollout_external:
         found.append(
-            f"SGLang needs {in_bytes(SERVER_OVERHEAD)} beside its static part (assumed, not measured); asleep, its"
+            f"SGLang needs {in_bytes(SERVER_OVERHEAD)} besides its static part (assumed, not measured); asleep, its"
             " weights are in host memory and there is no KV cache"
             if server_sleeps(config.parallel)
             else "SGLang never sleeps (no --colocate or --offload-rollout): its part of a GPU is taken all the time"

@@ -1,4 +1,4 @@
-"""What the estimates of `memory` and `memory_gpu` are made of."""
+"""Units and records of the memory estimates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GPU = Precision(
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Memory of one process of a role, in bytes by what it is for."""
+    """Memory of one role process in bytes, by purpose."""
 
     role: str
     ranks: int
@@ -53,17 +53,17 @@ class RoleMemory:
 
     @property
     def base_bytes(self) -> int:
-        """What the process needs before it holds a model."""
+        """What the process needs without a model."""
         return self.resident.get(LIBRARIES, 0)
 
     @property
     def model_bytes(self) -> int:
-        """What it holds of the model."""
+        """The model's part of it."""
         return sum(self.resident.values()) - self.base_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Host memory beside a GPU."""
+        """Host memory of a process that uses a GPU."""
         return sum(self.host.values())
 
     @property

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.embedded.weights import Layer, Weights, load_weights
+from relax_cli.config.engine_limits import PREFILL_TOKENS
 from relax_cli.models.hf import inverse_frequencies
 from relax_cli.models.spec import ModelSpec
 
@@ -52,7 +53,7 @@ class Decoder:
         self._weights = load_weights(self.spec, named)
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], cache: KVCache, *, max_tokens: int = 4096) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]], cache: KVCache, *, max_tokens: int = PREFILL_TOKENS) -> Tensor:
         """Fill `cache` with the prompts, about `max_tokens` at a time; logits of the last tokens `[B, V]`."""
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)

@@ -14,10 +14,10 @@ from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
+from relax_cli.config.engine_limits import KV_CACHE_BYTES, MOST_ROWS
 from relax_cli.models.hf import read_weights
 from relax_cli.models.spec import ModelSpec, read_spec
 
-CACHE_BYTES = 1 << 30
 # A batch shrinks in steps of so many rows: each new batch size costs oneDNN milliseconds to make kernels for.
 ROW_STEP = 8
 
@@ -39,7 +39,7 @@ class EmbeddedEngine:
         model_folder: Path,
         *,
         decode: Callable[[list[int]], str] | None,
-        max_batch_size: int = 256,
+        max_batch_size: int = MOST_ROWS,
     ) -> None:
         """Load `config.json` and the safetensors files of `model_folder`.
 
@@ -73,7 +73,7 @@ class EmbeddedEngine:
         columns = len(requests[order[-1]].prompt_tokens) + sampling.max_new_tokens
         rows = min(
             self._max_batch_size,
-            max(1, CACHE_BYTES // (columns * cache_bytes_per_token(spec))),
+            max(1, KV_CACHE_BYTES // (columns * cache_bytes_per_token(spec))),
         )
         generations: dict[int, Generation] = {}
         for first in range(0, len(order), rows):
