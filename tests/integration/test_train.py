@@ -9,22 +9,35 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
 from relax_cli.quickstart.task import prepare
-from tests.support.cli_runs import read_metrics, start, train
+from tests.support.cli_runs import Metrics, read_metrics, start, train
 
-RANKS = '{"actor": [1, %d], "critic": [1, %d], "rollout": [1, %d], "advantages": [1, 0]}'
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A run that got a signal after its third step."""
+
+    out: Path
+    code: int
+    stdout: str
+    stderr: str
+    alive: list[psutil.Process]
+    """Its processes that still ran five seconds after it had ended."""
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's model, data and recipe."""
     folder = tmp_path_factory.mktemp("task") / "quickstart"
-    prepare(folder, seed=1, steps=3)
+    prepare(folder, seed=1, steps=STEPS)
     return folder
 
 
@@ -37,29 +50,56 @@ def local_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ray_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with Ray."""
-    out = tmp_path_factory.mktemp("ray")
-    train(task, out)
-    return out
+def split_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Metrics], list[Metrics]]:
+    """Metrics of the same run cut after two steps, and of its resumption to the end."""
+    out = tmp_path_factory.mktemp("split")
+    # A constant learning rate: the schedule of the shorter run is that of the longer one.
+    first = train(task, out, "--launcher", "local", "--num-rollout", "2")
+    load = ["--load", str(out / "actor"), "--critic-load", str(out / "critic")]
+    return first, train(task, out, "--launcher", "local", *load)
 
 
-def test_ray_and_local_launchers_give_identical_metrics(local_run: Path, ray_run: Path) -> None:
-    assert read_metrics(ray_run) == read_metrics(local_run)
-    assert [m["step"] for m in read_metrics(local_run)] == [0, 1, 2]
+def interrupted(task: Path, out: Path, number: signal.Signals, *options: str) -> Interrupted:
+    """The signal goes to the whole process group, as from a terminal: the workers must live to finish the step."""
+    process = start(task, out, "--num-rollout", "1000", "--save-interval", "1000", *options)
+    metrics = out / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3, process)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    os.killpg(process.pid, number)
+    stdout, stderr = process.communicate(timeout=120)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    return Interrupted(out, process.returncode, stdout, stderr, alive)
 
 
-def test_the_same_seed_gives_identical_metrics_and_another_seed_others(
-    task: Path, local_run: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def ray_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """With Ray until SIGTERM."""
+    return interrupted(task, tmp_path_factory.mktemp("ray"), signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def overlapped_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """With Ray and overlapping updates until Ctrl-C."""
+    options = ["--overlap-updates", "--threads-per-rank", "1"]
+    return interrupted(task, tmp_path_factory.mktemp("overlapped"), signal.SIGINT, *options)
+
+
+def test_ray_and_local_launchers_give_identical_metrics(local_run: Path, ray_run: Interrupted) -> None:
+    assert [m["step"] for m in read_metrics(local_run)] == [0, 1, 2, 3]
+    assert read_metrics(ray_run.out)[:3] == read_metrics(local_run)[:3]
+
+
+def test_the_same_seed_gives_the_same_metrics_another_seed_not(
+    task: Path, local_run: Path, split_run: tuple[list[Metrics], list[Metrics]], tmp_path: Path
 ) -> None:
-    again = train(task, tmp_path / "again", "--launcher", "local")
-    assert again == read_metrics(local_run)
+    again, _ = split_run
+    assert again == read_metrics(local_run)[:2]
     other = train(task, tmp_path / "other", "--launcher", "local", "--rollout-seed", "7", "--num-rollout", "1")
     assert other[0]["reward/mean"] != again[0]["reward/mean"] or other[0]["value_loss"] != again[0]["value_loss"]
 
 
 def test_metrics_of_a_step_are_complete_and_a_critic_only_step_has_no_policy_loss(local_run: Path) -> None:
-    first, second, _ = read_metrics(local_run)
+    first, second, *_ = read_metrics(local_run)
     critic = {"value_loss", "value_clip_frac", "explained_variance", "critic/grad_norm", "critic/lr"}
     actor = {"pg_loss", "pg_clip_frac", "ppo_kl", "entropy", "actor/grad_norm", "actor/lr"}
     rollout = {f"{name}/{part}" for name in ("reward", "response_len") for part in ("mean", "std", "min", "max")}
@@ -86,57 +126,36 @@ def test_samples_are_written_with_token_ids_and_per_token_numbers(local_run: Pat
         assert row["finish_reason"] in ("stop", "length")
 
 
-def test_four_steps_equal_two_and_two_resumed(task: Path, tmp_path: Path) -> None:
-    straight = train(task, tmp_path / "straight", "--launcher", "local", "--num-rollout", "4")
-    split = tmp_path / "split"
-    # A constant learning rate: the schedule of the shorter run is that of the longer one.
-    train(task, split, "--launcher", "local", "--num-rollout", "2")
-    load = ["--load", str(split / "actor"), "--critic-load", str(split / "critic")]
-    resumed = train(task, split, "--launcher", "local", "--num-rollout", "4", *load)
-    assert resumed == straight
+def test_four_steps_equal_two_and_two_resumed(local_run: Path, split_run: tuple[list[Metrics], list[Metrics]]) -> None:
+    _, resumed = split_run
+    assert resumed == read_metrics(local_run)
 
 
-@pytest.mark.parametrize("parallel", ["data", "tensor"])
-def test_two_ranks_give_the_losses_of_one(task: Path, local_run: Path, tmp_path: Path, parallel: str) -> None:
-    tensor = ["--tensor-model-parallel-size", "2"] if parallel == "tensor" else []
-    two = train(task, tmp_path, "--resource", RANKS % (2, 2, 2), *tensor)
-    for ours, theirs in zip(two, read_metrics(local_run), strict=True):
-        assert ours.keys() == theirs.keys()
-        assert ours["reward/mean"] == theirs["reward/mean"]
-        for name in ("value_loss", "pg_loss", "ppo_kl", "entropy"):
-            if name in theirs:
-                assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+def test_overlapped_updates_change_no_number(task: Path, overlapped_run: Interrupted, tmp_path: Path) -> None:
+    in_turn = train(task, tmp_path, "--launcher", "local", "--threads-per-rank", "1", "--num-rollout", "3")
+    assert read_metrics(overlapped_run.out)[:3] == in_turn
 
 
-@pytest.mark.parametrize("launcher", ["ray", "local"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_saves_its_step_leaves_no_process_and_prints_the_resume_command(
-    task: Path, tmp_path: Path, launcher: str, number: signal.Signals, code: int
+@pytest.mark.parametrize("how", ["ray, SIGTERM", "ray, SIGINT", "local, SIGTERM", "local, SIGINT"])
+def test_an_interrupted_run_saves_its_step_and_leaves_no_process(
+    task: Path, tmp_path: Path, how: str, request: pytest.FixtureRequest
 ) -> None:
-    """The signal goes to the whole process group, as from a terminal: the workers must live to finish the step."""
-    process = start(task, tmp_path, "--num-rollout", "1000", "--save-interval", "1000", "--launcher", launcher)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, process)
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code, err
-    assert "Traceback" not in err
-    steps = len(read_metrics(tmp_path))
+    launcher, name = how.split(", ")
+    if launcher == "ray":
+        run: Interrupted = request.getfixturevalue("ray_run" if name == "SIGTERM" else "overlapped_run")
+    else:
+        run = interrupted(task, tmp_path, signal.Signals[name], "--launcher", "local")
+    assert run.code == {"SIGINT": 130, "SIGTERM": 143}[name], run.stderr
+    assert "Traceback" not in run.stderr
+    steps = len(read_metrics(run.out))
     # A signal that arrives between two steps is noticed in the next one.
-    assert re.search(rf"finishing step {steps}, then saving|finishing step {steps - 1}, then saving", err), err
+    finishing = rf"finishing step {steps}, then saving|finishing step {steps - 1}, then saving"
+    assert re.search(finishing, run.stderr), run.stderr
     for role in ("actor", "critic"):
-        assert (tmp_path / role / "latest_checkpointed_iteration.txt").read_text().strip() == str(steps)
-    assert "relax train" in out
-    assert f"--load {tmp_path / 'actor'}" in out
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert not alive
-
-
-def test_overlapped_updates_change_no_number(task: Path, tmp_path: Path) -> None:
-    one_thread = ["--threads-per-rank", "1"]
-    in_turn = train(task, tmp_path / "in-turn", "--launcher", "local", *one_thread)
-    assert train(task, tmp_path / "overlapped", "--overlap-updates", *one_thread) == in_turn
+        assert (run.out / role / "latest_checkpointed_iteration.txt").read_text().strip() == str(steps)
+    assert "relax train" in run.stdout
+    assert f"--load {run.out / 'actor'}" in run.stdout
+    assert not run.alive
 
 
 def test_ctrl_c_while_starting_ends_quickly_and_leaves_no_process(task: Path, tmp_path: Path) -> None:

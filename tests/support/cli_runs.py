@@ -10,6 +10,8 @@ from typing import Any
 
 RELAX = [sys.executable, "-m", "relax_cli"]
 TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}
+Metrics = dict[str, Any]
+"""What `metrics.jsonl` says of one step."""
 
 
 def start(task: Path, out: Path, *options: str) -> subprocess.Popen[str]:
@@ -22,7 +24,7 @@ def start(task: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def train(task: Path, out: Path, *options: str) -> list[dict[str, Any]]:
+def train(task: Path, out: Path, *options: str) -> list[Metrics]:
     """Metrics of a run that must succeed."""
     process = start(task, out, *options)
     _, err = process.communicate(timeout=300)
@@ -30,12 +32,12 @@ def train(task: Path, out: Path, *options: str) -> list[dict[str, Any]]:
     return read_metrics(out)
 
 
-def read_metrics(out: Path) -> list[dict[str, Any]]:
+def read_metrics(out: Path) -> list[Metrics]:
     """Everything in `metrics.jsonl` that does not depend on the clock."""
     lines = (out / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     return without_times([json.loads(line) for line in lines])
 
 
-def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_times(records: list[Metrics]) -> list[Metrics]:
     """What does not depend on the clock or on the machine's memory."""
     return [{k: v for k, v in r.items() if k not in TIMES and "memory" not in k} for r in records]
