@@ -97,9 +97,7 @@ def test_plugins_list_shows_a_broken_plugin_with_its_reason() -> None:
     assert by_name["bad"]["reason"] in line
 
 
-def test_two_plugins_with_one_estimator_leave_the_list_and_refuse_to_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_plugins_with_one_estimator_refuse_to_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "import relax_ppo\nfrom relax_cli import hookimpl\n\n@hookimpl\ndef relax_estimators():\n"
     (tmp_path / "second_ppo.py").write_text(source + "    return relax_ppo.relax_estimators()\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -110,7 +108,7 @@ def test_two_plugins_with_one_estimator_leave_the_list_and_refuse_to_train(
     assert "[duplicate-estimator]" in refused.stderr
 
 
-def test_recipes_are_listed_with_their_first_line_and_shown_whole(invoke: Invoke) -> None:
+def test_recipes_are_listed_by_first_line_and_shown_whole(invoke: Invoke) -> None:
     listed = invoke("recipes", "list").stdout
     assert "tiny-ppo-cpu          PPO on the quickstart's two-digit addition" in listed
     shown = invoke("recipes", "show", "tiny-ppo-cpu").stdout
@@ -130,7 +128,7 @@ def test_quickstart_can_only_prepare(invoke: Invoke, tmp_path: Path, monkeypatch
     assert json.loads(checked.stdout)["config"]["model"]["hf_checkpoint"] == "demo/model"
 
 
-def test_the_quickstart_files_and_the_bundled_recipe_pass_every_check(
+def test_the_quickstart_and_its_recipe_pass_every_check(
     invoke: Invoke, plugins: Plugins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -139,7 +137,7 @@ def test_the_quickstart_files_and_the_bundled_recipe_pass_every_check(
         assert check_run(plugins, Layers([recipe])).problems == ()
 
 
-def test_the_command_of_a_configuration_gives_the_same_configuration(plugins: Plugins, invoke: Invoke) -> None:
+def test_a_configuration_survives_its_command_line(plugins: Plugins, invoke: Invoke) -> None:
     flags = {"gamma": "0.5", "colocate": False, "rollout_stop": ["a b", "c"], "eval_prompt_data": ["h=x"]}
     resolved = check_run(
         plugins, Layers(["tiny-ppo-cpu"], {"RELAX_LR": "1e-3"}, ["run.seed=3"], flags), skip_files=True
@@ -148,7 +146,7 @@ def test_the_command_of_a_configuration_gives_the_same_configuration(plugins: Pl
     assert json.loads(again.stdout)["config"] == resolved.dump()["config"], shlex.join(resolved.command)
 
 
-def test_the_hash_of_a_configuration_ignores_only_where_the_run_lives(plugins: Plugins) -> None:
+def test_the_config_hash_ignores_only_folders_of_the_run(plugins: Plugins) -> None:
     def hashed(*overrides: str) -> str:
         return check_run(plugins, Layers(["tiny-ppo-cpu"], {}, overrides), skip_files=True).config_hash
 

@@ -20,7 +20,7 @@ def group(plugins: Plugins) -> Any:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_line_of_a_command_is_the_first_sentence_of_its_own_help(group: Any, name: str) -> None:
+def test_a_command_is_listed_with_its_helps_first_sentence(group: Any, name: str) -> None:
     command = group.commands[name]
     assert command.name == name
     assert COMMANDS[name].summary.rstrip(".") == command.get_short_help_str(200).rstrip(".")
@@ -47,7 +47,7 @@ def test_a_misspelt_command_gets_the_nearest_one(invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("name", ["plugins", "recipes", "checkpoint"])
-def test_groups_have_their_own_help_and_no_completion_of_their_own(invoke: Invoke, name: str) -> None:
+def test_command_groups_have_help_and_no_completion_flags(invoke: Invoke, name: str) -> None:
     shown = invoke(name, "--help").stdout
     assert "list" in shown
     assert "--install-completion" not in shown

@@ -187,7 +187,7 @@ def test_what_is_no_secret_is_still_shown(invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("layer", ["flag", "set", "environment"])
-def test_the_resume_command_leaves_secrets_to_variables_and_gives_the_same_configuration(
+def test_the_resume_command_leaves_secrets_to_variables(
     plugins: Plugins, layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -269,7 +269,7 @@ def test_secrets_are_taken_out_of_any_text(text: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["sk-abcdefghijklmnop1234", "hf_abcdefghijklmnop", "ghp_abcdefghijklmnop1234"])
-def test_keys_of_well_known_shapes_are_taken_out_wherever_they_stand(key: str) -> None:
+def test_keys_of_well_known_shapes_are_removed_anywhere(key: str) -> None:
     assert scrubbed(f"cannot use {key}.") == "cannot use <redacted>."
 
 
@@ -313,7 +313,7 @@ def test_numbers_and_columns_are_no_secrets() -> None:
     }
 
 
-def test_placeholders_are_quoted_for_the_shell_and_all_else_as_usual() -> None:
+def test_placeholders_are_quoted_for_the_shell() -> None:
     mark = placeholder("rm_url")
     assert shell_join(["a b", "x=$HOME", "plain"]) == "'a b' 'x=$HOME' plain"
     assert shell_join([mark]) == f'"{mark}"'

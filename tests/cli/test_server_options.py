@@ -76,7 +76,7 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
     assert (problem.id, problem.option, problem.got) == ("sglang-options-json", "--sglang-options", text)
 
 
-def test_a_command_takes_them_and_a_misspelt_ordinary_option_is_still_refused(
+def test_server_options_pass_and_a_misspelt_option_is_refused(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -38,7 +38,7 @@ def test_show_config_prints_values_with_the_layer_each_is_from(invoke: Invoke) -
     assert shown["origins"]["run.seed"] == "default"
 
 
-def test_shown_text_is_a_recipe_that_gives_the_same_configuration(invoke: Invoke, plugins: Plugins) -> None:
+def test_the_shown_text_is_a_recipe_of_the_configuration(invoke: Invoke, plugins: Plugins) -> None:
     Path("again.yaml").write_text(invoke("train", *PPO, "--rollout-stop", "a b", "--show-config").stdout)
     again = check_run(plugins, Layers(["again.yaml"]), skip_files=True)
     expected = check_run(plugins, Layers([PPO[1]], {}, [], {"rollout_stop": ["a b"]}), skip_files=True)
@@ -66,7 +66,7 @@ def test_eval_prompt_data_takes_a_name_and_a_path_and_repeats(invoke: Invoke, wo
     ]
 
 
-def test_all_problems_come_at_once_in_four_parts_and_nothing_is_written(invoke: Invoke, empty_folder: Path) -> None:
+def test_train_reports_all_problems_and_writes_nothing(invoke: Invoke, empty_folder: Path) -> None:
     result = invoke(
         "train", "--advantage-estimator", "pppo", "--rm-type", "exakt", "--run-dir", "run",
         "--resource", '{"actor": [1, 1]}', "--hf-checkpoint", "gone", "--prompt-data", "gone.jsonl",
@@ -114,7 +114,7 @@ def test_a_number_that_is_none_is_refused_like_any_other_problem(invoke: Invoke)
     assert result.stderr.count("[invalid-value]") == 3
 
 
-def test_ppo_switches_kl_off_with_one_warning_that_strict_makes_an_error(invoke: Invoke) -> None:
+def test_ppo_switches_kl_off_with_a_warning_strict_an_error(invoke: Invoke) -> None:
     kl = ("train", *PPO, "--use-kl-loss", "--kl-coef", "0.1")
     assert invoke(*kl).stderr.count("warning: ") == 1
     strict = invoke(*kl, "--strict")
@@ -122,9 +122,7 @@ def test_ppo_switches_kl_off_with_one_warning_that_strict_makes_an_error(invoke:
     assert "warning: " not in strict.stderr
 
 
-def test_ppo_with_kl_terms_needs_no_reference_and_says_what_it_changed_and_why(
-    invoke: Invoke, plugins: Plugins
-) -> None:
+def test_ppo_drops_kl_terms_and_says_what_changed_and_why(invoke: Invoke, plugins: Plugins) -> None:
     flags = {"use_kl_loss": True, "kl_loss_coef": "0.1", "kl_coef": "0.1", "ref_load": "nowhere"}
     resolved = check_run(plugins, Layers([PPO[1]], {}, [], flags))
     # The recipe's model and data are not here; nothing else is in the way.
@@ -142,7 +140,7 @@ def test_ppo_with_kl_terms_needs_no_reference_and_says_what_it_changed_and_why(
     assert json.loads(shown)["config"]["algorithm"]["kl_coef"] == 0.0
 
 
-def test_a_kl_term_of_another_estimator_deploys_a_reference_shaped_like_the_actor(plugins: Plugins) -> None:
+def test_a_kl_term_deploys_a_reference_shaped_like_the_actor(plugins: Plugins) -> None:
     kl = {"advantage_estimator": "grpo", "kl_coef": "0.1", "resource": '{"actor": [1, 4], "rollout": [1, 2]}'}
     resolved = check_run(plugins, Layers([], {}, [], kl), skip_files=True)
     assert resolved.config.parallel.resource["reference"] == (1, 4)
@@ -159,7 +157,7 @@ def test_an_unknown_flag_is_a_usage_error(invoke: Invoke) -> None:
     assert invoke("train", "--no-such-flag").exit_code == 2
 
 
-def test_a_run_folder_in_use_is_refused_before_anything_is_written(invoke: Invoke, empty_folder: Path) -> None:
+def test_a_run_folder_in_use_is_refused_before_any_write(invoke: Invoke, empty_folder: Path) -> None:
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text("{}\n")
     result = invoke("train", *PPO, "--run-dir", "run")

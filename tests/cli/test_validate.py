@@ -64,7 +64,7 @@ def test_strict_makes_the_warning_an_error(invoke: Invoke) -> None:
     assert [problem["severity"] for problem in shown["problems"]] == ["error"]
 
 
-def test_all_problems_come_at_once_errors_first_and_are_those_of_train(invoke: Invoke) -> None:
+def test_validate_reports_the_problems_of_train_errors_first(invoke: Invoke) -> None:
     words = ("--rm-type", "exakt", "--num-steps-per-rollout", "3", "--kl-coef", "0.5", "--hf-checkpoint", "gone")
     shown = report(invoke, *words, code=2)
     assert shown["ok"] is False
@@ -117,12 +117,12 @@ def test_an_unread_value_is_one_problem_without_follow_ups(
     assert problem_ids(json.loads(train.stdout)) == problem_ids(shown)
 
 
-def test_an_unknown_estimator_is_one_problem_and_there_is_no_plan(invoke: Invoke) -> None:
+def test_an_unknown_estimator_is_one_problem_without_a_plan(invoke: Invoke) -> None:
     shown = report(invoke, "--advantage-estimator", "pppo", code=2)
     assert (problem_ids(shown), shown["plan"]) == (["unknown-estimator"], None)
 
 
-def test_a_role_without_resources_is_a_problem_and_there_is_no_plan(invoke: Invoke) -> None:
+def test_a_role_without_resources_is_a_problem_without_a_plan(invoke: Invoke) -> None:
     shown = report(invoke, "--resource", '{"actor": [1, 1], "rollout": [1, -1]}', code=2)
     assert {"resource-negative", "ppo-needs-critic", "ppo-needs-advantages"} <= set(problem_ids(shown))
     assert shown["plan"] is None
@@ -185,7 +185,7 @@ def test_show_origin_prints_every_value_with_its_layer(invoke: Invoke) -> None:
     assert "tiny-ppo-cpu.yaml:" in lines["num_rollout"]
 
 
-def test_what_this_machine_lacks_is_a_note_and_with_here_an_error(invoke: Invoke) -> None:
+def test_what_the_machine_lacks_is_a_note_with_here_an_error(invoke: Invoke) -> None:
     many = ("--device", "cuda", "--resource")
     eight = '{"actor": [1, 512], "critic": [1, 512], "rollout": [1, 512], "advantages": [1, 0]}'
     words = (*many, eight, "--rollout-batch-size", "1024")
@@ -234,7 +234,7 @@ def test_prompts_are_tokenised_and_counted_against_the_limits(invoke: Invoke) ->
     assert {"longer-than-positions"} == set(problem_ids(report(invoke, "--rollout-max-response-len", "60", code=2)))
 
 
-def test_a_chat_template_that_is_not_there_is_found_before_the_launch(invoke: Invoke) -> None:
+def test_a_missing_chat_template_is_found_before_the_launch(invoke: Invoke) -> None:
     assert set(problem_ids(report(invoke, "--apply-chat-template", code=2))) == {"prompt-encoding"}
 
 
@@ -251,7 +251,7 @@ def test_labels_are_tried_with_the_chosen_reward(invoke: Invoke) -> None:
     assert {p["id"] for p in found} == {"label-metadata"}
 
 
-def test_dry_run_prints_the_plan_with_the_rules_of_this_machine_and_starts_nothing(invoke: Invoke) -> None:
+def test_dry_run_prints_the_plan_and_starts_nothing(invoke: Invoke) -> None:
     shown = report(invoke, "--dry-run", command=("train", "--recipe", "tiny-ppo-cpu"))
     checked = report(invoke, "--here")
     for plan in (shown["plan"], checked["plan"]):

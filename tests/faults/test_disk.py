@@ -67,7 +67,7 @@ def small_disk(tmp_path: Path) -> Iterator[Folders]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_disk_that_is_full_at_one_part_of_a_save_leaves_the_previous_pair_and_the_next_save_works(
+def test_a_full_disk_in_a_save_keeps_the_previous_pair(
     zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders, part: str
 ) -> None:
     keep_one = ["--keep-checkpoints", "1", "--on-save-error", "continue"]
@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_at_one_part_of_a_save_leaves_the_previous_pair_and_
 
 
 @pytest.mark.parametrize("part", ["actor-common", "actor-relax-json", "critic-shards", "critic-tracker"])
-def test_a_broken_disk_at_one_part_of_a_save_ends_the_run_with_the_previous_pair(
+def test_a_broken_disk_in_a_save_ends_with_the_previous_pair(
     zygote: Zygote, fault_task: Path, tmp_path: Path, part: str
 ) -> None:
     folders = Folders(tmp_path)
@@ -112,9 +112,7 @@ def test_a_disk_that_stays_full_ends_the_run_or_goes_on_as_asked(
         assert "Saved     iteration 1" in ended.out
 
 
-def test_a_folder_that_loses_its_write_permission_ends_the_run_with_the_previous_pair(
-    zygote: Zygote, fault_task: Path, tmp_path: Path
-) -> None:
+def test_lost_write_permission_ends_with_the_previous_pair(zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
     folders = Folders(tmp_path)
     user = open_to_all(tmp_path, fault_task, NOBODY)
     zygote.start(tmp_path, arguments(fault_task, folders, "--num-rollout", "1000"), user=user)
@@ -128,7 +126,7 @@ def test_a_folder_that_loses_its_write_permission_ends_the_run_with_the_previous
     assert report.decision.iteration in (last - 1, last)
 
 
-def test_folders_that_cannot_be_written_are_refused_before_anything_starts(
+def test_unwritable_folders_are_refused_before_anything_starts(
     zygote: Zygote, fault_task: Path, tmp_path: Path
 ) -> None:
     folders = Folders(tmp_path)
@@ -141,7 +139,7 @@ def test_folders_that_cannot_be_written_are_refused_before_anything_starts(
     assert not folders.run.exists()
 
 
-def test_a_full_disk_under_the_run_folder_ends_the_run_with_a_clear_message_and_it_resumes(
+def test_a_full_run_folder_ends_the_run_clearly_and_it_resumes(
     zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders
 ) -> None:
     run_dir, filler = small_disk.root / "saves" / "run", small_disk.root / "saves" / "filler"

@@ -120,7 +120,7 @@ def test_a_killed_driver_leaves_no_process_and_its_run_resumes(
     resumed_to_the_end(zygote, fault_task, folders, long_straight, what)
 
 
-def test_a_killed_worker_ends_the_run_with_its_name_and_the_resume_command(
+def test_a_killed_worker_is_named_with_the_resume_command(
     zygote: Zygote,
     fault_task: Path,
     running: tuple[subprocess.Popen[str], Folders],

@@ -24,7 +24,7 @@ def saved(folders: Folders) -> int | str | None:
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_a_signal_in_a_step_finishes_and_saves_it_and_the_printed_command_goes_on(
+def test_a_signal_saves_the_step_and_the_printed_command_resumes(
     zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, name: str
 ) -> None:
     folders = Folders(tmp_path)
@@ -67,7 +67,7 @@ def test_a_signal_while_the_run_is_starting_stops_it_at_once(zygote: Zygote, fau
     ("names", "code", "finished"),
     [("SIGINT,SIGINT", 130, 2), ("SIGTERM,SIGINT", 130, 2), ("SIGTERM,SIGTERM", 143, 3), ("SIGINT,SIGTERM", 130, 3)],
 )
-def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_does_not(
+def test_a_second_ctrl_c_stops_at_once_a_second_sigterm_not(
     zygote: Zygote, fault_task: Path, tmp_path: Path, names: str, code: int, finished: int
 ) -> None:
     folders = Folders(tmp_path)
@@ -79,7 +79,7 @@ def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_does_not(
     assert "Traceback" not in ended.err
 
 
-def test_without_a_save_folder_the_screen_says_that_nothing_is_kept(
+def test_without_a_save_folder_the_screen_says_nothing_is_kept(
     zygote: Zygote, fault_task: Path, tmp_path: Path
 ) -> None:
     folders = Folders(tmp_path)

@@ -56,9 +56,7 @@ def test_metrics_are_the_same_for_any_budget(
             assert value == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
 
 
-def test_micro_batches_of_training_and_of_forward_passes_keep_to_the_budget(
-    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_keep_to_the_token_budget(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from relax_cli.backends.megatron.trainer import TrainableModel
 
     sizes: dict[str, list[int]] = {"forward": [], "train_step": []}

@@ -45,7 +45,7 @@ def by_group(samples: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "sapo"])
-def test_an_estimator_without_a_critic_trains_through_the_same_schedule(name: str, task: Path, tmp_path: Path) -> None:
+def test_estimators_without_a_critic_share_the_schedule(name: str, task: Path, tmp_path: Path) -> None:
     run = train(task, tmp_path / "run", f"tiny-{name}-cpu", *ONE_STEP, "optimizer.lr=1e-2")
     assert len(run.metrics) == 2
     for step in run.metrics:
@@ -62,9 +62,7 @@ def test_an_estimator_without_a_critic_trains_through_the_same_schedule(name: st
     assert run.metrics[0]["entropy"] != pytest.approx(run.metrics[1]["entropy"], abs=1e-3)
 
 
-def test_whitened_group_advantages_have_mean_0_and_variance_1_over_the_tokens_of_the_rollout(
-    task: Path, tmp_path: Path
-) -> None:
+def test_whitened_group_advantages_have_mean_0_and_variance_1(task: Path, tmp_path: Path) -> None:
     run = train(task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, "algorithm.normalize_advantages=true")
     for samples, metrics in zip(run.samples, run.metrics, strict=True):
         tokens = torch.tensor([a for sample in samples for a in sample["advantages"]], dtype=torch.float64)
@@ -79,12 +77,12 @@ def test_whitened_group_advantages_have_mean_0_and_variance_1_over_the_tokens_of
         assert metrics["advantages/mean"] == pytest.approx(sum(plain) / len(plain), abs=1e-5)
 
 
-def test_critic_only_steps_do_not_hold_back_an_actor_without_a_critic(task: Path, tmp_path: Path) -> None:
+def test_critic_only_steps_do_not_delay_a_run_without_a_critic(task: Path, tmp_path: Path) -> None:
     run = train(task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, "critic.num_critic_only_steps=2")
     assert [step["actor/optimizer_steps"] for step in run.metrics] == [1, 1]
 
 
-def test_old_log_probs_are_recomputed_by_the_actor_unless_the_engines_are_asked_for(task: Path, tmp_path: Path) -> None:
+def test_the_actor_recomputes_old_log_probs_unless_told_not_to(task: Path, tmp_path: Path) -> None:
     with deployed(task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, "algorithm.use_rollout_logprobs=false") as run:
         _, roles = run
         roles["rollout"].generate(0)
@@ -100,7 +98,7 @@ def test_old_log_probs_are_recomputed_by_the_actor_unless_the_engines_are_asked_
 
 
 @pytest.mark.parametrize(("clip", "weight"), [(2.0, 2.0), (4.0, 3.0)])
-def test_tis_weighs_the_loss_by_how_much_the_engine_underrates_a_token_up_to_the_clip(
+def test_tis_weighs_the_loss_by_the_engine_ratio_up_to_the_clip(
     clip: float, weight: float, task: Path, tmp_path: Path
 ) -> None:
     options = (*ONE_STEP, "algorithm.use_rollout_logprobs=false", f"algorithm.tis_clip={clip}")
@@ -152,7 +150,7 @@ def test_the_reference_is_the_starting_policy_and_stays_it(task: Path, kl_run: A
     assert "reference" in second["phase_seconds"]
 
 
-def test_kl_coef_is_taken_off_the_reward_before_groups_are_compared(kl_run: Any) -> None:
+def test_kl_coef_reduces_rewards_before_groups_are_compared(kl_run: Any) -> None:
     penalties = []
     for group in by_group(kl_run.samples[1]):
         off = [0.2 * sum(a - b for a, b in zip(s["log_probs"], s["ref_log_probs"], strict=True)) for s in group]
@@ -165,7 +163,7 @@ def test_kl_coef_is_taken_off_the_reward_before_groups_are_compared(kl_run: Any)
     assert max(map(abs, penalties)) > 1e-3
 
 
-def test_ref_load_is_another_model_and_the_kl_loss_pulls_towards_it(task: Path, tmp_path: Path) -> None:
+def test_the_kl_loss_pulls_towards_the_model_of_ref_load(task: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -189,9 +187,7 @@ def test_ref_load_is_another_model_and_the_kl_loss_pulls_towards_it(task: Path, 
     assert kl[-1] < 0.5 * kl[0], kl
 
 
-def test_two_ray_ranks_with_a_reference_give_the_numbers_of_one_process(
-    task: Path, kl_run: Any, tmp_path: Path
-) -> None:
+def test_two_ray_ranks_with_a_reference_equal_one_process(task: Path, kl_run: Any, tmp_path: Path) -> None:
     two = 'parallel.resource={"actor": [1, 2], "rollout": [1, 1]}'
     ray = train(
         task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, *KL, "optimizer.lr=3e-3", two, "parallel.launcher=ray"
@@ -221,7 +217,7 @@ def test_two_ray_ranks_with_a_reference_give_the_numbers_of_one_process(
         ),
     ],
 )
-def test_local_returns_of_the_critic_equal_those_of_the_advantages_service_to_the_bit(
+def test_the_critics_returns_equal_those_of_the_service_bitwise(
     options: tuple[str, ...], task: Path, tmp_path: Path
 ) -> None:
     with deployed(task, tmp_path / "run", "tiny-ppo-cpu", *PPO, *options, "rollout.rollout_max_response_len=3") as run:
@@ -236,7 +232,7 @@ def test_local_returns_of_the_critic_equal_those_of_the_advantages_service_to_th
         roles["critic"].update()
 
 
-def test_a_truncated_response_goes_on_with_the_value_of_its_last_state(task: Path, tmp_path: Path) -> None:
+def test_a_truncated_response_bootstraps_from_its_last_state(task: Path, tmp_path: Path) -> None:
     short = ("algorithm.bootstrap_truncated=true", "rollout.rollout_max_response_len=2", "algorithm.gamma=0.9")
     with deployed(task, tmp_path / "run", "tiny-ppo-cpu", *PPO, *short) as run:
         _, roles = run
@@ -262,9 +258,7 @@ def test_a_truncated_response_goes_on_with_the_value_of_its_last_state(task: Pat
             assert float(returns[row][-1]) == pytest.approx(last, abs=1e-5)
 
 
-def test_schedules_start_at_each_models_own_first_step_and_the_critic_updates_as_often_as_asked(
-    task: Path, tmp_path: Path
-) -> None:
+def test_schedules_start_at_each_models_own_first_step(task: Path, tmp_path: Path) -> None:
     run = train(
         task,
         tmp_path / "run",
@@ -305,9 +299,7 @@ def test_a_value_head_that_does_not_move_is_one_warning(task: Path, tmp_path: Pa
 # -- optimizer steps -------------------------------------------------------------------------------
 
 
-def test_the_micro_batch_size_changes_neither_the_number_of_optimizer_steps_nor_the_losses(
-    task: Path, tmp_path: Path
-) -> None:
+def test_the_micro_batch_size_changes_neither_steps_nor_losses(task: Path, tmp_path: Path) -> None:
     seen = []
     for size in (3, 16):
         run = (
@@ -331,9 +323,7 @@ def test_the_micro_batch_size_changes_neither_the_number_of_optimizer_steps_nor_
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_gradient_that_is_not_finite_changes_no_weight_and_stops_the_run_or_is_counted(
-    role: str, policy: str, task: Path, tmp_path: Path
-) -> None:
+def test_a_gradient_that_is_not_finite_changes_no_weight(role: str, policy: str, task: Path, tmp_path: Path) -> None:
     options = (*PPO, "batch.num_steps_per_rollout=2", f"optimizer.on_nan_grad={policy}")
     with deployed(task, tmp_path / "run", "tiny-ppo-cpu", *options) as (_, roles):
         queue = roles["rollout"].queue
@@ -383,7 +373,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_stops_the_run_or_is
         assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
 
 
-def test_a_run_that_meets_a_nan_gradient_ends_naming_role_and_step(task: Path, tmp_path: Path) -> None:
+def test_a_nan_gradient_ends_the_run_naming_role_and_step(task: Path, tmp_path: Path) -> None:
     # Finite for the reward's reader, infinite as float32.
     (tmp_path / "huge.py").write_text(
         "def huge(samples):\n    return [1e39 * (i % 2) for i, _ in enumerate(samples)]\n"

@@ -93,7 +93,7 @@ def test_transformers_loads_the_trained_model(qwen3: Path, saved: tuple[Path, di
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
-def test_a_checkpoint_of_two_tensor_parallel_ranks_is_exported_whole(family: str, tied: bool, tmp_path: Path) -> None:
+def test_a_tensor_parallel_checkpoint_is_exported_whole(family: str, tied: bool, tmp_path: Path) -> None:
     template = save_tiny_model(tmp_path / "model", family, tied=tied)
     run = Run("policy", tmp_path / "model", tensor_parallel=2)
     state = on_ranks(2, save_trained, run, tmp_path / "saved", "actor")[0]
@@ -173,7 +173,7 @@ def test_what_is_not_there_is_named(
         ((), None, "DIR", "tracker: None", "one of 1"),
     ],
 )
-def test_a_checkpoint_that_is_not_there_is_named_with_those_that_are(
+def test_a_missing_checkpoint_is_named_with_those_that_exist(
     words: tuple[str, ...],
     tracker: str | None,
     option: str,

@@ -94,7 +94,7 @@ def test_ranks_that_fail_after_the_first_print_nothing(cluster: str, tmp_path: P
     assert len(overlooked) == 3
 
 
-def test_a_server_gets_the_gpus_that_the_ranks_of_its_bundles_see(cluster: str) -> None:
+def test_a_server_gets_the_gpus_of_its_bundles(cluster: str) -> None:
     group = placement_group([{"CPU": 1, "GPU": 1}] * 2, strategy="PACK")
     ray.get(group.ready())
     places = find_places(group)

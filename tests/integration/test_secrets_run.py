@@ -53,7 +53,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     server.server_close()
 
 
-def test_the_password_of_a_reward_server_is_in_no_file_and_on_no_screen(
+def test_a_reward_servers_password_is_in_no_file_or_screen(
     port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(tmp_path / "task", seed=1, steps=1)

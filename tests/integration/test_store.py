@@ -120,7 +120,7 @@ def write_on_rank(rank: int, ranks: int, port: int, run: Run, save_dir: Path) ->
         store.commit(save_dir, 3)
 
 
-def test_nothing_has_a_final_name_before_commit_and_the_tracker_moves_last(qwen3: Path, tmp_path: Path) -> None:
+def test_final_names_come_at_commit_and_the_tracker_moves_last(qwen3: Path, tmp_path: Path) -> None:
     model = trained("policy", qwen3, steps=0)
     store.write(model, tmp_path, 1, "actor", META)
     assert layout.list_iterations(tmp_path) == []
@@ -235,9 +235,7 @@ def test_relax_json_is_plain_json(qwen3: Path, tmp_path: Path) -> None:
     assert {entry["path"] for entry in raw["files"]} >= {"common.pt", "metadata.json", ".metadata"}
 
 
-def test_relax_json_holds_the_random_state_of_every_rank_and_the_shards_hold_no_pickle(
-    qwen3: Path, tmp_path: Path
-) -> None:
+def test_relax_json_has_every_random_state_and_shards_no_pickle(qwen3: Path, tmp_path: Path) -> None:
     on_ranks(2, write_on_rank, Run("policy", qwen3), tmp_path)
     folder = layout.iteration_folder(tmp_path, 3)
     states = layout.read_meta(folder).random_state
@@ -314,7 +312,7 @@ def test_a_file_is_hashed_as_it_grows(tmp_path: Path) -> None:
     assert entry == layout.describe_file(tmp_path, Path("one"))
 
 
-def test_a_file_that_fails_on_the_way_has_no_hash_and_leaves_no_thread(tmp_path: Path) -> None:
+def test_a_file_that_fails_has_no_hash_and_leaves_no_thread(tmp_path: Path) -> None:
     files = HashingFileSystem()
     with suppress(ZeroDivisionError), files.create_stream(tmp_path / "one", "wb") as stream:
         stream.write(b"some")

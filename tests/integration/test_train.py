@@ -98,7 +98,7 @@ def test_the_same_seed_gives_the_same_metrics_another_seed_not(
     assert other[0]["reward/mean"] != again[0]["reward/mean"] or other[0]["value_loss"] != again[0]["value_loss"]
 
 
-def test_metrics_of_a_step_are_complete_and_a_critic_only_step_has_no_policy_loss(local_run: Path) -> None:
+def test_metrics_are_complete_without_policy_loss_if_critic_only(local_run: Path) -> None:
     first, second, *_ = read_metrics(local_run)
     critic = {"value_loss", "value_clip_frac", "explained_variance", "critic/grad_norm", "critic/lr"}
     actor = {"pg_loss", "pg_clip_frac", "ppo_kl", "entropy", "actor/grad_norm", "actor/lr"}
@@ -108,14 +108,14 @@ def test_metrics_of_a_step_are_complete_and_a_critic_only_step_has_no_policy_los
     assert critic | actor | {"train_rollout_logprob_diff/mean", "train_rollout_logprob_diff/max"} <= second.keys()
 
 
-def test_engine_and_trainer_agree_on_log_probabilities_and_the_first_update_starts_at_ratio_one(
+def test_engine_and_trainer_agree_on_log_probabilities(
     local_run: Path,
 ) -> None:
     for step in read_metrics(local_run)[1:]:
         assert step["train_rollout_logprob_diff/max"] <= 1e-4
 
 
-def test_samples_are_written_with_token_ids_and_per_token_numbers(local_run: Path) -> None:
+def test_samples_have_token_ids_and_per_token_numbers(local_run: Path) -> None:
     rows = [json.loads(line) for line in (local_run / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(32))
     for row in rows:
@@ -158,7 +158,7 @@ def test_an_interrupted_run_saves_its_step_and_leaves_no_process(
     assert not run.alive
 
 
-def test_ctrl_c_while_starting_ends_quickly_and_leaves_no_process(task: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_starting_ends_fast_and_leaves_no_process(task: Path, tmp_path: Path) -> None:
     process = start(task, tmp_path)
     wait_for(lambda: (tmp_path / "run" / "logs" / "rollout-0.log").exists(), process)
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -179,9 +179,7 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def test_a_folder_that_is_in_use_and_a_wrong_resource_are_refused_before_anything_is_written(
-    task: Path, local_run: Path, tmp_path: Path
-) -> None:
+def test_a_folder_in_use_and_a_wrong_resource_are_refused_early(task: Path, local_run: Path, tmp_path: Path) -> None:
     before = sorted(os.listdir(local_run / "run"))
     process = start(task, local_run, "--launcher", "local")
     _, err = process.communicate(timeout=60)

@@ -216,7 +216,7 @@ def test_every_fused_name_has_a_local_one() -> None:
         assert layers.local_name(f"decoder.layers.3.{fused}") == f"decoder.layers.3.{local}"
 
 
-def test_it_is_taken_where_it_imports_and_missed_by_name_where_it_was_asked_for(
+def test_it_is_used_where_it_imports_and_named_where_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu = select_device("cpu")

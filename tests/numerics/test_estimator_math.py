@@ -79,7 +79,7 @@ def test_the_reduced_loss_is_that_of_scalar_arithmetic(variant: str, mode: str, 
 @every_variant
 @given(seed=SEEDS)
 @few
-def test_the_gradient_of_the_reduced_loss_matches_finite_differences(variant: str, mode: str, seed: int) -> None:
+def test_the_gradient_of_the_loss_matches_finite_differences(variant: str, mode: str, seed: int) -> None:
     one, step = Variant.of(variant), 1e-6
     inputs = random_inputs(seed, one.options)
     (grad_BT,) = torch.autograd.grad(scalar_loss(one, inputs, mode), inputs.logp)
@@ -107,9 +107,7 @@ def differentiable_value(name: str, variant: Variant, inputs: LossInputs, logp_B
 @every_variant
 @given(seed=SEEDS)
 @few
-def test_at_ratio_one_nothing_is_clipped_and_the_gradient_is_that_of_reinforce(
-    variant: str, mode: str, seed: int
-) -> None:
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(variant: str, mode: str, seed: int) -> None:
     one = Variant.of(variant)
     inputs = random_inputs(seed, one.options, spread=0.0, dtype=torch.float32)
     # One advantage for the whole response, as every group estimator has it; GSPO's sequence ratio needs it.
@@ -267,7 +265,7 @@ def test_gspo_judges_a_response_as_a_whole() -> None:
 @pytest.mark.parametrize("variant", ["grpo", "grpo no-std", "gspo", "cispo", "sapo"])
 @given(seed=SEEDS)
 @some
-def test_a_group_sees_neither_other_groups_nor_samples_without_a_trainable_token(variant: str, seed: int) -> None:
+def test_a_group_sees_only_its_own_trainable_samples(variant: str, seed: int) -> None:
     one = Variant.of(variant)
     g = torch.Generator().manual_seed(seed)
     rewards_B = torch.randn(12, generator=g)
@@ -298,7 +296,7 @@ def broken_reward(samples: list[RewardInput]) -> list[float]:
     return [math.nan if sample.response == "bad" else 1.0 for sample in samples]
 
 
-def test_a_nan_reward_of_a_named_reward_is_refused_with_its_sample() -> None:
+def test_a_nan_of_a_named_reward_is_refused_with_its_sample() -> None:
     reward = load_reward(RewardSection(rm_type="broken"), {"broken": f"{__name__}:broken_reward"})
     samples = [RewardInput("What?", text, None, {}, truncated=False, group=7) for text in ("fine", "bad")]
     with pytest.raises(RunError) as caught:

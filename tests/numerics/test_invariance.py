@@ -166,7 +166,7 @@ def in_one_batch(variant: Variant, batch: Samples, mode: Mode, *, whitened: bool
 @every_variant
 @given(data=st.data(), seed=st.integers(0, 2**31 - 1), mode=st.sampled_from(MODES), whitened=st.booleans())
 @settings(max_examples=20, deadline=None, derandomize=True)
-def test_padding_row_order_micro_batches_and_accumulation_change_nothing(
+def test_padding_order_and_micro_batches_change_nothing(
     variant: str, data: st.DataObject, seed: int, mode: Mode, whitened: bool
 ) -> None:
     one, batch = Variant.of(variant), Samples.random(seed)
@@ -181,7 +181,7 @@ def test_padding_row_order_micro_batches_and_accumulation_change_nothing(
 
 @pytest.mark.parametrize("mode", MODES)
 @every_variant
-def test_the_float64_batch_is_the_sum_of_scalar_arithmetic_over_samples(variant: str, mode: Mode) -> None:
+def test_the_float64_batch_is_the_sum_over_scalar_samples(variant: str, mode: Mode) -> None:
     one, batch = Variant.of(variant), Samples.random(1)
     advantages = advantages_of(one, batch, list(batch.rows), 0, whitened=False)
     total = 0.0
@@ -284,9 +284,7 @@ def assert_same_step(got: tuple[dict[str, float], Any], expected: tuple[dict[str
 
 @pytest.mark.parametrize("mode", MODES)
 @every_variant
-def test_the_model_has_one_loss_and_gradient_however_the_batch_is_cut(
-    variant: str, mode: Mode, policy_folder: Path
-) -> None:
+def test_loss_and_gradient_do_not_depend_on_how_a_batch_is_cut(variant: str, mode: Mode, policy_folder: Path) -> None:
     model = build_still_model(policy_folder)
     old_logp = own_log_probs(model, spread=0.3)
     expected = take_step(model, variant, mode, estimator_batches([EVERY_ROW], old_logp))
@@ -298,9 +296,7 @@ def test_the_model_has_one_loss_and_gradient_however_the_batch_is_cut(
 
 
 @every_variant
-def test_before_the_first_update_the_ratio_is_one_the_kl_zero_and_nothing_clipped(
-    variant: str, policy_folder: Path
-) -> None:
+def test_before_the_first_update_ratio_is_1_and_kl_0(variant: str, policy_folder: Path) -> None:
     """Old log-probabilities from a forward pass over one batch, the step over others: as the Actor has them."""
     model = build_still_model(policy_folder)
     batches = estimator_batches([[5, 3], [1, 4, 0, 2]], own_log_probs(model, spread=0.0))
@@ -347,14 +343,14 @@ def two_ranks(policy_folder: Path) -> list[dict[str, list[Any]]]:
     return on_ranks(2, work_of_a_rank, policy_folder, as_lists)
 
 
-def test_two_data_parallel_ranks_have_the_loss_and_gradient_of_one(two_ranks: list[dict[str, list[Any]]]) -> None:
+def test_two_data_parallel_ranks_have_one_loss_and_gradient(two_ranks: list[dict[str, list[Any]]]) -> None:
     for results in two_ranks:
         for (variant, mode), total in zip(CASES, results["formulas"], strict=True):
             expected = in_one_batch(Variant.of(variant), Samples.random(0), mode)
             assert_same(Result(total[0], torch.from_numpy(total[1:]), expected.scale), expected)
 
 
-def test_two_data_parallel_models_have_the_loss_and_gradient_of_one(
+def test_two_data_parallel_models_have_one_loss_and_gradient(
     two_ranks: list[dict[str, list[Any]]], policy_folder: Path
 ) -> None:
     model = build_still_model(policy_folder)

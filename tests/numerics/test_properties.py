@@ -67,7 +67,7 @@ def gradient(function: Callable[[LossInputs], LossTerms], inputs: LossInputs) ->
 @each_policy_loss
 @given(seed=SEEDS)
 @quick
-def test_garbage_in_masked_slots_never_reaches_loss_metrics_or_gradient(name: str, seed: int) -> None:
+def test_masked_garbage_reaches_no_loss_metric_or_gradient(name: str, seed: int) -> None:
     function, options = POLICY_LOSSES[name]
     clean = loss_inputs(seed, options)
     garbage_BT = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(24) % 3].view(4, 6)
@@ -273,7 +273,7 @@ def test_groups_never_mix_and_untrainable_samples_are_out(seed: int) -> None:
             torch.testing.assert_close(got_B[member_B], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_group_advantages_reach_trainable_tokens_only_and_pay_for_kl() -> None:
+def test_group_advantages_reach_trainable_tokens_and_pay_for_kl() -> None:
     inputs = AdvantageInputs(
         rewards=torch.tensor([1.0, 0.0]),
         mask=torch.tensor([[True, False, True], [False, True, True]]),
@@ -287,7 +287,7 @@ def test_group_advantages_reach_trainable_tokens_only_and_pay_for_kl() -> None:
 
 @quick
 @given(seed=SEEDS, size=st.integers(1, 8), mode=st.sampled_from(["sample", "token"]))
-def test_the_loss_does_not_depend_on_micro_batches_padding_or_row_order(seed: int, size: int, mode: Any) -> None:
+def test_the_loss_ignores_micro_batches_padding_and_row_order(seed: int, size: int, mode: Any) -> None:
     g = rng(seed)
     loss_BT = torch.randn(8, 9, generator=g)
     mask_BT = torch.rand(8, 9, generator=g) < 0.6

@@ -19,7 +19,7 @@ Install = Callable[..., str]
 Relax = Callable[..., Result]
 
 
-def test_show_gives_summary_paper_options_and_the_place_of_the_math(relax: Relax) -> None:
+def test_show_gives_summary_paper_options_and_where_the_math_is(relax: Relax) -> None:
     (plugin,) = json.loads(relax("plugins", "show", "sapo", "--format", "json").stdout)["plugins"]
     assert (plugin["distribution"], plugin["status"]) == ("relax-cli", "ok")
     (estimator,) = plugin["estimators"]
@@ -65,7 +65,7 @@ def test_an_unknown_plugin_is_refused_with_the_nearest_name(relax: Relax, comman
     assert "fix       use grpo" in done.stderr
 
 
-def test_an_unknown_estimator_is_refused_with_the_nearest_name_and_where_each_comes_from(install: Install) -> None:
+def test_an_unknown_estimator_is_refused_with_the_nearest_name(install: Install) -> None:
     install("rloo")
     with pytest.raises(ConfigError) as caught:
         load_plugins().estimator("rlo")

@@ -75,7 +75,7 @@ def test_every_field_of_a_record_is_explained(text: str, record: type) -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE) == [field.name for field in fields(record)]
 
 
-def test_the_complete_example_is_what_new_writes_and_keeps_every_rule(text: str, install: Write) -> None:
+def test_the_example_is_what_new_writes_and_passes_the_kit(text: str, install: Write) -> None:
     example = section(text, "A complete estimator")
     (toml,) = re.findall(r"```toml\n(.*?)```", example, flags=re.DOTALL)
     init, loss = python_blocks(example)

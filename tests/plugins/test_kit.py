@@ -198,13 +198,13 @@ def test_the_new_package_keeps_every_rule(relax: Relax, install: Install) -> Non
         ("sapo", {"sapo_tau_pos": 0.5, "sapo_tau_neg": 3.0}),
     ],
 )
-def test_a_built_in_estimator_keeps_every_rule_with_other_options(name: str, options: dict[str, Any]) -> None:
+def test_a_built_in_estimator_passes_with_other_options(name: str, options: dict[str, Any]) -> None:
     estimator = load_plugins().estimator(name)
     results = check_estimator(estimator, estimator.options(**options))
     assert [result for result in results if result.status == "failed"] == []
 
 
-def test_a_gradient_that_is_meant_to_differ_is_documented_not_failed(relax: Relax, install: Install) -> None:
+def test_a_documented_difference_of_the_gradient_passes(relax: Relax, install: Install) -> None:
     double = LOSS.replace("-ratio", "-2 * ratio")
     assert failed(checks_of(relax, install("doubled", LOSS, double))[1]) == {"policy_loss/ratio-one"}
     said = "needs_groups=True, ratio_one_is_policy_gradient=False"
@@ -213,7 +213,7 @@ def test_a_gradient_that_is_meant_to_differ_is_documented_not_failed(relax: Rela
     assert results["policy_loss/ratio-one"]["status"] == "skipped"
 
 
-def test_returns_of_a_critic_that_depend_on_the_other_rows_are_caught() -> None:
+def test_returns_that_depend_on_other_rows_are_caught() -> None:
     from relax_cli.plugin.kit.advantages import row_by_row
     from relax_cli.plugin.kit.cases import subject_of
 
@@ -257,7 +257,7 @@ def test_assert_conforms_lists_every_finding_with_its_fix(install: Install) -> N
     assert "  fix: the loss is minimised" in str(caught.value)
 
 
-def test_the_check_of_a_broken_plugin_says_why_and_skips_the_rest(relax: Relax, install: Install) -> None:
+def test_checking_a_broken_plugin_says_why_and_skips_the_rest(relax: Relax, install: Install) -> None:
     code, results = checks_of(relax, install("sick", "from pydantic", "import no_such_module\nfrom pydantic"))
     assert code == 1
     assert "no_such_module" in results["loads"]["findings"][0]["message"]

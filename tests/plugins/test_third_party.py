@@ -92,7 +92,7 @@ def relax(python: str, command: str, task: Path, out: Path, *options: str) -> li
     ]
 
 
-def test_the_good_one_is_listed_and_the_broken_one_is_a_row_with_its_reason(python: str) -> None:
+def test_the_good_one_is_listed_and_the_broken_one_explained(python: str) -> None:
     rows = {
         row["name"]: row
         for row in json.loads(succeed(python, "-m", "relax_cli", "plugins", "list", "--format", "json"))
@@ -140,7 +140,7 @@ def test_the_kit_passes_the_good_one_and_fails_the_broken_one(python: str) -> No
     assert "no licence for this machine" in done.stdout
 
 
-def test_the_good_one_trains_on_ray_whose_workers_find_it_by_name(python: str, task: Path, tmp_path: Path) -> None:
+def test_the_good_one_trains_on_ray_found_by_name(python: str, task: Path, tmp_path: Path) -> None:
     options = ("--advantage-estimator", "rloo", "--rloo-max-ratio", "5")
     succeed(*relax(python, "train", task, tmp_path / "run", *options))
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -152,9 +152,7 @@ def test_the_good_one_trains_on_ray_whose_workers_find_it_by_name(python: str, t
     assert not any(name.startswith("critic/") for name in steps[0])
 
 
-def test_asking_for_the_broken_one_names_its_reason_before_anything_starts(
-    python: str, task: Path, tmp_path: Path
-) -> None:
+def test_requesting_the_broken_one_fails_before_the_launch(python: str, task: Path, tmp_path: Path) -> None:
     done = call(*relax(python, "train", task, tmp_path / "run", "--advantage-estimator", "sick"))
     assert done.returncode == 2
     assert "'sick' (relax-sick 0.1.0) is broken: RuntimeError: no licence for this machine" in done.stderr

@@ -130,7 +130,7 @@ def test_the_words_of_an_error_are_found_in_every_shape(content: object, detail:
     assert error_detail(content) == detail
 
 
-def test_errors_keep_what_they_know_on_their_way_between_processes() -> None:
+def test_errors_survive_pickling_between_processes() -> None:
     error = StatusFault("a:1", "/x", "answered 400", got="bad")
     error.status, error.detail = 400, "bad"
     copy = pickle.loads(pickle.dumps(error))

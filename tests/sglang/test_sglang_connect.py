@@ -63,7 +63,7 @@ def test_external_servers_give_memory_up_only_when_asked(model: Path, parallel: 
         assert attach(model, address, **parallel).options.release_memory is releases
 
 
-def test_a_server_that_does_not_answer_is_named_before_anything_is_generated(model: Path) -> None:
+def test_a_silent_server_is_named_before_generation(model: Path) -> None:
     with pytest.raises(EnvironmentFault) as caught:
         attach(model, "127.0.0.1:9")
     problem = caught.value.problems[0]

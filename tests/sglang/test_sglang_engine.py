@@ -170,7 +170,7 @@ def test_nobody_listens() -> None:
 
 @pytest.mark.parametrize("kind", ["error_message", "error_string", "error_object"])
 @pytest.mark.parametrize("status", [400, 500, 503])
-def test_an_error_of_the_server_is_shown_in_its_words_and_not_repeated(
+def test_a_server_error_is_shown_verbatim_and_not_retried(
     server: ContractServer, served: tuple[ContractServer, str], kind: Kind, status: int
 ) -> None:
     server.faults.order([Fault(kind, status=status)])
@@ -240,7 +240,7 @@ def test_partial_tokens_of_other_weights_are_not_continued(
     assert caught.value.problems[0].id == "sglang-stale-weights"
 
 
-def test_a_server_that_aborts_for_ever_ends_the_call_and_names_the_sample(
+def test_a_server_that_always_aborts_is_an_error_with_the_sample(
     server: ContractServer, served: tuple[ContractServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "ABORT_TRIES", 3)
@@ -361,7 +361,7 @@ KINDS: list[Fault] = [
     partial=st.booleans(),
     concurrency=st.sampled_from([1, 4, 16]),
 )
-def test_whatever_goes_wrong_no_sample_is_lost_doubled_or_cut_short(
+def test_no_fault_loses_doubles_or_cuts_a_sample(
     server: ContractServer,
     served: tuple[ContractServer, str],
     embedded: EmbeddedEngine,

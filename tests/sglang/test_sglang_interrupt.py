@@ -18,7 +18,7 @@ from tests.support.sglang.server import running_server
 from tests.support.tiny_models import VOCAB, save_tiny_model
 
 
-def test_an_interrupt_aborts_what_is_running_and_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_an_interrupt_aborts_requests_without_waiting(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     with running_server(tmp_path, Faults(generate=[Fault("slow", seconds=300)] * 3)) as (contract, address):
         contract.version = "0"

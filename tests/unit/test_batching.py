@@ -71,7 +71,7 @@ def test_a_deal_has_every_position_once_and_counts_equal_to_one(lengths: list[in
 
 @thorough
 @given(lengths=LENGTHS, parts=st.integers(1, 9))
-def test_loads_of_ranks_with_equal_counts_differ_by_at_most_the_longest_sample(lengths: list[int], parts: int) -> None:
+def test_rank_loads_differ_by_at_most_the_longest_sample(lengths: list[int], parts: int) -> None:
     lengths = lengths[: len(lengths) // parts * parts]
     loads = [sum(lengths[i] for i in part) for part in split_balanced(lengths, parts)]
     assert max(loads) - min(loads) <= max(lengths, default=0)
@@ -101,7 +101,7 @@ def test_over_ranks_and_steps_every_row_is_trained_exactly_once(plan: tuple[list
 
 @thorough
 @given(plan=plans())
-def test_a_step_trains_its_slice_of_the_rollout_with_counts_equal_to_one(plan: tuple[list[int], int, int]) -> None:
+def test_a_step_trains_its_slice_in_counts_equal_to_one(plan: tuple[list[int], int, int]) -> None:
     lengths, steps, ranks = plan
     size = len(lengths) // steps
     of_ranks = [plan_rows(lengths, steps, ranks, rank) for rank in range(ranks)]
@@ -114,7 +114,7 @@ def test_a_step_trains_its_slice_of_the_rollout_with_counts_equal_to_one(plan: t
         assert rows == [[step * size + i for i in part] for part in split_balanced(slice_, ranks)]
 
 
-def test_the_plan_is_pinned_since_ranks_never_exchange_it_and_a_resumed_run_repeats_it() -> None:
+def test_the_batching_plan_is_pinned_as_ranks_never_exchange_it() -> None:
     lengths = [7, 7, 2, 9, 1, 9, 3, 3, 5, 8, 5, 4]
     assert plan_rows(lengths, 2, 3, 0) == [[3, 2], [9, 7]]
     assert plan_rows(lengths, 2, 3, 1) == [[5, 4], [8, 11]]
@@ -131,9 +131,7 @@ def test_equal_lengths_are_dealt_in_row_order() -> None:
 
 @thorough
 @given(batch=samples(), size=st.integers(1, 14), data=st.data())
-def test_chunks_have_every_row_once_are_full_but_the_last_and_ascend_in_length(
-    batch: Columns, size: int, data: st.DataObject
-) -> None:
+def test_chunks_have_every_row_once_and_ascend_in_length(batch: Columns, size: int, data: st.DataObject) -> None:
     rows = data.draw(st.permutations(list(batch["tokens"])))
     chunks = chunks_by_length(batch, rows, size)
     flat = [row for chunk in chunks for row in chunk]
@@ -153,7 +151,7 @@ def test_no_rows_make_no_chunks() -> None:
 
 @thorough
 @given(batch=samples(), budget=st.integers(1, 400), data=st.data())
-def test_chunks_by_tokens_have_every_row_once_and_a_padded_size_within_the_budget(
+def test_chunks_by_tokens_have_every_row_once_within_the_budget(
     batch: Columns, budget: int, data: st.DataObject
 ) -> None:
     rows = data.draw(st.permutations(list(batch["tokens"])))
@@ -181,7 +179,7 @@ def test_padding_counts_towards_the_token_budget() -> None:
     assert chunks_by_tokens(batch, rows, 5) == [rows[:2], rows[2:3], rows[3:]]
 
 
-def test_micro_batches_are_counted_in_samples_or_in_tokens_as_the_options_say() -> None:
+def test_micro_batches_count_samples_or_tokens_by_option() -> None:
     batch = columns(0, [2, 2, 2, 8], [0, 0, 0, 2])
     rows = list(batch["tokens"])
     by_samples = BatchSection(micro_batch_size=3)
@@ -192,7 +190,7 @@ def test_micro_batches_are_counted_in_samples_or_in_tokens_as_the_options_say() 
 
 @thorough
 @given(batch=samples(), data=st.data())
-def test_a_micro_batch_holds_each_sample_left_aligned_and_zero_padded(batch: Columns, data: st.DataObject) -> None:
+def test_a_micro_batch_is_left_aligned_and_zero_padded(batch: Columns, data: st.DataObject) -> None:
     rows = data.draw(st.permutations(list(batch["tokens"])))
     rows = rows[: data.draw(st.integers(1, len(rows)))]
     micro = make_micro_batch(batch, rows, ["values", "rewards"])

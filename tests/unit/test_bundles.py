@@ -110,5 +110,5 @@ def test_a_worker_is_told_the_gpus_of_its_server() -> None:
         launched("rollout", SglangSection(rollout_num_gpus_per_engine=8))
 
 
-def test_the_embedded_engine_takes_a_bundle_a_rank_whatever_servers_would_take() -> None:
+def test_the_embedded_engine_takes_one_bundle_per_rank() -> None:
     assert len(launched("rollout", PAIRS, RolloutSection(rollout_engine="embedded"))) == 8

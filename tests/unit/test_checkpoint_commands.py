@@ -67,7 +67,7 @@ def test_align_shows_what_it_would_do_and_changes_nothing(tmp_path: Path) -> Non
     assert content(actor, critic) == before
 
 
-def test_align_with_yes_points_both_trackers_at_the_newest_common_iteration_and_deletes_nothing(tmp_path: Path) -> None:
+def test_align_moves_both_trackers_and_deletes_nothing(tmp_path: Path) -> None:
     actor, critic = pair(tmp_path, (2, 4, 5), (1, 2, 4, 6))
     result = relax("align", "--load", actor, "--critic-load", critic, "--yes", "--format", "json")
     assert result.exit_code == 0
@@ -80,7 +80,7 @@ def test_align_with_yes_points_both_trackers_at_the_newest_common_iteration_and_
     assert relax("check-resume", "--load", actor, "--critic-load", critic).exit_code == 0
 
 
-def test_align_passes_over_what_is_damaged_of_another_role_or_of_another_run(tmp_path: Path) -> None:
+def test_align_skips_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
     actor, critic = pair(tmp_path, (1, 2, 3, 4), (1, 3, 4))
     cut(critic, 4)
     save(critic, "critic", 2, run="another run")
@@ -115,7 +115,7 @@ def test_align_has_nothing_to_do_where_both_agree(tmp_path: Path) -> None:
     assert (result.exit_code, "nothing is to be done" in result.stdout) == (0, True)
 
 
-def test_align_without_a_common_iteration_exits_3_and_says_what_is_there(tmp_path: Path) -> None:
+def test_align_without_a_common_iteration_exits_3_with_the_list(tmp_path: Path) -> None:
     actor, critic = pair(tmp_path, (2,), (1,))
     before = content(actor, critic)
     result = relax("align", "--load", actor, "--critic-load", critic, "--yes", "--format", "json")
@@ -139,7 +139,7 @@ def test_align_wants_two_folders_that_exist(tmp_path: Path) -> None:
     assert relax("align", "--load", actor, "--critic-load", critic).exit_code == 0
 
 
-def test_align_says_where_the_disk_refused_and_goes_on_once_it_does_not(tmp_path: Path) -> None:
+def test_align_names_the_failed_disk_and_can_be_repeated(tmp_path: Path) -> None:
     actor, critic = pair(tmp_path, (1, 2), (1,))
     tracker = critic / layout.TRACKER_FILE
     tracker.unlink()
@@ -203,7 +203,7 @@ def test_prune_never_drops_what_a_tracker_names_in_either_folder(tmp_path: Path)
     assert doomed(plan) == [f"{role} iter_000000{i}" for role in ("actor", "critic") for i in (1, 3)]
 
 
-def test_prune_never_drops_the_newest_complete_checkpoint_though_its_other_half_is_missing(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_complete_checkpoint_of_each_side(tmp_path: Path) -> None:
     actor, critic = pair(tmp_path, (1, 2, 3), (1, 2))
     layout.write_tracker(actor, 2)
     assert doomed(prune.plan_pruning(actor, critic, 1)) == ["actor iter_0000001", "critic iter_0000001"]
@@ -231,7 +231,7 @@ def test_prune_refuses_half_a_pair(tmp_path: Path, role: str) -> None:
     assert layout.list_iterations(tmp_path / "a") == [1, 2, 3]
 
 
-def test_prune_leaves_everything_where_nothing_is_complete_in_both(tmp_path: Path) -> None:
+def test_prune_deletes_nothing_without_a_complete_pair(tmp_path: Path) -> None:
     actor, critic = pair(tmp_path, (1, 2), (3, 4))
     result = relax("prune", actor, "--critic", critic, "--keep", 1, "--yes", "--format", "json")
     assert result.exit_code == 3

@@ -23,7 +23,7 @@ def test_a_folder_is_claimed_once_and_free_again_afterwards(tmp_path: Path) -> N
         pass
 
 
-def test_every_folder_that_a_run_writes_is_claimed_once_however_it_is_spelt(tmp_path: Path) -> None:
+def test_every_written_folder_is_locked_once_however_spelt(tmp_path: Path) -> None:
     config = Config(
         run=RunSection(run_dir=str(tmp_path / "a" / ".." / "run")),
         checkpoint=CheckpointSection(save=str(tmp_path / "run")),

@@ -161,7 +161,7 @@ def test_sizes_that_do_not_divide_are_all_named(spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_vocabulary_that_does_not_divide_gets_rows_of_zeros_that_nobody_sees(spec: ModelSpec, tied: bool) -> None:
+def test_an_uneven_vocabulary_is_padded_with_hidden_zero_rows(spec: ModelSpec, tied: bool) -> None:
     spec = replace(spec, vocab_size=9, tied=tied)
     weights = random_weights(spec)
     shards = [hf_to_megatron(weights, spec, 2, rank) for rank in range(2)]

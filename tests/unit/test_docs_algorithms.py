@@ -55,14 +55,14 @@ def test_the_built_in_estimators_are_all_here() -> None:
 
 
 @each_estimator
-def test_every_option_of_an_estimator_is_documented_with_its_default(estimator: Estimator) -> None:
+def test_every_estimator_option_is_documented_with_its_default(estimator: Estimator) -> None:
     text = section(estimator.name)
     missing = [row for row in (table_row(*item) for item in estimator.options.model_fields.items()) if row not in text]
     assert not missing
 
 
 @each_estimator
-def test_every_estimator_names_its_paper_its_needs_its_metrics_and_its_deviations(estimator: Estimator) -> None:
+def test_every_estimator_page_names_paper_needs_and_metrics(estimator: Estimator) -> None:
     text = section(estimator.name)
     assert estimator.paper in text
     assert f"plugins/relax_{estimator.name}/" in text

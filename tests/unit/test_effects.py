@@ -26,7 +26,7 @@ def unused(plugins: Plugins, flags: dict[str, Any], **env: str) -> list[Problem]
 
 
 @pytest.mark.parametrize(("rule", "bad", "more"), UNUSED_OPTION_CASES)
-def test_a_set_option_without_effect_is_a_warning_and_with_what_it_needs_it_is_none(
+def test_an_option_without_effect_is_a_warning_unless_enabled(
     plugins: Plugins, rule: str, bad: dict[str, Any], more: dict[str, Any]
 ) -> None:
     (problem,) = unused(plugins, bad)
@@ -39,7 +39,7 @@ def test_a_set_option_without_effect_is_a_warning_and_with_what_it_needs_it_is_n
     assert unused(plugins, {**bad, **more}) == []
 
 
-def test_every_row_of_the_table_is_tested_and_names_options_that_exist(plugins: Plugins) -> None:
+def test_every_row_is_tested_and_names_existing_options(plugins: Plugins) -> None:
     assert {condition.kind.id for condition in CONDITIONS} <= {rule for rule, _, _ in UNUSED_OPTION_CASES}
     known = options_by_name(config_model(plugins.estimators().values()))
     assert all(option in known for effect in CONDITIONS for option in effect.options)
@@ -52,7 +52,7 @@ def test_defaults_never_warn(plugins: Plugins, name: str) -> None:
     assert unused(plugins, local) == []
 
 
-def test_options_of_one_kind_share_a_warning_whatever_layer_set_them(plugins: Plugins) -> None:
+def test_options_of_one_kind_share_a_warning_across_layers(plugins: Plugins) -> None:
     gae, critic = unused(plugins, {"gamma": "0.9", "value_clip": "0.3"}, RELAX_LAMBD="0.9"), "--value-clip"
     assert [problem.id for problem in gae] == ["critic-option-unused", "estimator-option-unused"]
     assert gae[0].message.startswith(f"{critic} changes nothing: it only works with an estimator that has a critic")

@@ -150,7 +150,7 @@ def test_a_response_depends_on_prompt_and_seed_only(engine: EmbeddedEngine, fold
     same_responses(together, EmbeddedEngine(folder, decode=None, max_batch_size=3).generate(requests, sampling))
 
 
-def test_rows_that_finish_leave_the_batch_and_the_rest_is_unchanged(engine: EmbeddedEngine) -> None:
+def test_finished_rows_leave_the_batch_without_effect_on_others(engine: EmbeddedEngine) -> None:
     requests = make_requests([5, 9] * 32)
     stop = tuple(range(0, VOCAB, 4))
     sampling = SamplingParams(max_new_tokens=20, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=stop)
@@ -168,7 +168,7 @@ def test_rows_that_finish_leave_the_batch_and_the_rest_is_unchanged(engine: Embe
     same_responses(together, [engine.generate([request], sampling)[0] for request in requests])
 
 
-def test_samples_of_one_prompt_share_its_prefill_and_differ_by_seed(engine: EmbeddedEngine) -> None:
+def test_samples_of_a_prompt_share_its_prefill_and_differ(engine: EmbeddedEngine) -> None:
     prompts = [request.prompt_tokens for request in make_requests([5, 8])]
     requests = [Request(prompt, 10 * i + j) for i, prompt in enumerate(prompts) for j in range(4)]
     seen = []
@@ -310,7 +310,7 @@ def test_prompts_the_model_cannot_take_are_refused(engine: EmbeddedEngine, promp
     assert caught.value.problems[0].id == "rollout-prompt"
 
 
-def test_generating_asleep_is_a_bug_and_waking_brings_the_same_responses(engine: EmbeddedEngine) -> None:
+def test_generating_asleep_is_a_bug_and_waking_changes_nothing(engine: EmbeddedEngine) -> None:
     requests = make_requests([5])
     before = engine.generate(requests, PLAIN)
     engine.sleep()
@@ -324,7 +324,7 @@ def test_generating_asleep_is_a_bug_and_waking_brings_the_same_responses(engine:
 # --- drawing ----------------------------------------------------------------------------------------------
 
 
-def test_draws_follow_the_truncated_distribution_and_report_the_full_one() -> None:
+def test_draws_follow_the_truncated_distribution() -> None:
     probs = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
     logits = (probs.log() * 2.0).repeat(20000, 1)
     uniforms = torch.linspace(0, 1, 20001, dtype=torch.float64)[:-1]
@@ -354,7 +354,7 @@ def test_a_token_of_probability_zero_is_never_drawn(top_p: float) -> None:
     assert log_probs.isfinite().all()
 
 
-def test_uniforms_depend_on_the_seed_alone_and_a_longer_draw_begins_alike() -> None:
+def test_uniforms_depend_on_the_seed_alone() -> None:
     uniforms = draw_uniforms([3, 4, 3], 40)
     assert torch.equal(uniforms[0], uniforms[2])
     assert not torch.equal(uniforms[0], uniforms[1])

@@ -67,7 +67,7 @@ def write(folder: Path, text: str, name: str = "r.yaml") -> Path:
     return path
 
 
-def test_each_layer_overrides_the_one_before_and_is_named_as_origin(tmp_path: Path) -> None:
+def test_each_layer_overrides_the_one_before_and_is_the_origin(tmp_path: Path) -> None:
     first = write(tmp_path, "optimizer:\n  lr: 1.0\n  min_lr: 0.1\n", "a.yaml")
     second = write(tmp_path, "\noptimizer:\n  lr: 2.0\n", "b.yaml")
     layers: list[tuple[dict[str, Any], float, str]] = [
@@ -206,9 +206,7 @@ def test_traps_of_yaml_are_read_as_what_they_look_like(tmp_path: Path, text: str
         ("parallel:\n  resource: {actor: [1, 1], actor: [1, 2]}\n", "duplicate-key", 2),
     ],
 )
-def test_what_yaml_reads_as_something_else_is_refused_with_its_line(
-    tmp_path: Path, text: str, rule: str, line: int
-) -> None:
+def test_what_yaml_would_misread_is_refused_with_its_line(tmp_path: Path, text: str, rule: str, line: int) -> None:
     recipe = write(tmp_path, text)
     (problem,) = problems(recipe)
     assert (problem.id, problem.where) == (rule, f"{recipe}:{line}")
@@ -227,7 +225,7 @@ def test_an_empty_recipe_and_an_empty_section_change_nothing(tmp_path: Path) -> 
     assert load(write(tmp_path, "critic:\n")).config == MODEL()
 
 
-def test_variables_expand_in_strings_with_defaults_types_and_an_escape(tmp_path: Path) -> None:
+def test_variables_expand_with_defaults_types_and_an_escape(tmp_path: Path) -> None:
     recipe = write(
         tmp_path,
         "model:\n  hf_checkpoint: ${ROOT}/m\n  ref_load: ${RECIPE_DIR}/ref\n"

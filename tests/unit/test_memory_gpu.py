@@ -58,7 +58,7 @@ FULL = {
 }
 
 
-def test_full_recomputation_keeps_the_input_of_each_layer_and_one_whole_layer(spec: ModelSpec) -> None:
+def test_full_recomputation_keeps_layer_inputs_and_one_layer(spec: ModelSpec) -> None:
     kept, whole = activations(spec, **FULL), activations(spec)
     in_flight = 2 * TOKENS * (4 * spec.ffn_hidden_size + 4 * spec.hidden_size)
     inputs = 2 * TOKENS * spec.num_layers * spec.hidden_size
@@ -73,7 +73,7 @@ def test_larger_chunks_keep_fewer_inputs_and_more_layers(spec: ModelSpec) -> Non
     assert all_layers == activations(spec) + 2 * TOKENS * spec.hidden_size
 
 
-def test_recomputing_the_first_layers_only_is_between_all_and_none(spec: ModelSpec) -> None:
+def test_recomputing_some_layers_is_between_all_and_none(spec: ModelSpec) -> None:
     block = FULL | {"parallel__recompute_method": "block"}
     counts = [activations(spec, **block | {"parallel__recompute_num_layers": n}) for n in (1, 18, 36)]
     assert activations(spec) > counts[1] > counts[2] == activations(spec, **FULL)
@@ -90,14 +90,14 @@ def test_recomputing_the_first_layers_only_is_between_all_and_none(spec: ModelSp
         (("mlp", "core_attn"), 3 * 9728 * (35 * TOKENS + 3000) + 36 * TOKENS * (2 * 4096 + 1024)),
     ],
 )
-def test_selective_recomputation_leaves_out_what_the_modules_keep(
+def test_selective_recomputation_drops_what_its_modules_keep(
     spec: ModelSpec, modules: tuple[str, ...], saved: int
 ) -> None:
     selective = {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": modules}
     assert activations(spec) - activations(spec, **selective) == 2 * saved
 
 
-def test_sequence_parallelism_splits_what_is_between_the_matrix_products(spec: ModelSpec) -> None:
+def test_sequence_parallelism_splits_between_matrix_products(spec: ModelSpec) -> None:
     split = {"parallel__tensor_model_parallel_size": 4}
     without, with_it = activations(spec, **split), activations(spec, **split, parallel__sequence_parallel=True)
     states = 2 * (36 * TOKENS + 35 * TOKENS + 3000) + 2 * 3000
@@ -107,7 +107,7 @@ def test_sequence_parallelism_splits_what_is_between_the_matrix_products(spec: M
     assert full > 2 * TOKENS * 36 * (2560 - 2560 // 4)
 
 
-def test_a_token_budget_decides_how_many_samples_a_micro_batch_has(spec: ModelSpec) -> None:
+def test_a_token_budget_decides_the_samples_of_a_micro_batch(spec: ModelSpec) -> None:
     dynamic = {"batch__use_dynamic_batch_size": True, "batch__micro_batch_size": 7, "parallel__resource": {**ROLES,
                "actor": [1, 1], "critic": [1, 1]}}  # fmt: skip
     one, three = (activations(spec, **dynamic, batch__max_tokens_per_gpu=budget) for budget in (4000, 15999))
@@ -115,7 +115,7 @@ def test_a_token_budget_decides_how_many_samples_a_micro_batch_has(spec: ModelSp
     assert three == 3 * one
 
 
-def test_moments_and_masters_are_shared_out_over_data_parallel_ranks(spec: ModelSpec) -> None:
+def test_moments_and_masters_are_split_over_data_parallel_ranks(spec: ModelSpec) -> None:
     split = {"parallel__tensor_model_parallel_size": 2}
     parameters = spec.parameters_of_rank(2)
     alone, shared = role(spec, **split), role(spec, **split, optimizer__use_distributed_optimizer=True)
@@ -124,7 +124,7 @@ def test_moments_and_masters_are_shared_out_over_data_parallel_ranks(spec: Model
     assert shared.host == {"parked": shared.model_bytes - 4 * parameters}
 
 
-def test_an_offloaded_optimizer_leaves_weights_and_gradients_on_the_gpu(spec: ModelSpec) -> None:
+def test_an_offloaded_optimizer_keeps_weights_on_the_gpu(spec: ModelSpec) -> None:
     found = role(spec, optimizer__optimizer_cpu_offload=True)
     assert found.resident == {"weights": 2 * spec.parameters, GRADIENTS: 4 * spec.parameters}
     # Master weight, gradient and two moments, fp32, all the time; the weights when the role sleeps.
@@ -145,7 +145,7 @@ def needed(plan: memory_gpu.GpuMemory, phase: str) -> int:
     return found
 
 
-def test_sglang_takes_its_fraction_and_keeps_the_rest_of_it_for_the_cache(spec: ModelSpec) -> None:
+def test_sglang_takes_its_fraction_and_caches_in_the_rest(spec: ModelSpec) -> None:
     plan = gpu_plan(spec, sglang__sglang_mem_fraction_static=0.5)
     sleeping = 2 * memory_gpu.CONTEXT_BYTES
     assert needed(plan, "rollout") == 40 * GB + sleeping + memory_gpu.SERVER_OVERHEAD
@@ -163,7 +163,7 @@ def test_servers_of_two_gpus_halve_weights_and_cache_of_each(spec: ModelSpec) ->
     assert two.wanted == 2 * one.wanted
 
 
-def test_linear_attention_keeps_a_state_for_each_sequence_and_no_keys(tmp_path: Path) -> None:
+def test_linear_attention_keeps_a_state_per_sequence_and_no_keys(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_9B))
     hybrid = read_any_spec(tmp_path)
     plan = gpu_plan(hybrid, sglang__sglang_mem_fraction_static=0.6)
@@ -175,7 +175,7 @@ def test_linear_attention_keeps_a_state_for_each_sequence_and_no_keys(tmp_path: 
     assert plan.caches[0].sequences == plan.caches[0].size // (2 * 2 * 8 * 4 * 256 * 4000 + state)
 
 
-def test_all_tokens_go_through_the_last_layer_that_the_bridge_builds(spec: ModelSpec) -> None:
+def test_all_tokens_pass_the_last_layer_of_the_bridge(spec: ModelSpec) -> None:
     class Late(ModelSpec):
         answers_early = False
 
@@ -190,7 +190,7 @@ def test_a_model_whose_weights_fill_the_fraction_has_no_cache(spec: ModelSpec) -
     assert cache.sequences == 0
 
 
-def test_a_server_that_never_sleeps_takes_its_part_in_every_phase(spec: ModelSpec) -> None:
+def test_a_server_that_never_sleeps_counts_in_every_phase(spec: ModelSpec) -> None:
     half = {"sglang__sglang_mem_fraction_static": 0.5}
     sleeps, stays = gpu_plan(spec, **half), gpu_plan(spec, **half, parallel__colocate=False)
     assert needed(stays, "rollout") == needed(sleeps, "rollout")
@@ -207,7 +207,7 @@ def test_external_servers_take_nothing_of_our_gpus(spec: ModelSpec) -> None:
     assert {fit.phase for fit in plan.fits} == {"critic", "actor"}
 
 
-def test_publishing_holds_the_actor_and_the_weights_of_the_server_but_no_cache(spec: ModelSpec) -> None:
+def test_publishing_needs_actor_and_server_weights_but_no_cache(spec: ModelSpec) -> None:
     plan = gpu_plan(spec, optimizer__optimizer_cpu_offload=True)
     bucket = 512 << 20
     assert needed(plan, "publish weights") == (
@@ -253,7 +253,7 @@ def test_what_to_lower_first_follows_what_the_memory_is_for(spec: ModelSpec) -> 
     )
 
 
-def test_no_tensor_parallel_size_is_offered_that_the_heads_do_not_allow(spec: ModelSpec) -> None:
+def test_only_tensor_parallel_sizes_the_heads_allow_are_offered(spec: ModelSpec) -> None:
     advice = gpu_plan(spec, gpu=10 * GB, parallel__tensor_model_parallel_size=8).advice
     assert not any("tensor-model-parallel" in option for options in advice.values() for option in options)
 
@@ -265,7 +265,7 @@ def test_a_budget_of_two_samples_is_lowered_to_one(spec: ModelSpec) -> None:
     assert not any("max-tokens" in option for option in gpu_plan(spec, gpu=10 * GB, **dynamic).advice["actor"])
 
 
-def test_a_server_that_is_too_large_gets_a_smaller_fraction_or_more_gpus(spec: ModelSpec) -> None:
+def test_a_too_large_server_gets_a_smaller_fraction_or_more_gpus(spec: ModelSpec) -> None:
     offload = {"optimizer__optimizer_cpu_offload": True}
     advice = gpu_plan(spec, **offload, sglang__sglang_mem_fraction_static=0.97).advice
     assert advice == {"rollout": ("a lower --sglang-mem-fraction-static", "--rollout-num-gpus-per-engine 2")}

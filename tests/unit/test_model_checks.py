@@ -66,9 +66,7 @@ def test_our_own_families_need_no_bridge(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [QWEN3_5, TEXT])
-def test_a_family_of_the_bridge_is_valid_and_a_missing_bridge_is_about_the_machine(
-    tmp_path: Path, model: dict[str, Any]
-) -> None:
+def test_a_bridge_family_is_valid_and_a_missing_bridge_a_note(tmp_path: Path, model: dict[str, Any]) -> None:
     (found,) = problems(tmp_path, model, parallel__device="cuda")
     assert found.id == "bridge-missing"
     assert is_about_machine(found)
@@ -103,7 +101,7 @@ def test_a_bridge_model_is_refused_and_the_near_miss_passes(
     assert problems(tmp_path, QWEN3_5, parallel__device="cuda", **near_miss) == []
 
 
-def test_what_is_refused_for_the_bridge_passes_for_our_own_converter(tmp_path: Path) -> None:
+def test_bridge_refusals_pass_for_our_own_converter(tmp_path: Path) -> None:
     assert problems(tmp_path, QWEN3, parallel__device="cpu", rollout__rollout_engine="embedded") == []
 
 
@@ -155,7 +153,7 @@ def test_our_converter_never_takes_a_model_of_the_bridge(tmp_path: Path) -> None
     assert read_any_spec(write(tmp_path, QWEN3)) == read_spec(tmp_path)
 
 
-def test_whether_embeddings_are_tied_is_read_outside_the_nested_part() -> None:
+def test_tied_embeddings_are_read_outside_the_nested_part() -> None:
     assert language_config({"tie_word_embeddings": True, "text_config": {"a": 1}})["tie_word_embeddings"]
     assert language_config({"text_config": {"tie_word_embeddings": True}})["tie_word_embeddings"]
     assert not language_config({"text_config": {}})["tie_word_embeddings"]
@@ -175,7 +173,7 @@ def test_whether_embeddings_are_tied_is_read_outside_the_nested_part() -> None:
         ),
     ],
 )  # fmt: skip
-def test_parameters_are_those_of_the_model_that_transformers_builds(tmp_path: Path, sizes: dict[str, Any]) -> None:
+def test_parameter_counts_equal_the_transformers_model(tmp_path: Path, sizes: dict[str, Any]) -> None:
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
     config = Qwen3_5Config(text_config=Qwen3_5TextConfig(**sizes).to_dict())

@@ -95,14 +95,14 @@ def test_a_config_that_makes_no_sense_is_refused_in_four_parts(tmp_path: Path, c
     assert caught.value.problems[0].id == "model-unsupported"
 
 
-def test_training_state_takes_16_bytes_a_parameter_on_a_cpu_and_18_on_a_gpu(tmp_path: Path) -> None:
+def test_training_state_takes_16_or_18_bytes_a_parameter(tmp_path: Path) -> None:
     found = spec(tmp_path, QWEN3_4B)
     for device, per_parameter in (("cpu", 16), ("cuda", 18)):
         (actor,) = memory.roles_memory(config(parallel__device=device), ("actor",), found, memory.Lengths(8, 8))
         assert actor.model_bytes == per_parameter * found.parameters
 
 
-def test_activations_grow_with_the_micro_batch_and_not_with_the_batch(tmp_path: Path) -> None:
+def test_activations_grow_with_the_micro_batch_not_the_batch(tmp_path: Path) -> None:
     found = spec(tmp_path, QWEN3_4B)
 
     def working(**changes: Any) -> int:
@@ -117,7 +117,7 @@ def test_activations_grow_with_the_micro_batch_and_not_with_the_batch(tmp_path: 
     assert working(batch__micro_batch_size=32, **few) == working(batch__micro_batch_size=2)
 
 
-def test_the_cache_of_the_engine_is_bounded_unless_one_row_needs_more(tmp_path: Path) -> None:
+def test_the_engine_cache_is_bounded_unless_a_row_needs_more(tmp_path: Path) -> None:
     found = spec(tmp_path, QWEN3_4B)
     one = memory.kv_cache_bytes(found, 1, 1000)
     assert one == 2 * 4 * 36 * 8 * 128 * 1000
@@ -126,7 +126,7 @@ def test_the_cache_of_the_engine_is_bounded_unless_one_row_needs_more(tmp_path: 
     assert memory.engine_rows(found, 1000, 1_000_000) == 1
 
 
-def test_a_checkpoint_holds_weights_and_both_moments_of_what_is_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_has_weights_and_both_moments(tmp_path: Path) -> None:
     found = spec(tmp_path, QWEN3_4B)
     assert memory.checkpoint_bytes(config(checkpoint__save="a"), found) == 12 * found.parameters
     pair = config(checkpoint__save="a", critic__critic_save="c")
@@ -158,7 +158,7 @@ def test_rollouts_are_unknown_where_the_data_were_not_read() -> None:
     assert (steps["rollouts"], steps["optimizer_steps"]) == (None, {})
 
 
-def test_roles_share_bundles_and_the_smaller_ones_leave_some_idle() -> None:
+def test_roles_share_bundles_and_smaller_ones_leave_some_idle() -> None:
     shown = plan_of(config(parallel__resource={**ROLES, "actor": [1, 4], "rollout": [1, 2]}), RunInputs())
     placement = shown["placement"]
     assert (placement["bundles"], placement["logical_cpus"]) == (4, 4 + 1 + 2)
@@ -168,7 +168,7 @@ def test_roles_share_bundles_and_the_smaller_ones_leave_some_idle() -> None:
     assert shown["gpus"]["needed"] == 0
 
 
-def test_gpus_are_those_of_the_largest_role_and_memory_is_that_of_one(tmp_path: Path) -> None:
+def test_gpus_are_those_of_the_largest_role(tmp_path: Path) -> None:
     roles = {"actor": [1, 8], "critic": [1, 8], "rollout": [1, 4], "advantages": [1, 0]}
     settings = config(parallel__resource=roles, parallel__device="cuda", parallel__tensor_model_parallel_size=2)
     facts = RunInputs(model=spec(tmp_path, QWEN3_4B))
@@ -285,7 +285,7 @@ def joined(lines: list[str], start: str) -> str:
     return " ".join(line.strip() for line in [lines[first], *rest])
 
 
-def test_the_text_says_which_phase_does_not_fit_the_gpu_and_what_to_lower_first(tmp_path: Path) -> None:
+def test_the_text_names_the_phase_that_does_not_fit_and_a_fix(tmp_path: Path) -> None:
     settings = config(parallel__device="cuda", batch__micro_batch_size=1, sglang__sglang_mem_fraction_static=0.5)
     facts = RunInputs(model=spec(tmp_path, QWEN3_4B), prompt_lens=(8,))
     lines = text_of(settings, facts, replace(SPACIOUS, gpu_memory=lambda: 60 * GB))
@@ -316,7 +316,7 @@ def test_the_text_of_a_cpu_run_has_one_peak(tmp_path: Path) -> None:
     assert not any("GPU in phase" in line for line in lines)
 
 
-def test_a_vocabulary_that_does_not_divide_is_padded_and_the_plan_says_so(tmp_path: Path) -> None:
+def test_an_uneven_vocabulary_is_padded_and_the_plan_says_so(tmp_path: Path) -> None:
     odd = spec(tmp_path, QWEN3_4B | {"vocab_size": 151937})
     ranks = {"actor": [1, 2], "critic": [1, 2], "rollout": [1, 1], "advantages": [1, 0]}
     settings = config(parallel__resource=ranks, parallel__tensor_model_parallel_size=2)

@@ -87,7 +87,7 @@ def test_plain_text_becomes_the_ids_that_transformers_gives(tmp_path: Path) -> N
     assert load_light(tmp_path / "nowhere") is None
 
 
-def test_a_template_that_refuses_or_is_absent_is_a_problem_with_the_row(tmp_path: Path) -> None:
+def test_a_refusing_or_absent_template_is_a_problem_with_its_row(tmp_path: Path) -> None:
     prompt = Prompt("hello", None, {}, "data.jsonl:3")
     for template, message in (
         ("{{ raise_exception('no system role') }}", "no system role"),
@@ -108,7 +108,7 @@ def test_a_damaged_tokenizer_is_a_problem(tmp_path: Path) -> None:
     assert caught.value.problems[0].id == "model-folder"
 
 
-def test_a_scan_keeps_the_first_rows_counts_the_rest_and_checks_all(tmp_path: Path) -> None:
+def test_a_scan_keeps_the_first_rows_and_checks_all(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"input": f"p{i}", "label": i}) + "\n" for i in range(5000)))
     seen: list[float] = []

@@ -51,7 +51,7 @@ class RecordedSession(Session):
     def close(self) -> None: ...
 
 
-def test_servers_have_room_for_weights_while_the_actor_sends_and_for_a_cache_only_later() -> None:
+def test_servers_get_room_for_weights_first_then_for_the_cache() -> None:
     session = RecordedSession(TARGETS)
     session.publish_weights(4)
     session.publish_weights(5)
@@ -69,7 +69,7 @@ def test_servers_have_room_for_weights_while_the_actor_sends_and_for_a_cache_onl
     assert session.targets == TARGETS
 
 
-def test_the_actor_sleeps_also_after_a_failure_and_no_new_version_is_expected() -> None:
+def test_the_actor_sleeps_after_a_failure_at_the_old_version() -> None:
     session = RecordedSession(TARGETS, send_weights=ValueError("refused"))
     with pytest.raises(ValueError, match="refused"):
         session.publish_weights(4)

@@ -31,7 +31,7 @@ def test_the_prompt_is_the_sum_to_finish() -> None:
     assert prompt(37, 58) == "37+58="
 
 
-def test_prepare_writes_a_folder_that_the_schema_and_the_data_loader_accept(tmp_path: Path) -> None:
+def test_prepare_writes_a_folder_that_passes_schema_and_loader(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "quickstart"
     prepare(folder, seed=7, steps=12)
     text = (folder / "recipe.yaml").read_text().replace("${RECIPE_DIR}", str(folder))

@@ -160,7 +160,7 @@ FOLDERS = {"MODEL_DIR": "/models", "DATA_DIR": "/data", "EXP_DIR": "/exp"}
 
 
 @pytest.mark.parametrize("missing", FOLDERS)
-def test_the_script_names_a_variable_that_is_not_set_and_starts_nothing(
+def test_the_script_names_an_unset_variable_and_starts_nothing(
     script: tuple[dict[str, str], Path], missing: str
 ) -> None:
     env, log = script
@@ -183,7 +183,7 @@ def test_the_script_checks_then_trains_and_passes_arguments_on(script: tuple[dic
     assert not rest
 
 
-def test_the_script_shows_the_report_and_trains_nothing_where_the_configuration_is_wrong(
+def test_the_script_reports_a_wrong_configuration_and_stops(
     script: tuple[dict[str, str], Path],
 ) -> None:
     env, log = script

@@ -66,7 +66,7 @@ def test_without_a_failure_nothing_else_happens() -> None:
     assert rollout.asked == ["wake", "generate 7", "sleep"]
 
 
-def test_servers_are_revived_and_get_the_weights_before_what_is_missing_is_generated() -> None:
+def test_revived_servers_get_weights_before_missing_samples() -> None:
     rollout, call = run(DIED)
     assert call() == ([1, 0], 1)
     expected = ["wake", "generate 7", "sleep", "revive", "publish 7", "wake", "generate_missing 7", "sleep"]

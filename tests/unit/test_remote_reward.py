@@ -90,7 +90,7 @@ def refused(reward: Any) -> Problem:
     return problem
 
 
-def test_samples_are_posted_as_json_and_rewards_come_back_in_order(server: Server) -> None:
+def test_samples_are_posted_as_json_and_rewards_keep_the_order(server: Server) -> None:
     server.answers = [answer([1, 0.25])]
     reward = load_reward(RewardSection(rm_type="remote", rm_url=server.url()), {})
     assert reward(SAMPLES) == [RewardResult(1.0), RewardResult(0.25)]
@@ -107,7 +107,7 @@ def test_samples_are_posted_as_json_and_rewards_come_back_in_order(server: Serve
     }
 
 
-def test_an_object_has_the_reward_and_its_parts_or_parts_of_which_one_is_picked(server: Server) -> None:
+def test_an_object_is_a_reward_with_parts_or_parts_to_pick_from(server: Server) -> None:
     server.answers = [answer([{"reward": 1, "form": 0.5}, {"reward": 0, "form": 1}])]
     section = RewardSection(rm_type="remote", rm_url=server.url())
     assert load_reward(section, {})(SAMPLES) == [RewardResult(1.0, {"form": 0.5}), RewardResult(0.0, {"form": 1.0})]
@@ -119,7 +119,7 @@ def test_an_object_has_the_reward_and_its_parts_or_parts_of_which_one_is_picked(
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"1.0"', "null", '{"reward": NaN}', '{"reward": 1, "x": "y"}'])
-def test_a_reward_that_is_no_finite_number_is_refused_with_sample_and_url(server: Server, value: str) -> None:
+def test_a_reward_that_is_not_finite_names_sample_and_url(server: Server, value: str) -> None:
     server.answers = [(200, b'{"rewards": [1, %s]}' % value.encode())]
     problem = refused(load_reward(RewardSection(rm_type="remote", rm_url=server.url()), {}))
     assert problem.id == "reward-failed"
@@ -232,7 +232,7 @@ def test_no_attempt_is_made_that_the_deadline_would_end(server: Server) -> None:
     assert len(server.seen) == 1
 
 
-def test_user_and_password_are_sent_as_authorisation_and_never_shown(server: Server) -> None:
+def test_user_and_password_are_sent_and_never_shown(server: Server) -> None:
     url = server.url("me:hun%20ter2@", "?token=s3cr3t")
     server.answers = [answer([1, 0]), (404, b"who is hun ter2?")]
     reward = load_reward(RewardSection(rm_type="remote", rm_url=url), {})

@@ -62,7 +62,7 @@ def test_a_pair_resumes_at_its_iteration(tmp_path: Path) -> None:
     assert (alone.verdict, alone.actor, alone.critic) == ("resume", LoadFrom(tmp_path / "a/iter_0000004"), None)
 
 
-def test_unequal_iterations_are_refused_with_the_newest_common_complete_one(tmp_path: Path) -> None:
+def test_unequal_iterations_are_refused_with_the_newest_common(tmp_path: Path) -> None:
     actor, critic = save(tmp_path / "a", "actor", 2, 3, 4), save(tmp_path / "c", "critic", 2, 3)
     (tmp_path / "a/iter_0000003/.metadata").write_text("cut")
     for from_actor in (False, True):
@@ -107,7 +107,7 @@ def test_a_pair_of_different_runs_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["follows", "explicit", "symlink"])
-def test_a_critic_that_would_take_the_actors_training_checkpoint_is_refused(tmp_path: Path, how: str) -> None:
+def test_a_critic_from_the_actors_training_checkpoint_is_refused(tmp_path: Path, how: str) -> None:
     critic = save(tmp_path / "c", "critic", 3)
     actor = save(tmp_path / "a", "actor", 3, critic_save=critic)
     (tmp_path / "link").symlink_to(actor)
@@ -124,7 +124,7 @@ def test_a_critic_that_would_take_the_actors_training_checkpoint_is_refused(tmp_
     assert "the critic begins anew" in allowed.text
 
 
-def test_the_lost_critic_is_found_after_both_folders_moved_and_not_named_where_it_is_gone(tmp_path: Path) -> None:
+def test_a_lost_critic_is_found_after_both_folders_moved(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     save(tmp_path / "old/c", "critic", 3)
     save(tmp_path / "old/a", "actor", 3, critic_save=str(tmp_path / "old/c"))
@@ -202,7 +202,7 @@ def test_one_flipped_bit_is_refused_by_a_deep_check(pair: tuple[str, str]) -> No
     "content",
     ["[]", '"text"', "7", "null", "{", '{"format_version": 1}', '{"format_version": 99, "files": []}', ""],
 )
-def test_a_relax_json_that_is_no_object_or_of_a_newer_format_is_refused(pair: tuple[str, str], content: str) -> None:
+def test_a_relax_json_of_an_unknown_form_is_refused(pair: tuple[str, str], content: str) -> None:
     (Path(pair[1]) / "iter_0000003" / layout.META_FILE).write_text(content)
     assert refusal(*pair).id == "checkpoint-meta-unreadable"
 
@@ -256,7 +256,7 @@ def test_megatrons_own_iterations_are_weights(tmp_path: Path) -> None:
     assert decision.actor == LoadFrom(tmp_path / "m/iter_0000500", weights_only=True)
 
 
-def test_a_checkpoint_of_ours_without_relax_json_is_damaged_not_weights(tmp_path: Path) -> None:
+def test_our_checkpoint_without_relax_json_is_damaged(tmp_path: Path) -> None:
     actor = save(tmp_path / "a", "actor", 2, 3)
     (tmp_path / "a/iter_0000003" / layout.META_FILE).unlink()
     with pytest.raises(ResumeError) as caught:

@@ -168,7 +168,7 @@ def test_weights_are_shown_as_the_start_of_a_run(relax: Relax, task: Path) -> No
     assert (verdict, ids) == ("weights-only", [])
 
 
-def test_check_resume_compares_model_and_tokenizer_without_the_rest(relax: Relax, task: Path) -> None:
+def test_check_resume_compares_only_model_and_tokenizer(relax: Relax, task: Path) -> None:
     actor, critic = saved_run(task, 3)
     model = recipe_config().model.hf_checkpoint
     words = ("checkpoint", "check-resume", "--load", actor, "--critic-load", critic)

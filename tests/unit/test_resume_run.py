@@ -137,7 +137,7 @@ def test_another_tokenizer_is_refused(config: Config, tmp_path: Path, file: str,
     assert refused_id(changed(config, model={"hf_checkpoint": str(other)})) == "resume-other-tokenizer"
 
 
-def test_what_a_newer_transformers_writes_into_the_same_tokenizer_changes_nothing(tmp_path: Path) -> None:
+def test_newer_transformers_additions_keep_the_tokenizer_hash(tmp_path: Path) -> None:
     one, two = write_model(tmp_path / "one"), write_model(tmp_path / "two")
     settings = json.loads((two / "tokenizer_config.json").read_text())
     (two / "tokenizer_config.json").write_text(json.dumps(settings | {"transformers_version": "6", "is_local": True}))
@@ -146,7 +146,7 @@ def test_what_a_newer_transformers_writes_into_the_same_tokenizer_changes_nothin
     assert tokenizer_fingerprint(two) is None
 
 
-def test_other_prompts_are_refused_and_the_same_under_another_name_are_not(config: Config, tmp_path: Path) -> None:
+def test_other_prompts_are_refused_renamed_ones_are_not(config: Config, tmp_path: Path) -> None:
     data = Path(config.data.prompt_data)
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(data.read_bytes())
@@ -192,7 +192,7 @@ def test_the_length_may_come_from_epochs(config: Config) -> None:
 @pytest.mark.parametrize(
     ("section", "values"), [("batch", {"rollout_batch_size": 16}), ("rollout", {"rollout_seed": 7})]
 )
-def test_another_order_of_the_prompts_is_a_warning_and_strictly_an_error(
+def test_reordered_prompts_are_a_warning_strictly_an_error(
     config: Config, section: str, values: dict[str, Any]
 ) -> None:
     other = changed(config, **{section: values})
@@ -260,9 +260,7 @@ def test_weights_do_not_go_on_in_the_folder_of_an_old_run(config: Config, tmp_pa
     assert [p.id for p in examined(start).problems] == ["run-dir-in-use"]
 
 
-def test_kl_terms_of_a_run_from_weights_are_a_warning_unless_the_reference_is_named(
-    config: Config, tmp_path: Path
-) -> None:
+def test_kl_terms_of_a_run_from_weights_warn_without_a_reference(config: Config, tmp_path: Path) -> None:
     start = changed(config, checkpoint={"load": save_release(tmp_path / "w"), "save": None})
     assert examined(start).warnings == ()
     compared = changed(start, algorithm={"use_kl_loss": True})
@@ -270,7 +268,7 @@ def test_kl_terms_of_a_run_from_weights_are_a_warning_unless_the_reference_is_na
     assert examined(changed(compared, model={"ref_load": str(tmp_path / "model")})).warnings == ()
 
 
-def test_two_save_folders_that_are_one_through_a_symlink_are_refused(tmp_path: Path) -> None:
+def test_save_folders_that_are_one_by_symlink_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
 

@@ -60,9 +60,7 @@ def ppo_options(**changes: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("optional", [(), ("bootstrap_values", "kl")])
-def test_a_rank_that_sees_some_rows_gets_the_returns_of_the_service_that_sees_all_to_the_bit(
-    changes: dict[str, float], optional: tuple[str, ...]
-) -> None:
+def test_a_rank_gets_the_returns_of_the_service_bitwise(changes: dict[str, float], optional: tuple[str, ...]) -> None:
     advantages = load_plugins().estimator("ppo").load_advantages()
     data, options = columns("values", *optional), ppo_options(**changes)
     everything = advantages(advantage_inputs(data, range(len(LENGTHS)), options))
@@ -88,7 +86,7 @@ def test_policy_and_value_targets_may_use_different_lambdas() -> None:
     assert not torch.equal(low.returns, high.returns)
 
 
-def test_the_length_adaptive_lambda_is_1_minus_1_over_alpha_times_the_trainable_length() -> None:
+def test_the_length_adaptive_lambda_follows_its_formula() -> None:
     from relax_ppo.advantages import length_adaptive_lambda
 
     mask = torch.zeros(4, 200, dtype=torch.bool)
@@ -106,7 +104,7 @@ def test_the_length_adaptive_lambda_is_1_minus_1_over_alpha_times_the_trainable_
 
 
 @pytest.mark.parametrize("holes", [False, True])
-def test_gae_with_a_lambda_for_each_row_is_to_the_bit_that_of_each_row_with_its_own(holes: bool) -> None:
+def test_gae_with_a_lambda_per_row_equals_each_row_bitwise(holes: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     rewards, values = torch.randn(2, 150, 300, generator=generator)
     lengths = torch.randint(0, 301, (150, 1), generator=generator)
@@ -142,7 +140,7 @@ def test_inputs_hold_only_what_there_is() -> None:
     assert with_kl.kl.shape == (2, 4)
 
 
-def test_the_kl_penalty_is_the_coefficient_times_old_minus_reference() -> None:
+def test_the_kl_penalty_is_coefficient_times_old_minus_ref() -> None:
     data: Columns = {
         "old": {0: torch.tensor([-1.0, -2.0]), 7: torch.tensor([-0.5])},
         "ref_log_probs": {0: torch.tensor([-1.5, -1.0]), 7: torch.tensor([-0.5])},
@@ -152,7 +150,7 @@ def test_the_kl_penalty_is_the_coefficient_times_old_minus_reference() -> None:
     assert found[7].tolist() == [0.0]
 
 
-def test_whitening_is_over_all_trainable_tokens_and_metrics_are_from_before_it() -> None:
+def test_whitening_is_over_trainable_tokens_after_the_metrics() -> None:
     inputs = advantage_inputs(columns("kl"), range(len(LENGTHS)), GroupOptions())
     raw = torch.randn(inputs.mask.shape, generator=torch.Generator().manual_seed(1)) * 3 + 10
     white, metrics = finished_advantages(raw, inputs, normalize=True)
@@ -167,7 +165,7 @@ def test_whitening_is_over_all_trainable_tokens_and_metrics_are_from_before_it()
     assert torch.equal(plain, raw)
 
 
-def test_a_rollout_without_trainable_tokens_has_advantages_of_mean_0() -> None:
+def test_a_rollout_without_trainable_tokens_has_mean_advantage_0() -> None:
     inputs = advantage_inputs(columns(), [3], GroupOptions())
     white, metrics = finished_advantages(torch.zeros(inputs.mask.shape), inputs, normalize=True)
     assert metrics == {"advantages/mean": 0.0, "advantages/std": 0.0}
@@ -177,7 +175,7 @@ def test_a_rollout_without_trainable_tokens_has_advantages_of_mean_0() -> None:
 # -- steps -----------------------------------------------------------------------------------------
 
 
-def test_metrics_are_means_over_optimizer_steps_and_skipped_steps_are_counted() -> None:
+def test_metrics_are_means_over_steps_with_skipped_ones_counted() -> None:
     records = [{"pg_loss": 1.0, "actor/skipped_steps": 1.0}, {"pg_loss": 4.0, "actor/skipped_steps": 1.0}]
     assert summarise(records) == {"pg_loss": 2.5, "actor/skipped_steps": 2.0}
 
@@ -193,7 +191,7 @@ def test_optimizer_steps_of_a_run(has_critic: bool, expected: tuple[int, int]) -
     assert optimizer_steps(config, 10, has_critic=has_critic) == expected
 
 
-def test_the_end_state_adds_a_token_that_is_not_part_of_the_sample() -> None:
+def test_the_end_state_adds_a_token_outside_the_sample() -> None:
     data: Columns = {"tokens": {0: torch.tensor([5, 6, 7])}, "response_lens": {0: torch.tensor(2)}, "rewards": {}}
     longer = with_end_state(data)
     assert longer["tokens"][0].tolist()[:3] == [5, 6, 7]
@@ -205,7 +203,7 @@ def test_the_end_state_adds_a_token_that_is_not_part_of_the_sample() -> None:
 # -- service graph ---------------------------------------------------------------------------------
 
 
-def test_a_kl_term_puts_a_reference_behind_the_rollout_and_its_field_where_it_is_read() -> None:
+def test_a_kl_term_adds_a_reference_and_its_field_to_readers() -> None:
     loss = completed(base_graph(), AlgorithmSection(use_kl_loss=True))
     assert loss.names == ("rollout", "reference", "actor")
     assert loss["reference"].writes == ("ref_log_probs",)
@@ -215,7 +213,7 @@ def test_a_kl_term_puts_a_reference_behind_the_rollout_and_its_field_where_it_is
     assert completed(base_graph(), AlgorithmSection()).names == ("rollout", "actor")
 
 
-def test_a_kl_penalty_reaches_every_role_that_computes_advantages_but_a_kl_loss_only_the_actor() -> None:
+def test_a_kl_penalty_reaches_advantages_a_kl_loss_the_actor() -> None:
     critic = RoleSpec("critic", ("tokens",), ("values",), uses_device=True)
     service = RoleSpec("advantages", ("values",), ("advantages",), uses_device=False)
     graph = base_graph().with_role(critic).with_role(service)
@@ -233,7 +231,7 @@ def test_the_actor_writes_advantages_where_no_service_does() -> None:
     assert completed(base_graph().with_role(service), AlgorithmSection())["actor"].writes == ()
 
 
-def test_ppo_moves_bootstrap_values_only_where_they_are_asked_for() -> None:
+def test_ppo_sends_bootstrap_values_only_when_enabled() -> None:
     plugins = load_plugins()
 
     def graph(bootstrap: bool) -> Any:

@@ -59,7 +59,7 @@ def save(pair: PairSaver) -> None:
     pair.publish()
 
 
-def test_both_are_complete_before_either_counts_and_old_ones_go_last() -> None:
+def test_both_are_complete_before_either_counts() -> None:
     calls: Calls = []
     pair = saver(calls, [])
     pair.prepare(3)
@@ -113,7 +113,7 @@ def test_an_old_checkpoint_that_stays_is_a_warning_only() -> None:
     assert "old checkpoints" in warnings[0]
 
 
-def test_a_failure_that_is_not_the_disks_ends_the_run_whatever_was_asked() -> None:
+def test_a_failure_other_than_the_disk_always_ends_the_run() -> None:
     calls: Calls = []
     with pytest.raises(RunError, match="writing failed"):
         saver(calls, [], "write_checkpoint", "continue", rule="worker-failed").prepare(3)
@@ -170,7 +170,7 @@ def test_a_pair_whose_metrics_cannot_be_written_is_taken_back() -> None:
     assert trainer.report.saved_iteration is None
 
 
-def test_a_full_disk_under_the_run_folder_is_an_error_of_the_run_and_other_errors_stay_what_they_are() -> None:
+def test_a_full_disk_under_the_run_folder_is_a_run_error() -> None:
     with pytest.raises(RunError, match="No space left") as caught, disk_errors(Path("/run")):
         Full().step(0, {})
     assert caught.value.problems[0].where == "/run/metrics.jsonl"

@@ -47,7 +47,7 @@ def found(rules: str, given: Config) -> list[str]:
         ("sglang", "cpu", False, "sglang"),
     ],
 )
-def test_the_engine_follows_device_and_servers_unless_it_is_named(
+def test_the_engine_follows_device_and_servers_unless_named(
     engine: str, device: str, attached: bool, expected: str
 ) -> None:
     given = config(
@@ -131,7 +131,7 @@ def test_options_that_the_run_sets_are_refused_with_the_reason(options: Ask) -> 
     assert options({"attention_backend": "triton"}, {"attention_backend"}) == []
 
 
-def test_options_that_the_installed_sglang_does_not_have_are_refused(options: Ask) -> None:
+def test_options_the_installed_sglang_lacks_are_refused(options: Ask) -> None:
     assert options({"atention_backend": "triton"}, {"attention_backend", "log_level"}) == [
         ("sglang-option-unknown", "use --sglang-attention-backend")
     ]
@@ -141,7 +141,7 @@ def test_options_that_the_installed_sglang_does_not_have_are_refused(options: As
     assert options({"zzz": "1"}, {"log_level"}) == [("sglang-option-unknown", "drop --sglang-zzz")]
 
 
-def test_without_sglang_only_a_misspelt_option_of_ours_is_refused(options: Ask) -> None:
+def test_without_sglang_only_our_misspelt_options_are_refused(options: Ask) -> None:
     assert options({"server_concurency": "1"}, None) == [("sglang-option-unknown", "use --sglang-server-concurrency")]
     assert options({"attention_backend": "triton"}, None) == []
 
@@ -222,7 +222,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sglang_options.installed_options.cache_clear()
 
 
-def test_the_options_of_the_installed_version_are_read_without_importing_it(package: Path) -> None:
+def test_installed_options_are_read_without_an_import(package: Path) -> None:
     assert installed_options() == {"tp_size", "tensor_parallel_size", "port"}
 
 

@@ -37,15 +37,15 @@ def text(content: str | list[dict[str, str]]) -> Prompt:
     return Prompt(content, None, {}, "data.jsonl:7")
 
 
-def test_the_quickstart_tokenizer_has_one_token_for_each_character(tokenizer: Any) -> None:
+def test_the_quickstart_tokenizer_has_a_token_per_character(tokenizer: Any) -> None:
     assert encode_prompt(tokenizer, text("37+58="), apply_chat_template=False) == [3, 7, 10, 5, 8, 11]
 
 
-def test_the_quickstart_tokenizer_decodes_without_spaces_and_specials(tokenizer: Any) -> None:
+def test_the_quickstart_tokenizer_decodes_without_specials(tokenizer: Any) -> None:
     assert tokenizer.decode([9, 5, 12], skip_special_tokens=True) == "95"
 
 
-def test_every_id_the_quickstart_model_can_sample_is_visible_or_special(tokenizer: Any) -> None:
+def test_every_quickstart_id_is_visible_or_special(tokenizer: Any) -> None:
     visible = {number for number in range(16) if tokenizer.decode([number], skip_special_tokens=True)}
     assert visible == set(range(16)) - {tokenizer.eos_token_id, tokenizer.pad_token_id}
 
@@ -149,6 +149,6 @@ def test_smollm2_becomes_an_ordinary_folder_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-def test_a_generic_tokenizer_is_read_as_it_is_whatever_the_architecture(folder: Path, architecture: str) -> None:
+def test_a_generic_tokenizer_is_read_as_it_is(folder: Path, architecture: str) -> None:
     edit(folder / "config.json", model_type=architecture)
     assert encode_prompt(load_tokenizer(folder), text("37+58="), apply_chat_template=False) == [3, 7, 10, 5, 8, 11]

@@ -89,7 +89,7 @@ def test_resuming_drops_what_an_aborted_run_left_behind(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_torn_last_line_of_the_step_before_the_resumed_one_is_a_gap(tmp_path: Path) -> None:
+def test_a_torn_line_just_before_the_resumed_step_is_a_gap(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}')
     with pytest.raises(ResumeError) as caught:
         MetricsWriter(tmp_path, first_step=2)
@@ -105,7 +105,7 @@ def test_resuming_in_a_new_folder_begins_at_the_resumed_step(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("line", ["garbage", '{"step": 4}', "[1]", '{"loss": 1}'])
-def test_a_damaged_metrics_file_is_refused_by_line_and_left_alone(tmp_path: Path, line: str) -> None:
+def test_a_damaged_metrics_file_is_refused_by_line(tmp_path: Path, line: str) -> None:
     text = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(ResumeError) as caught:
@@ -250,7 +250,7 @@ def test_the_table_fits_the_terminal_and_keeps_what_matters(width: int) -> None:
     assert "critic … 0 s" in lines[-1]
 
 
-def test_a_wide_terminal_shows_every_column_and_a_narrow_one_the_important() -> None:
+def test_a_narrow_terminal_shows_the_important_columns() -> None:
     wide, with_phases = fitting_columns(140, 5)
     assert (len(wide), with_phases) == (8, True)
     narrow, with_phases = fitting_columns(40, 5)

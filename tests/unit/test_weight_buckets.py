@@ -14,7 +14,7 @@ SIZES = st.lists(st.integers(0, 40), max_size=60)
 
 
 @given(SIZES, st.integers(1, 50))
-def test_every_tensor_is_in_one_bucket_and_no_bucket_is_too_large(sizes: list[int], limit: int) -> None:
+def test_every_tensor_is_in_one_bucket_of_bounded_size(sizes: list[int], limit: int) -> None:
     counts = plan_buckets(sizes, limit)
     assert sum(counts) == len(sizes)
     assert all(count > 0 for count in counts)
