@@ -108,3 +108,10 @@ def place_of(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}"
     frames = own_frames(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def from_here(path: str) -> str:
+    """A path below the working folder without it, as it was probably typed."""
+    with suppress(OSError):
+        return path.removeprefix(os.getcwd() + os.sep)
+    return path

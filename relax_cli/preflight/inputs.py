@@ -10,6 +10,7 @@ from typing import Any
 
 from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
+from relax_cli.data.rewards.custom import check_custom
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.headers import weight_problems
 from relax_cli.models.hybrid import language_config, read_any_spec
@@ -81,6 +82,8 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
             problems += error.problems
     if folder is not None:
         problems += weight_problems(folder, spec)
+    if config.reward.custom_rm_path is not None:
+        problems += check_custom(config.reward.custom_rm_path)
     reader = DataReader(config, folder, spec, progress)
     for option, source in prompt_sources(config):
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.prompts import Prompt
+from relax_cli.data.rewards.math_answers import is_word, parse_label
 from relax_cli.errors import Problem, problem_kind
 
 MOST_PARSED = 200
@@ -70,13 +71,9 @@ class _MathCheck:
         if label is None or NUMBER.fullmatch(label.strip()) or self._parsed >= MOST_PARSED:
             return None
         self._parsed += 1
-        from math_verify import parse
-
-        from relax_cli.data.rewards.math import as_math
-
         # math-verify keeps its deadline with a signal, which only the main thread may set.
         deadline = 5 if threading.current_thread() is threading.main_thread() else None
-        if parse(as_math(label), parsing_timeout=deadline):
+        if is_word(label) or parse_label(label, deadline):
             return None
         return _bad_label(prompt, "math-verify finds no mathematics in the label", "a number or LaTeX")
 

@@ -152,12 +152,8 @@ def test_a_missing_data_file_is_refused(make: Callable[..., Config]) -> None:
         ("reward.py:alias", None),
     ],
 )
-def test_a_custom_reward_is_found_without_running_its_file(
-    make: Callable[..., Config], spec: str, rule: str | None
-) -> None:
-    Path("reward.py").write_text(
-        "raise SystemExit\ndef score(samples):\n    def inner(): ...\n    return []\nalias = score\n"
-    )
+def test_a_custom_reward_is_found_in_its_file(make: Callable[..., Config], spec: str, rule: str | None) -> None:
+    Path("reward.py").write_text("def score(samples):\n    def inner(): ...\n    return []\nalias = score\n")
     Path("broken.py").write_text("def score(:\n")
     found = problems_of(make(reward__rm_type=None, reward__custom_rm_path=spec))
     assert [p.id for p in found] == ([rule] if rule else [])

@@ -162,7 +162,7 @@ def test_math_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_custom_reward(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
-    file.write_text("def judge(samples): return []\n")
+    file.write_text("def judge(samples): return []\ndef jugde(): return []\n")
     assert problem_of(load_custom, f"{file}:jugde").id == "custom-reward"
     assert load_custom(f"{file}:judge")([]) == []
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,11 @@ import pytest
 from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.prompts import load_prompts
 from relax_cli.data.rewards import RewardInput, RewardResult, load_reward
+from relax_cli.data.rewards.custom import check_custom, find_custom
 from relax_cli.data.rewards.math import MathReward
 from relax_cli.data.rewards.reasoning_gym import extract_answer
 from relax_cli.errors import ConfigError, Problem, RelaxError, RunError
+from relax_cli.plugin import apart
 
 
 def sample(response: str, label: str | None = "12", **metadata: Any) -> RewardInput:
@@ -107,6 +112,12 @@ def test_reward_key_picks_the_part_that_trains(tmp_path: Path) -> None:
     assert reward([sample("a")]) == [RewardResult(0.5, {"form": 0.5, "right": 1.0})]
 
 
+def test_a_part_called_reward_trains_without_a_key(tmp_path: Path) -> None:
+    body = "def judge(samples):\n    return [{'reward': 0.25, 'form': 1.0} for s in samples]\n"
+    assert custom(tmp_path, body)([sample("a")]) == [RewardResult(0.25, {"form": 1.0})]
+    assert custom(tmp_path, body, key="form")([sample("a")]) == [RewardResult(1.0, {"form": 1.0})]
+
+
 @pytest.mark.parametrize(("key", "message"), [(None, "several parts"), ("fomr", "no part 'fomr'")])
 def test_several_parts_need_a_known_reward_key(tmp_path: Path, key: str | None, message: str) -> None:
     problem = problem_of(RunError, custom(tmp_path, PARTS, key), [sample("a")])
@@ -119,13 +130,207 @@ def test_reward_key_without_parts_is_refused(tmp_path: Path) -> None:
     assert "no part to pick" in problem_of(RunError, reward, [sample("a")]).message
 
 
-@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "'1.0'", "None", "{'a': float('-inf')}"])
-def test_a_reward_that_is_no_finite_number_is_refused_with_its_sample(tmp_path: Path, value: str) -> None:
-    reward = custom(tmp_path, f"def judge(samples):\n    return [1.0, {value}]\n")
+BAD_NUMBERS = [
+    "float('nan')",
+    "float('inf')",
+    "'1.0'",
+    "b'1'",
+    "None",
+    "[1.0]",
+    "1j",
+    "10**400",
+    "1e308",
+    "1e39",
+    "-1e16",
+    "object()",
+    "__import__('numpy').ones(2)",
+    "__import__('torch').ones(2)",
+    "__import__('numpy').float32('nan')",
+    "{'a': float('-inf')}",
+    "{'reward': 1.0, 'a': None}",
+    "{'reward': 1.0, 'a': 10**400}",
+    "{'reward': '1.0'}",
+    "RewardResult(1.0, {'a': 'x'})",
+    "RewardResult(None)",
+]
+
+
+@pytest.mark.parametrize("value", BAD_NUMBERS)
+def test_what_is_not_a_usable_number_is_refused_with_its_sample(tmp_path: Path, value: str) -> None:
+    body = "from relax_cli.data.rewards import RewardResult\n"
+    reward = custom(tmp_path, f"{body}def judge(samples):\n    return [1.0, {value}]\n")
     problem = problem_of(RunError, reward, [sample("good one"), sample("bad one")])
-    assert "not a finite number" in problem.message
+    assert problem.id == "reward-failed"
+    assert "mine.py" in problem.message
     assert "group 4" in problem.where
     assert "bad one" in problem.where
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        ("True", 1.0),
+        ("10**12", 1e12),
+        ("-0.5", -0.5),
+        ("1e-300", 1e-300),
+        ("__import__('fractions').Fraction(1, 4)", 0.25),
+        ("__import__('decimal').Decimal('0.25')", 0.25),
+        ("__import__('numpy').float32(0.25)", 0.25),
+        ("__import__('numpy').bool_(True)", 1.0),
+        ("__import__('numpy').array([0.25])", 0.25),
+        ("__import__('torch').tensor(0.25, requires_grad=True)", 0.25),
+        ("__import__('torch').tensor([0.25])", 0.25),
+        ("{'any': 0.25}", 0.25),
+    ],
+)
+def test_every_kind_of_number_is_accepted(tmp_path: Path, value: str, number: float) -> None:
+    assert rewards(custom(tmp_path, f"def judge(samples):\n    return [{value}]\n")([sample("a")])) == [number]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    ["None", "1.0", "'ab'", "b'ab'", "{'reward': [1.0, 1.0]}", "{}", "object()", "[1.0]", "[1.0] * 3", "[]",
+     "iter(int, 1)", "(1.0 for _ in range(5))", "__import__('numpy').array(1.0)"],
+)  # fmt: skip
+def test_what_is_not_one_score_a_sample_is_refused(tmp_path: Path, returned: str) -> None:
+    reward = custom(tmp_path, f"def judge(samples):\n    return {returned}\n")
+    problem = problem_of(RunError, reward, [sample("a"), sample("b")])
+    assert problem.id == "reward-failed"
+    assert "mine.py" in problem.message
+
+
+@pytest.mark.parametrize(
+    "returned",
+    ["(1.0, 2.0)", "(float(i + 1) for i in range(2))", "__import__('numpy').array([1.0, 2.0])",
+     "__import__('torch').tensor([[1.0], [2.0]])", "map(float, [1, 2])"],
+)  # fmt: skip
+def test_scores_may_come_in_anything_that_is_iterated(tmp_path: Path, returned: str) -> None:
+    reward = custom(tmp_path, f"def judge(samples):\n    return {returned}\n")
+    assert rewards(reward([sample("a"), sample("b")])) == [1.0, 2.0]
+
+
+ASYNC = {
+    "function": "async def judge(samples):\n    await asyncio.sleep(0)\n    return [1.0 for _ in samples]\n",
+    "object": "class J:\n    async def __call__(self, samples): return [1.0 for _ in samples]\njudge = J()\n",
+    "class": "class judge:\n    async def __call__(self, samples): return [1.0 for _ in samples]\n",
+    "each": "async def one(s): return 1.0\ndef judge(samples): return [one(s) for s in samples]\n",
+    "lambda": "async def one(samples): return [1.0 for _ in samples]\njudge = lambda samples: one(samples)\n",
+}
+
+
+@pytest.mark.parametrize("kind", ASYNC)
+def test_asynchronous_rewards_are_awaited(tmp_path: Path, kind: str) -> None:
+    reward = custom(tmp_path, "import asyncio\n" + ASYNC[kind])
+
+    async def inside_a_loop() -> list[RewardResult]:
+        return reward([sample("a")])
+
+    assert rewards(reward([sample("a"), sample("b")])) == [1.0, 1.0]
+    assert rewards(asyncio.run(inside_a_loop())) == [1.0]
+    reward.close()
+
+
+def test_a_reward_is_not_called_without_samples(tmp_path: Path) -> None:
+    assert custom(tmp_path, "def judge(samples):\n    return [1 / len(samples)]\n")([]) == []
+
+
+RAISED = [
+    ("raise KeyError('tests')", "KeyError: 'tests'"),
+    ("raise SystemExit(0)", "SystemExit: 0"),
+    ("__import__('sys').exit('no key')", "SystemExit: no key"),
+    ("exit()", "SystemExit"),
+    ("raise BaseException('x')", "BaseException: x"),
+    ("raise GeneratorExit", "GeneratorExit"),
+    ("raise __import__('asyncio').CancelledError", "CancelledError"),
+    ("raise StopIteration(3)", "StopIteration"),
+    ("raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})()", "Odd"),
+    ("judge(samples)", "RecursionError"),
+    ("raise ValueError('y' * 10**6)", "ValueError: yyy"),
+]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize(("statement", "text"), RAISED)
+def test_whatever_a_reward_raises_names_function_and_line(tmp_path: Path, kind: str, statement: str, text: str) -> None:
+    if kind == "async def" and statement in ("judge(samples)", "exit()"):
+        pytest.skip("the call is not awaited")
+    reward = custom(tmp_path, f"# first\n{kind} judge(samples):\n    {statement}\n")
+    problem = problem_of(RunError, reward, [sample("a")])
+    assert problem.id == "reward-failed"
+    assert problem.message.startswith(f"the reward {tmp_path / 'mine.py'}:judge failed: ")
+    assert text in problem.message
+    assert "mine.py:3 in judge" in problem.where
+    assert len(problem.message) < 1000
+
+
+def test_the_sample_at_which_a_reward_failed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("def grade(label):\n    return int(label)\n")
+    body = "from neighbour import grade\ndef judge(samples):\n    return [grade(s.label) for s in samples]\n"
+    problem = problem_of(RunError, custom(tmp_path, body), [sample("a", "1"), sample("b", "two"), sample("c", "3")])
+    assert "response 'b'" in problem.where
+    assert "neighbour.py:2 in grade" in problem.where
+    assert "mine.py:3" in problem.got
+    assert "return int(label)" in problem.got
+
+
+def test_ctrl_c_in_a_reward_stays_ctrl_c(tmp_path: Path) -> None:
+    reward = custom(tmp_path, "def judge(samples):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        reward([sample("a")])
+
+
+PRINTS = {
+    "print": "print('noise')",
+    "write": "sys.stdout.write('noise')",
+    "descriptor": "os.write(1, b'noise')",
+    "child": "subprocess.run(['echo', 'noise'])",
+}
+
+
+@pytest.mark.parametrize("how", PRINTS)
+def test_what_a_reward_prints_stays_out_of_stdout(tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str) -> None:
+    body = f"import os, subprocess, sys\n{PRINTS[how]}\ndef judge(samples):\n    {PRINTS[how]}\n    return [1.0]\n"
+    reward = custom(tmp_path, body)
+    assert rewards(reward([sample("a")])) == [1.0]
+    print("data")
+    out, err = capfd.readouterr()
+    assert out == "data\n"
+    assert err.count("noise") == 2
+
+
+STATE = {
+    "set_grad_enabled(False)": "is_grad_enabled()",
+    "set_default_dtype(torch.float64)": "get_default_dtype()",
+    "set_num_threads(torch.get_num_threads() + 1)": "get_num_threads()",
+    "use_deterministic_algorithms(True)": "are_deterministic_algorithms_enabled()",
+    "set_default_device('meta')": "get_default_device()",
+}
+
+
+@pytest.mark.parametrize("change", STATE)
+@pytest.mark.parametrize("end", ["return [1.0]", "raise ValueError"])
+def test_a_reward_changes_no_setting_of_torch(tmp_path: Path, change: str, end: str) -> None:
+    import torch
+
+    read = f"torch.{STATE[change]}"
+    before = eval(read)
+    body = f"import os, torch\ndef judge(samples):\n    torch.{change}\n    os.chdir('/')\n    {end}\n"
+    with contextlib.suppress(RunError):
+        custom(tmp_path, body)([sample("a")])
+    assert eval(read, {"torch": torch}) == before
+    assert Path.cwd() != Path("/")
+
+
+def test_a_reward_imports_its_neighbours_and_hides_no_module(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("SCORE = 0.5\n")
+    (tmp_path / "later.py").write_text("SCORE = 0.25\n")
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError('the neighbour instead of the module')\n")
+    body = (
+        "from beside_it import SCORE\n"
+        "def judge(samples):\n    import later\n    import colorsys\n    return [SCORE + later.SCORE]\n"
+    )
+    sys.modules.pop("colorsys", None)
+    assert rewards(custom(tmp_path, body)([sample("a")])) == [0.75]
 
 
 def test_another_number_of_scores_is_refused(tmp_path: Path) -> None:
@@ -134,31 +339,99 @@ def test_another_number_of_scores_is_refused(tmp_path: Path) -> None:
     assert (problem.got, problem.expected) == ("1", "2")
 
 
-def test_an_exception_in_a_custom_reward_names_the_file(tmp_path: Path) -> None:
-    reward = custom(tmp_path, "def judge(samples):\n    return [s.no_such_field for s in samples]\n")
-    message = problem_of(RunError, reward, [sample("a")]).message
-    assert "mine.py" in message
-    assert "no_such_field" in message
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ("import relax_nothing\n", "fails to import"),
-        ("judge = 3\n", "no function 'judge'"),
+        ("judge = 3\n", "cannot be called"),
+        ("def grade(samples): ...\n", "no function 'judge'"),
         ("(", "fails to import"),
     ],
 )
 def test_a_custom_file_that_does_not_load_is_refused(tmp_path: Path, body: str, message: str) -> None:
     problem = problem_of(ConfigError, custom, tmp_path, body)
     assert message in problem.message
-    assert problem.where == str(tmp_path / "mine.py")
+    assert problem.where.split(":")[0] == str(tmp_path / "mine.py")
 
 
 @pytest.mark.parametrize("spec", ["no/such/file.py:judge", "file.py", "", ":judge"])
 def test_a_custom_path_to_nothing_is_refused(spec: str) -> None:
     problem = problem_of(ConfigError, load_reward, RewardSection(custom_rm_path=spec), {})
     assert problem.expected.startswith("FILE.py:function")
+
+
+DEFINED = {
+    "try": "try:\n    def judge(samples): return [1.0]\nexcept OSError: pass\n",
+    "if": "if True:\n    def judge(samples): return [1.0]\n",
+    "annotated": "from typing import Any\njudge: Any = lambda samples: [1.0]\n",
+    "unpacked": "(judge, other) = (lambda samples: [1.0], 1)\n",
+    "class": "class judge:\n    def __call__(self, samples): return [1.0]\n",
+    "partial": "import functools\njudge = functools.partial(lambda n, samples: [n], 1.0)\n",
+    "star": "from other_file import *\n",
+    "exec": "exec('def judge(samples): return [1.0]')\n",
+    "globals": "globals()['judge'] = lambda samples: [1.0]\n",
+    "default": "def judge(samples, *, strict=True): return [1.0]\n",
+    "coroutine": "async def judge(samples): return [1.0]\n",
+}
+
+
+@pytest.mark.parametrize("how", DEFINED)
+def test_validation_finds_a_function_however_it_is_defined(tmp_path: Path, how: str) -> None:
+    (tmp_path / "other_file.py").write_text("def judge(samples): return [1.0]\n")
+    file = tmp_path / "mine.py"
+    file.write_text(DEFINED[how])
+    assert rewards(load_reward(RewardSection(custom_rm_path=f"{file}:judge"), {})([sample("a")])) == [1.0]
+    assert find_custom(f"{file}:judge") is not None
+
+
+UNUSABLE = {
+    "judge = 3": "custom-reward",
+    "def judge(a, b): ...": "custom-reward",
+    "def judge(): ...": "custom-reward",
+    "class judge: pass": "custom-reward",
+    "def grade(samples): ...": "custom-rm-function",
+    "def judge(samples:": "custom-rm-file",
+    "import relax_nothing": "custom-reward",
+    "raise SystemExit(0)": "custom-reward",
+    "import sys; sys.exit('no key')": "custom-reward",
+    "raise BaseException": "custom-reward",
+}
+
+
+@pytest.mark.parametrize("body", UNUSABLE)
+def test_a_reward_file_that_cannot_be_used_is_one_problem(tmp_path: Path, body: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"# first\n{body}\n")
+    problem = problem_of(ConfigError, find_custom, f"{file}:judge")
+    assert problem.id == UNUSABLE[body]
+    assert str(file) in problem.where
+    if "import" in problem.message:
+        assert problem.where.startswith(f"{file}:2")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def judge(samples): ...", None),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\ndef judge(s): ...", None),
+        ("print('noise')\ndef judge(samples): ...", None),
+        ("import os; os._exit(0)", "exit code 0"),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+        ("import time; time.sleep(60)", "more than 1 s"),
+        ("while True: pass", "more than 1 s"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_reward_file_is_tried_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str | None
+) -> None:
+    if "more than" in (message or ""):
+        monkeypatch.setattr(apart, "DEADLINE", 1.0)
+    file = tmp_path / "mine.py"
+    file.write_text(body + "\n")
+    found = check_custom(f"{file}:judge")
+    assert [problem.id for problem in found] == ([] if message is None else ["custom-reward"])
+    assert message is None or message in found[0].message
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`math`: 1 if the response's last answer is mathematically equal to the label (math-verify).
+"""`math`: 1 if the response's last answer has the value of the label (math-verify).
 
 Comparing expressions can take for ever and exhaust memory, so it happens in worker processes that have a
 deadline for every sample and are replaced when they die.
@@ -16,13 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Literal
 
+from relax_cli.data.rewards.math_answers import compare
 from relax_cli.data.rewards.types import RewardInput, RewardResult
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
 
 log = logging.getLogger(__name__)
 
 Verdict = Literal["right", "wrong", "bad-label", "timed-out", "died"]
 MOST_WORKERS = 4
+
+MATH_LABEL = problem_kind(
+    "math-label", "Reward", "While the run was going on, math-verify found no mathematics in a label."
+)
+MATH_WORKER = problem_kind("math-worker", "Reward", "A worker process of the math reward does not start.")
 
 
 class MathReward:
@@ -77,12 +83,11 @@ class MathReward:
 def _result(sample: RewardInput, verdict: Verdict) -> RewardResult:
     if verdict == "bad-label":
         raise RunError(
-            Problem(
-                id="math-label",
-                message="math-verify finds no mathematics in the label",
+            MATH_LABEL(
+                "math-verify finds no mathematics in the label",
                 where=sample.describe(),
                 got=repr(sample.label),
-                expected="a number or LaTeX",
+                expected="a number, LaTeX or a word",
                 fix="correct the label, or --rm-type exact",
             )
         )
@@ -94,13 +99,8 @@ def _result(sample: RewardInput, verdict: Verdict) -> RewardResult:
 
 
 def _does_not_start() -> RunError:
-    return RunError(
-        Problem(
-            id="math-worker",
-            message="the worker process of the math reward does not start",
-            fix="see its traceback above; python -c 'import math_verify' must work",
-        )
-    )
+    fix = "see its traceback above; python -c 'import math_verify' must work"
+    return RunError(MATH_WORKER("the worker process of the math reward does not start", fix=fix))
 
 
 class _Worker:
@@ -144,7 +144,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, deadline: float) -> None:
-    from math_verify import parse, verify
+    import math_verify  # noqa: F401 - takes seconds, which no sample should pay for
 
     # Ctrl-C reaches the whole process group; the parent decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -158,13 +158,6 @@ def _serve(pipe: Connection, deadline: float) -> None:
             return
         # The alarm's default action ends this process, inside C code too, and when the parent is long gone.
         signal.setitimer(signal.ITIMER_REAL, deadline)
-        gold = parse(as_math(label), parsing_timeout=None)
-        answer = parse(response, parsing_timeout=None)
-        verdict = "right" if gold and verify(gold, answer, timeout_seconds=None) else "wrong" if gold else "bad-label"
+        verdict = compare(label, response)
         signal.setitimer(signal.ITIMER_REAL, 0)
         pipe.send(verdict)
-
-
-def as_math(label: str) -> str:
-    """Labels are usually bare (`\\frac{1}{2}`); math-verify reads LaTeX inside an environment only."""
-    return label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"

@@ -6,28 +6,37 @@ import base64
 import http.client
 import json
 import ssl
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from relax_cli.config.redact import scrubbed
-from relax_cli.data.rewards.types import RewardInput, RewardResult, Score
-from relax_cli.errors import Problem, RunError
+from relax_cli.data.rewards.types import RewardInput, Score
+from relax_cli.errors import RunError, problem_kind
 
 BUSY = 429
 BLOCK = 1 << 16
 MOST_BYTES = 256 << 20
-"""A longer answer is no list of rewards."""
+"""A longer answer is not a list of rewards."""
+REWARD_REMOTE = problem_kind(
+    "reward-remote",
+    "Reward",
+    "The server of `--rm-url` did not answer, or not in the [agreed form](rewards.md#a-server-that-judges).\n"
+    "Connection faults, HTTP 429 and 5xx are tried again, at most 5 times and for 10 minutes in all; other answers\n"
+    "are not.",
+    option="--rm-url",
+)
 
 
 class RemoteReward:
     """POSTs `{"samples": [{"prompt", "response", "label", "metadata"}, …]}` and reads `{"rewards": [REWARD, …]}`.
 
-    A REWARD is a number, or an object of named numbers. In an object, `reward` is the number that trains and the others
-    are its parts; without it `--reward-key` picks one. What the numbers must be is checked where rewards are called.
+    A REWARD is a number, or an object of named numbers, which mean what they mean in a reward function.
     """
 
     def __init__(
@@ -62,73 +71,66 @@ class RemoteReward:
             RunError: no answer came in time, the server refused, or the answer is not of the form above.
         """
         rows = [{"prompt": s.prompt, "response": s.response, "label": s.label, "metadata": s.metadata} for s in samples]
-        answer = self._ask(json.dumps({"samples": rows}).encode())
+        # Metadata of files are JSON already; those of reasoning-gym may hold objects of its own.
+        answer = self._ask(json.dumps({"samples": rows}, default=str).encode())
         try:
             found = json.loads(answer)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._error("answered something that is not JSON", _start(answer)) from error
         rewards = found.get("rewards") if isinstance(found, dict) else None
         if not isinstance(rewards, list):
             raise self._error("answered JSON without a list of rewards", _start(answer))
         if len(rewards) != len(samples):
             raise self._error("answered another number of rewards than samples", len(rewards), str(len(samples)))
-        return [_score(reward) for reward in rewards]
+        return rewards
 
     def _ask(self, body: bytes) -> bytes:
         end = time.monotonic() + self._deadline
         pause = self._pause
         for attempt in range(1, self._attempts + 1):
             try:
-                return self._post(body, end)
+                return _within(end - time.monotonic(), lambda left: self._post(body, left))
             except TimeoutError as error:
                 raise self._error("did not answer in time", f"no answer in {self._deadline:g} s") from error
-            except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-                fault = self._fault(error)
-                final = not _is_passing(error) or time.monotonic() + pause >= end
+            except _Refused as refusal:
+                final = not refusal.is_passing or time.monotonic() + pause >= end
                 if final or attempt == self._attempts:
-                    tries = f"{fault}, after {attempt} attempts" if attempt > 1 else fault
-                    raise self._error("failed", tries) from error
+                    tries = f"{refusal}, after {attempt} attempts" if attempt > 1 else str(refusal)
+                    raise self._error("failed", tries) from refusal
             self._sleep(pause)
             pause *= 2
         raise AssertionError("the last attempt returns or raises")
 
-    def _post(self, body: bytes, end: float) -> bytes:
+    def _post(self, body: bytes, seconds: float) -> bytes:
         """One attempt.
 
         Raises:
-            TimeoutError: `end`, in monotonic seconds, has come.
-            OSError: anything else; `URLError` and `HTTPError` are kinds of it.
+            TimeoutError: a part of the exchange took that long.
+            _Refused: anything else.
         """
-        left = end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
         request = urllib.request.Request(self._url, data=body, headers=self._headers, method="POST")
         try:
-            with self._opener.open(request, timeout=left) as response:
-                return _read(response, end)
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise TimeoutError from error
-            raise
-
-    def _fault(self, error: Exception) -> str:
-        if isinstance(error, urllib.error.HTTPError):
+            with self._opener.open(request, timeout=seconds) as response:
+                return _read(response)
+        except urllib.error.HTTPError as error:
             with error:
                 try:
                     said = _start(error.read(BLOCK))
                 except (OSError, http.client.HTTPException):
                     said = ""
-            return f"HTTP {error.code} {error.reason}" + (f": {said}" if said else "")
-        if isinstance(error, urllib.error.URLError):
-            return str(error.reason)
-        return f"{type(error).__name__}: {error}".removesuffix(": ")
+            status = f"HTTP {error.code} {error.reason}"
+            raise _Refused(f"{status}: {said}" if said else status, error.code == BUSY or error.code >= 500) from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise TimeoutError from error
+            said = str(reason) if reason is not error else f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise _Refused(said, not isinstance(reason, ssl.SSLCertVerificationError)) from error
 
     def _error(self, what: str, got: object, expected: str = "") -> RunError:
         return RunError(
-            Problem(
-                id="reward-remote",
-                message=f"the reward server {what}",
-                option="--rm-url",
+            REWARD_REMOTE(
+                f"the reward server {what}",
                 where=self.shown_url,
                 got=scrubbed(str(got)),
                 expected=expected or 'HTTP 200 and {"rewards": [a number or an object for each sample]}',
@@ -137,6 +139,14 @@ class RemoteReward:
                 f"'{self.shown_url}'",
             )
         )
+
+
+class _Refused(Exception):
+    """An attempt failed; `is_passing`: the same request may succeed later."""
+
+    def __init__(self, text: str, is_passing: bool) -> None:
+        super().__init__(text)
+        self.is_passing = is_passing
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -157,34 +167,33 @@ def _endpoint(url: str) -> tuple[str, dict[str, str]]:
     return urlunsplit(parts._replace(netloc=host, fragment="")), headers
 
 
-def _is_passing(error: Exception) -> bool:
-    """Whether the same request may succeed later: no connection, a broken one, a busy or broken server."""
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code == BUSY or error.code >= 500
-    return not isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError)
+def _within(seconds: float, exchange: Callable[[float], bytes]) -> bytes:
+    """What the exchange returns, or a TimeoutError after so many seconds.
+
+    The time limit of a socket is for each read, so a server that sends a byte now and then would never be stopped: the
+    exchange has a thread, which is left behind in that case, for the run ends.
+    """
+    if seconds <= 0:
+        raise TimeoutError
+    result: Future[bytes] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(exchange(seconds))
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
+            result.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="reward-server").start()
+    return result.result(seconds)
 
 
-def _read(response: http.client.HTTPResponse, end: float) -> bytes:
-    """The whole body. The time limit of a socket is for each block, so a slow server is stopped here."""
-    blocks: list[bytes] = []
-    size = 0
-    while block := response.read1(BLOCK):
-        blocks.append(block)
-        size += len(block)
-        if time.monotonic() > end:
-            raise TimeoutError
-        if size > MOST_BYTES:
-            raise http.client.HTTPException(f"more than {MOST_BYTES} bytes")
+def _read(response: http.client.HTTPResponse) -> bytes:
+    body = response.read(MOST_BYTES + 1)
+    if len(body) > MOST_BYTES:
+        raise http.client.HTTPException(f"more than {MOST_BYTES} bytes")
     if response.length:
         raise http.client.IncompleteRead(b"", response.length)
-    return b"".join(blocks)
-
-
-def _score(reward: Any) -> Score:
-    if isinstance(reward, Mapping) and "reward" in reward:
-        return RewardResult(reward["reward"], {name: part for name, part in reward.items() if name != "reward"})
-    score: Score = reward
-    return score
+    return body
 
 
 def _start(body: bytes, most: int = 200) -> str:

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
+
+REWARD = "reward"
+"""The part that trains, where a reward returns several and no `--reward-key` picks another."""
+NEEDS_LABEL = problem_kind(
+    "reward-needs-label",
+    "Reward",
+    "The reward compares with a label, so `--label-key` has to name one.",
+    option="--label-key",
+)
 
 
 @dataclass(frozen=True)
@@ -14,13 +23,13 @@ class RewardInput:
     """One response to judge."""
 
     prompt: str
-    """The prompt as text; chat messages arrive rendered."""
+    """The prompt as text; chat messages arrive rendered by the chat template."""
     response: str
-    """Decoded response without special tokens."""
+    """Decoded response without special tokens, and without the stop string that ended it."""
     label: str | None
     """The row's label, None without `--label-key`."""
     metadata: dict[str, Any]
-    """The row's metadata."""
+    """The row's metadata: a copy, which may be changed."""
     truncated: bool
     """True where the response hit the length limit."""
     group: int
@@ -38,10 +47,8 @@ class RewardInput:
         """
         if self.label is None:
             raise RunError(
-                Problem(
-                    id="reward-needs-label",
-                    message=f"the reward {reward} needs a label",
-                    option="--label-key",
+                NEEDS_LABEL(
+                    f"the reward {reward} needs a label",
                     where=self.describe(),
                     got="no label",
                     expected="a label for every prompt",
@@ -60,7 +67,7 @@ class RewardResult:
 
 
 Score = float | Mapping[str, float] | RewardResult
-"""What a reward may return for one sample: a number, named parts (`--reward-key` picks one), or both."""
+"""What a reward may return for one sample: a number, or named numbers of which `reward` or `--reward-key` trains."""
 
 BatchReward = Callable[[Sequence[RewardInput]], Sequence[Score]]
 """A reward judges a whole batch at once and returns one score for each sample, in order."""

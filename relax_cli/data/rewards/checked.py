@@ -1,0 +1,207 @@
+"""Calls a reward on a batch, and refuses everything but one usable number for each sample."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
+
+from relax_cli.data.rewards.types import REWARD, BatchReward, RewardInput, RewardResult
+from relax_cli.errors import RunError, problem_kind
+from relax_cli.plugin.settings_kept import settings_kept
+from relax_cli.plugin.user_code import UserCodeError, from_here, user_code
+
+MOST_REWARD = 1e15
+"""The trainer squares rewards in float32."""
+MOST_PART = 1e100
+"""Parts are only averaged, in float64."""
+MOST_FRAMES = 4
+MOST_TEXT = 500
+"""Characters of an exception's text, or of a value, that are shown."""
+REWARD_FAILED = problem_kind(
+    "reward-failed",
+    "Reward",
+    "The reward raised an exception, or returned something other than one finite number for each sample.",
+)
+
+
+class RewardFunction(Protocol):
+    """A loaded reward."""
+
+    def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
+        """Judge a batch.
+
+        Raises:
+            RunError: the function failed, or returned something other than one finite number for each sample.
+        """
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+
+
+class CheckedReward:
+    """A `RewardFunction` from a function of anybody's."""
+
+    def __init__(self, name: str, function: BatchReward, key: str | None) -> None:
+        self._name = name
+        self._function = function
+        self._key = key
+        self._runner = asyncio.Runner()
+
+    def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
+        """See `RewardFunction`. Without samples, such as on a worker without a share, the function is not called."""
+        if not samples:
+            return []
+        try:
+            with user_code(), settings_kept():
+                scores = self._scores(samples)
+                return [self._result(score, sample) for score, sample in zip(scores, samples, strict=True)]
+        except UserCodeError as error:
+            raise self._raised(error, samples) from error.__cause__
+
+    def close(self) -> None:
+        """See `RewardFunction`."""
+        self._runner.close()
+        close: Callable[[], None] | None = getattr(self._function, "close", None)
+        if close is not None:
+            close()
+
+    def _scores(self, samples: Sequence[RewardInput]) -> list[Any]:
+        # A list of its own: the caller's must not change.
+        returned = _finished(self._function(list(samples)), self._runner)
+        if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
+            what, expected = f"returned a {type(returned).__name__} for a batch", f"a list of {len(samples)} scores"
+            raise self._error(what, _shown(returned), expected)
+        # A generator may have no end.
+        scores = [_finished(score, self._runner) for score in islice(returned, len(samples) + 1)]
+        if len(scores) != len(samples):
+            got = str(len(scores)) if len(scores) < len(samples) else f"more than {len(samples)}"
+            raise self._error("returned another number of scores than samples", got, str(len(samples)))
+        return scores
+
+    def _result(self, score: Any, sample: RewardInput) -> RewardResult:
+        if isinstance(score, RewardResult):
+            score = {**score.parts, REWARD: score.reward}
+        if not isinstance(score, Mapping):
+            if self._key is not None:
+                raise self._error("returned one number, so there is no part to pick", _shown(score), self._key, sample)
+            return RewardResult(self._number(score, sample, MOST_REWARD))
+        numbers = {str(name): self._number(value, sample, MOST_PART, name) for name, value in score.items()}
+        reward = self._pick(numbers, sample)
+        parts = {name: number for name, number in numbers.items() if name != REWARD}
+        return RewardResult(self._number(reward, sample, MOST_REWARD), parts)
+
+    def _pick(self, numbers: dict[str, float], sample: RewardInput) -> float:
+        key = self._key
+        if key is None:
+            key = REWARD if REWARD in numbers or len(numbers) != 1 else next(iter(numbers))
+        if key not in numbers:
+            what = "returned several parts" if self._key is None else f"returned no part {key!r}"
+            expected = self._key or f"a part called {REWARD}, or a --reward-key"
+            fix = f"--reward-key {next(iter(numbers), 'NAME')}"
+            raise self._error(what, ", ".join(numbers) or "no parts", expected, sample, fix)
+        return numbers[key]
+
+    def _number(self, value: Any, sample: RewardInput, most: float, name: object = "") -> float:
+        number = _as_float(value)
+        called = f" as {name}" if name != "" else ""
+        if number is None or not isfinite(number):
+            raise self._error(
+                f"returned something that is not a finite number{called}", _shown(value), "a number", sample
+            )
+        if abs(number) > most:
+            what = f"returned a number that is too large to train with{called}"
+            raise self._error(what, _shown(value), f"at most {most:g} in size", sample)
+        return number
+
+    def _raised(self, error: UserCodeError, samples: Sequence[RewardInput]) -> RunError:
+        cause = error.__cause__
+        assert cause is not None
+        if not error.frames and cause.__cause__ is not None:
+            # Python replaces a StopIteration of a coroutine by a RuntimeError of its own.
+            error = UserCodeError(cause.__cause__)
+        # A loop over the samples has the one that it is at in a local variable.
+        current = next((value for value in _locals_of(cause) for sample in samples if value is sample), None)
+        frames = error.frames[-MOST_FRAMES:]
+        return self._error(
+            f"failed: {_shortened(error.reason)}",
+            " → ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in frames),
+            sample=current,
+            at=from_here(f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else error.place),
+            batch=len(samples),
+        )
+
+    def _error(
+        self,
+        what: str,
+        got: str = "",
+        expected: str = "",
+        sample: RewardInput | None = None,
+        fix: str = "",
+        *,
+        at: str = "",
+        batch: int = 0,
+    ) -> RunError:
+        whose = sample.describe() if sample is not None else f"a batch of {batch} samples" if batch else ""
+        return RunError(
+            REWARD_FAILED(
+                f"the reward {self._name} {what}",
+                where="; ".join(filter(None, (at, whose))),
+                got=got,
+                expected=expected,
+                fix=fix or f"correct the reward {self._name}",
+            )
+        )
+
+
+def _as_float(value: Any) -> float | None:
+    # float() takes the text "1.0", which is a mistake here.
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    # One number in an array or tensor.
+    if not isinstance(value, float | int) and callable(getattr(value, "item", None)):
+        value = value.item()
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _finished(result: Any, runner: asyncio.Runner) -> Any:
+    """What an asynchronous function returned, once it is done; any other result as it is."""
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return runner.run(wait())
+    # In a notebook a loop runs in this thread already.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: runner.run(wait())).result()
+
+
+def _locals_of(error: BaseException) -> Iterator[Any]:
+    """Values of the local variables of an exception's frames, innermost frame first."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        yield from frame.f_locals.values()
+
+
+def _shown(value: object) -> str:
+    try:
+        return _shortened(repr(value))
+    except Exception:  # noqa: BLE001 - a repr of the user's
+        return f"a {type(value).__name__}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} …"

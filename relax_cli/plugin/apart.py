@@ -1,0 +1,78 @@
+"""Code of users, tried in a process of its own: it may print, exit, crash or never end, and nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+from relax_cli.errors import Problem, RelaxError
+
+DEADLINE = 120.0
+"""Seconds for a module of a user and what it imports, torch included."""
+
+
+class Unanswered(Exception):
+    """The process ended or was ended before it said anything; the text is a predicate: `ended with exit code 3`."""
+
+
+def run_apart(function: str, *arguments: str) -> list[Problem]:
+    """The problems that `"module:function"`, called with these texts, raises as a `RelaxError`.
+
+    Raises:
+        Unanswered: there was no answer in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="relax-") as folder:
+        answer = Path(folder, "answer.json")
+        # -P: the working folder is not on the path of a run's processes either.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(answer), function, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(DEADLINE)
+        except subprocess.TimeoutExpired as error:
+            raise Unanswered(f"takes more than {DEADLINE:g} s to import") from error
+        finally:
+            # Children of the user's code as well; there are none in most cases.
+            _end_group(process)
+        if not answer.exists():
+            raise Unanswered(f"ended its process with {_ending(code)} while it was imported")
+        return [Problem(**fields) for fields in json.loads(answer.read_text("utf-8"))]
+
+
+def main(answer: str, function: str, *arguments: str) -> None:
+    """The process of `run_apart`."""
+    module, _, name = function.partition(":")
+    problems: tuple[Problem, ...] = ()
+    try:
+        getattr(import_module(module), name)(*arguments)
+    except RelaxError as error:
+        problems = error.problems
+    Path(answer).write_text(json.dumps([asdict(problem) for problem in problems]), "utf-8")
+    # Threads that the user's code started must not keep the process.
+    os._exit(0)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
