@@ -203,6 +203,14 @@ def test_the_first_warm_up_step_already_learns(qwen3: Path) -> None:
     assert result["lrs"] == pytest.approx([5e-4, 1e-3, 1e-3])
 
 
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_a_run_of_one_step_learns_at_the_full_rate(qwen3: Path, decay: str) -> None:
+    model = build(Run("policy", qwen3, warmup_iters=0, decay_iters=1, optimizer={"lr_decay_style": decay}))
+    before = [parameter.detach().clone() for parameter in model.model.parameters()]
+    assert model.train_step(micro_batches(3, list(range(6))), loss_fn).lr == 1e-3
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.model.parameters(), strict=True))
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(qwen3: Path) -> None:
     model = build(Run("policy", qwen3))
     batches = micro_batches(3, list(range(6)))

@@ -36,6 +36,8 @@ class Run:
     save: Path | None = None
     save_after: int = 0
     lr: float = 1e-3
+    warmup_iters: int = 2
+    decay_iters: int = 10
     bf16: bool = False
     parks: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +56,8 @@ def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableMo
         run.model,
         OptimizerSection(**{"weight_decay": 0.01, "clip_grad": 0.5} | run.optimizer),
         lr=run.lr,
-        warmup_iters=2,
-        decay_iters=10,
+        warmup_iters=run.warmup_iters,
+        decay_iters=run.decay_iters,
         layout=ParallelSection(tensor_model_parallel_size=run.tensor_parallel, **run.layout),
         device=device,
         seed=7,

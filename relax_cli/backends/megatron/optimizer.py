@@ -1,4 +1,4 @@
-"""Adam over fp32 masters, gradient clipping and Megatron's learning-rate schedule.
+"""Adam over fp32 masters, gradient clipping and the learning-rate schedule.
 
 Megatron groups the parameters (no weight decay for norms and biases). Its optimizer classes are not used: they check
 for CUDA tensor types by name, update with another Adam where TransformerEngine or Apex is installed, and leave
@@ -16,13 +16,45 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
+from relax_cli.algorithms.schedule import learning_rate
 from relax_cli.backends.megatron.masters import Masters
 from relax_cli.config.schema import OptimizerSection
-from relax_cli.errors import ConfigError, Problem
+
+
+class Schedule:
+    """How many optimizer steps were taken, and the rate of each. Its state has the names of Megatron's scheduler."""
+
+    def __init__(self, section: OptimizerSection, lr: float, warmup_iters: int, decay_iters: int) -> None:
+        self.num_steps = 0
+        self.section = section
+        self.max_lr = lr
+        self.warmup_iters = warmup_iters
+        self.decay_iters = decay_iters
+
+    def rate(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, counted from 0."""
+        return learning_rate(
+            step,
+            peak=self.max_lr,
+            floor=self.section.min_lr,
+            warmup=self.warmup_iters,
+            total=self.decay_iters,
+            decay=self.section.lr_decay_style,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: only `num_steps` is read again, the rest says where it came from."""
+        return {
+            "num_steps": self.num_steps,
+            "max_lr": self.max_lr,
+            "min_lr": self.section.min_lr,
+            "lr_warmup_steps": self.warmup_iters,
+            "lr_decay_steps": self.decay_iters,
+            "lr_decay_style": self.section.lr_decay_style,
+        }
 
 
 class Optimizer:
@@ -36,17 +68,6 @@ class Optimizer:
         warmup_iters: int,
         decay_iters: int,
     ) -> None:
-        if section.min_lr > lr:
-            raise ConfigError(
-                Problem(
-                    id="min-lr-above-lr",
-                    message="the learning rate would grow during decay",
-                    fix="choose a --min-lr not above --lr (and --critic-lr)",
-                    option="--min-lr",
-                    got=str(section.min_lr),
-                    expected=f"at most {lr}",
-                )
-            )
         self.model = model
         self.clip_grad = section.clip_grad
         groups = _parameter_groups(model, section, lr)
@@ -56,29 +77,22 @@ class Optimizer:
             shared_out=section.use_distributed_optimizer,
         )
         self.adam = torch.optim.AdamW(
-            [{**group, "params": self.masters.values_of(group["params"])} for group in groups],
+            [
+                {
+                    **group,
+                    "params": self.masters.values_of(group["params"]),
+                    "weight_decay": section.weight_decay * group["wd_mult"],
+                }
+                for group in groups
+            ],
             lr=lr,
             betas=(section.adam_beta1, section.adam_beta2),
             eps=section.adam_eps,
-            weight_decay=section.weight_decay,
             fused=True,
         )
         self._create_state()
-        self.scheduler = OptimizerParamScheduler(
-            self.adam,
-            init_lr=0.0 if warmup_iters else lr,
-            max_lr=lr,
-            min_lr=section.min_lr,
-            lr_warmup_steps=warmup_iters,
-            lr_decay_steps=max(decay_iters, warmup_iters + 1),
-            lr_decay_style=section.lr_decay_style,
-            start_wd=section.weight_decay,
-            end_wd=section.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,
-        )
+        self.scheduler = Schedule(section, lr, warmup_iters, decay_iters)
+        self._set_rate(0)
 
     @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
@@ -93,9 +107,9 @@ class Optimizer:
         if 0.0 < self.clip_grad < norm:
             self._scale_gradients(norm)
         self.masters.take_gradients()
-        # First the schedule, so that the first step of a warm-up already learns.
-        self.scheduler.step(1)
+        self._set_rate(self.scheduler.num_steps)
         self.adam.step()
+        self.scheduler.num_steps += 1
         self.masters.set_parameters()
         return norm, self.lr, False
 
@@ -133,8 +147,12 @@ class Optimizer:
         step = float(state["state"].get("common_step", 0.0))
         for values in self.adam.state.values():
             values["step"].fill_(step)
-        self.scheduler.num_steps = 0
-        self.scheduler.load_state_dict(loaded["scheduler"])
+        self.scheduler.num_steps = int(loaded["scheduler"]["num_steps"])
+        self._set_rate(max(0, self.scheduler.num_steps - 1))
+
+    def _set_rate(self, step: int) -> None:
+        for group in self.adam.param_groups:
+            group["lr"] = self.scheduler.rate(step)
 
     def _steps_taken(self) -> Tensor:
         steps = {float(state["step"]) for state in self.adam.state.values()} or {0.0}

@@ -68,7 +68,7 @@ class TrainableModel:
         Args:
             lr: peak learning rate; the schedule's shape comes from `optimizer`.
             warmup_iters: optimizer steps of linear warm-up.
-            decay_iters: optimizer steps after which `min_lr` is reached.
+            decay_iters: optimizer steps of the run; the rate decays towards `min_lr` after them.
             layout: how the model is split, built and recomputed; `--resource` is not looked at.
             device: where it lives, the type it is trained in, and whether sleeping takes it away from there.
             seed: initialises the value head.
