@@ -4,36 +4,45 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from relax_cli.errors import Problem, ResumeError
+from relax_cli.checkpoint.layout import replace_file
+from relax_cli.errors import ResumeError, problem_kind
 from relax_cli.roles.sample_files import json_line
+
+METRICS_FILE = problem_kind(
+    "metrics-file",
+    "Folders and checkpoints",
+    "The metrics file of a run that is resumed cannot be read or continued.",
+    option="--run-dir",
+)
 
 
 class MetricsWriter:
     """Appends one JSON object per step to `metrics.jsonl`; a line is on the disk when `write` returns.
 
-    Opened with the first step that will be written. Lines at or after it, and a torn last line, were left by
-    a run that was aborted after its last checkpoint: they are dropped, since those steps run again.
+    Opened with the first step that will be written. Later lines and a torn last line are from a run that was
+    aborted after its last checkpoint: they are dropped, since those steps run again.
     """
 
     def __init__(self, run_dir: Path, first_step: int = 0) -> None:
         """Open the file, which may not exist yet.
 
         Raises:
-            ResumeError: what is there does not end with step `first_step - 1`, or is not ours.
+            ResumeError: its last step is before `first_step - 1`, or it is not a metrics file.
         """
         self._path = run_dir / "metrics.jsonl"
         self._next_step = first_step
         if self._path.exists():
-            text = self._path.read_text()
+            text = _text_of(self._path)
             kept = _lines_before(first_step, text, self._path)
             if kept != text:
-                _replace_file(self._path, kept)
-        self._file = self._path.open("a")
+                replace_file(self._path, kept)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one step, `record["step"]`, which must be the next; NaN and infinity become null (JSON)."""
@@ -86,8 +95,15 @@ def write_config(run_dir: Path, dump: Mapping[str, Any]) -> Path:
     """Write the resolved configuration (`model_dump(mode="json")`) to `config.json`; returns the file."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / "config.json"
-    _replace_file(path, json.dumps(dump, indent=2, ensure_ascii=False) + "\n")
+    replace_file(path, json.dumps(dump, indent=2, ensure_ascii=False) + "\n")
     return path
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad_metrics(path, str(error), "a text file with one JSON object per line") from None
 
 
 def _lines_before(first_step: int, text: str, path: Path) -> str:
@@ -99,32 +115,30 @@ def _lines_before(first_step: int, text: str, path: Path) -> str:
         step = _step_of(line)
         if step is None or (last_step is not None and step != last_step + 1):
             expected = "a step's metrics" if last_step is None else f"the metrics of step {last_step + 1}"
-            raise _bad_metrics(f"{path}:{number}", line[:60], expected)
+            raise _bad_metrics(path, line[:60], expected, number)
         last_step = step
         if step < first_step:
             kept.append(line + "\n")
     if kept and last_step is not None and last_step < first_step - 1:
-        raise _bad_metrics(str(path), f"last step {last_step}", f"last step {first_step - 1} or later")
+        raise _bad_metrics(path, f"last step {last_step}", f"last step {first_step - 1} or later")
     return "".join(kept)
 
 
 def _step_of(line: str) -> int | None:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
 
 
-def _bad_metrics(where: str, got: str, expected: str) -> ResumeError:
+def _bad_metrics(path: Path, got: str, expected: str, line: int | None = None) -> ResumeError:
     return ResumeError(
-        Problem(
-            id="metrics-file",
-            message="the metrics of this run folder do not continue to the step resumed from",
-            fix="give a new folder with --run-dir, or repair the file",
-            option="--run-dir",
-            where=where,
+        METRICS_FILE(
+            "the metrics of this run folder do not continue to the step resumed from",
+            fix=f"--run-dir {shlex.quote(f'{path.parent}-2')}",
+            where=str(path) if line is None else f"{path}:{line}",
             got=got,
             expected=expected,
         )
@@ -137,13 +151,3 @@ def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str,
             yield from _numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and name not in ("step", "time"):
             yield prefix + name, float(value)
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Write `text` to a temporary name beside `path`, onto the disk, then give it the name."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -104,7 +107,7 @@ def test_resuming_in_a_new_folder_begins_at_the_resumed_step(tmp_path: Path) -> 
     assert steps_in(tmp_path) == [7, 8]
 
 
-@pytest.mark.parametrize("line", ["garbage", '{"step": 4}', "[1]", '{"loss": 1}'])
+@pytest.mark.parametrize("line", ["garbage", '{"step": 4}', "[1]", '{"loss": 1}', "[" * 100_000, "null", "1" * 5000])
 def test_a_damaged_metrics_file_is_refused_by_line(tmp_path: Path, line: str) -> None:
     text = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'
     (tmp_path / "metrics.jsonl").write_text(text)
@@ -112,6 +115,36 @@ def test_a_damaged_metrics_file_is_refused_by_line(tmp_path: Path, line: str) ->
         MetricsWriter(tmp_path, first_step=3)
     assert caught.value.problems[0].where == f"{tmp_path / 'metrics.jsonl'}:2"
     assert (tmp_path / "metrics.jsonl").read_text() == text
+
+
+@pytest.mark.parametrize("content", [b'{"step": 0}\n\xff\xfe\n', None])
+def test_a_metrics_file_that_is_not_text_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "metrics.jsonl"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ResumeError) as caught:
+        MetricsWriter(tmp_path, first_step=1)
+    (problem,) = caught.value.problems
+    assert (problem.id, problem.where, problem.fix) == ("metrics-file", str(path), f"--run-dir {tmp_path}-2")
+
+
+def test_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    code = r"""
+import sys
+from pathlib import Path
+from relax_cli.tracking.writers import MetricsWriter, write_config
+folder = Path(sys.argv[1])
+for step in (0, 1):
+    with MetricsWriter(folder, step) as writer:
+        writer.write({"step": step, "reward/part/\u00fc": 1.0})
+write_config(folder, {"name": "\u00fc"})
+"""
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=plain)
+    assert (tmp_path / "metrics.jsonl").read_text("utf-8").count("ü") == 2
+    assert "ü" in (tmp_path / "config.json").read_text("utf-8")
 
 
 def test_samples_of_a_step_appear_whole_or_not_at_all(tmp_path: Path) -> None:
