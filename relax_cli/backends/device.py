@@ -12,7 +12,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from relax_cli.errors import EnvironmentFault, Problem
+from relax_cli.errors import EnvironmentFault
+from relax_cli.preflight.rules.machine import no_cuda_device
+from relax_cli.preflight.rules.registry import Finding
 
 
 @dataclass(frozen=True)
@@ -37,22 +39,19 @@ def select_device(kind: Literal["auto", "cpu", "cuda"]) -> Device:
         kind: `auto` takes CUDA where there is a device.
 
     Raises:
-        EnvironmentFault: `cuda` was asked for and there is none.
+        EnvironmentFault: `cuda` was requested and there is no device.
     """
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         # CPUs without bf16 matrix units are faster in fp32, and parking would copy from host memory to host memory.
         return Device("cpu", torch.device("cpu"), "gloo", torch.float32, shared_memory=False)
     if not torch.cuda.is_available():
-        raise EnvironmentFault(
-            Problem(
-                id="no-cuda-device",
-                message="this process sees no CUDA device",
-                fix="use --device auto or --device cpu, or install a CUDA build of torch",
-                option="--device",
-                got="cuda",
-                expected="auto or cpu",
-            )
+        found = Finding(
+            "this process sees no CUDA device",
+            "use --device auto or --device cpu, or install a CUDA build of torch",
+            got="cuda",
+            expected="auto or cpu",
         )
+        raise EnvironmentFault(no_cuda_device.problem(found))
     # Kernels start in the order in which they were queued, so that communication of one layer overlaps with the
     # arithmetic of the next as Megatron has planned it. Read when the device is first used.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

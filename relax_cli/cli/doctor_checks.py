@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_cli.cli.console import table
-from relax_cli.cli.doctor_records import Check as Check
-from relax_cli.cli.doctor_versions import driver_check, version_checks
+from relax_cli.cli.doctor_versions import Check, driver_check, version_checks
 from relax_cli.config.redact import scrubbed
+from relax_cli.config.versions import NEWEST_MEGATRON
 from relax_cli.preflight.machine import gpu_count, total_memory, usable_cores
 from relax_cli.preflight.memory.sizes import in_bytes
 
@@ -159,72 +159,71 @@ def _devices(works: set[str], timeout: float) -> Iterator[Check]:
     if driver is not None:
         yield driver
     answer, trouble = _try(CUDA, timeout)
-    cuda = json.loads(answer) if trouble is None else {"build": None, "devices": []}
-    present = gpu_count()
     if trouble is not None:
         yield Check("CUDA", "problem", trouble, "nvidia-smi shows whether the driver works")
+    cuda = json.loads(answer) if trouble is None else {"build": None, "devices": []}
     for number, (name, free, total) in enumerate(cuda["devices"]):
         yield Check(f"GPU {number}", "ok", f"{name}, {in_bytes(free)} of {in_bytes(total)} free")
-    if not cuda["devices"] and trouble is None:
+    if cuda["devices"]:
+        return
+    if trouble is None:
         build = f"torch is built for CUDA {cuda['build']}" if cuda["build"] else "torch is a CPU build"
-        if present:
-            fix = "install a CUDA build of torch, and see that `nvidia-smi` works"
-            yield Check("CUDA", "note", f"{present} GPUs in /dev, but torch sees none; {build}", fix)
-        else:
-            yield Check("CUDA", "ok", f"no GPU: runs are on the CPU; {build}")
-    if not cuda["devices"] and "megatron-core" in works:
+        present = gpu_count()
+        found = (
+            f"{present} GPUs in /dev, but torch sees none; {build}" if present else f"no GPU: runs use the CPU; {build}"
+        )
+        yield _note_if(present > 0, "CUDA", found, "install a CUDA build of torch, and see that `nvidia-smi` works")
+    if "megatron-core" in works:
         _, trouble = _try(CPU_SUPPORT, timeout)
-        found = "works" if trouble is None else trouble.removeprefix("does not import: ")
-        fix = "" if trouble is None else "pip install megatron-core==0.16.1"
-        yield Check("Megatron on a CPU", "ok" if trouble is None else "problem", found, fix)
+        if trouble is None:
+            yield Check("Megatron on a CPU", "ok", "works")
+        else:
+            found = trouble.removeprefix("does not import: ")
+            yield Check("Megatron on a CPU", "problem", found, f"pip install megatron-core=={NEWEST_MEGATRON}")
 
 
 def _memory() -> Iterator[Check]:
-    total = total_memory()
-    yield Check("memory", "ok", "unknown" if total is None else in_bytes(total))
+    yield Check("memory", "ok", in_bytes(total_memory()))
     yield Check("cores", "ok", str(usable_cores()))
     if Path("/dev/shm").is_dir():
         usage = shutil.disk_usage("/dev/shm")
         found = f"{in_bytes(usage.free)} of {in_bytes(usage.total)} free"
-        small = usage.free < SMALL_SHARED_MEMORY
-        fix = "give the container more: docker run --shm-size=8g (Ray uses slower files instead)" if small else ""
-        yield Check("shared memory", "note" if small else "ok", found, fix)
+        fix = "give the container more: docker run --shm-size=8g (Ray uses slower files instead)"
+        yield _note_if(usage.free < SMALL_SHARED_MEMORY, "shared memory", found, fix)
 
 
 def _limits(has_gpu: bool) -> Iterator[Check]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
-    fix = f"ulimit -n {min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536}" if few else ""
-    yield Check("open files", "note" if few else "ok", _limit(soft), fix)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
-    yield Check("processes", "note" if few else "ok", _limit(soft), "ulimit -u 65536" if few else "")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    yield _limit("open files", resource.RLIMIT_NOFILE, FEW_FILES, f"ulimit -n {most}")
+    yield _limit("processes", resource.RLIMIT_NPROC, FEW_FILES, "ulimit -u 65536")
     if has_gpu:
         # Sleeping roles are parked in page-locked memory.
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        few = soft != resource.RLIM_INFINITY and soft < MUCH_LOCKED
-        found = _limit(soft) if soft == resource.RLIM_INFINITY else in_bytes(soft)
-        fix = "ulimit -l unlimited (in a container: --ulimit memlock=-1)" if few else ""
-        yield Check("page-locked memory", "note" if few else "ok", found, fix)
+        fix = "ulimit -l unlimited (in a container: --ulimit memlock=-1)"
+        yield _limit("page-locked memory", resource.RLIMIT_MEMLOCK, MUCH_LOCKED, fix, shown=in_bytes)
+
+
+def _limit(name: str, kind: int, enough: int, fix: str, shown: Callable[[int], str] = str) -> Check:
+    soft, _ = resource.getrlimit(kind)
+    unlimited = soft == resource.RLIM_INFINITY
+    return _note_if(not unlimited and soft < enough, name, "unlimited" if unlimited else shown(soft), fix)
 
 
 def _ray() -> Iterator[Check]:
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
+    if address := os.environ.get("RAY_ADDRESS"):
         fix = "unset RAY_ADDRESS, to run on this machine alone"
         yield Check("Ray cluster", "note", f"runs join the one at {address}", fix)
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
 def _disk() -> Iterator[Check]:
     for name, place in (("disk, here", "."), ("disk, temporary", tempfile.gettempdir())):
         free = shutil.disk_usage(place).free
-        little = free < LITTLE_DISK
-        fix = "make room, or set RAY_TMPDIR and TMPDIR to a larger disk" if little else ""
-        yield Check(name, "note" if little else "ok", f"{in_bytes(free)} free in {Path(place).resolve()}", fix)
+        fix = "make room, or set RAY_TMPDIR and TMPDIR to a larger disk"
+        yield _note_if(free < LITTLE_DISK, name, f"{in_bytes(free)} free in {Path(place).resolve()}", fix)
+
+
+def _note_if(worth_a_note: bool, name: str, found: str, fix: str) -> Check:
+    return Check(name, "note", found, fix) if worth_a_note else Check(name, "ok", found)
 
 
 def _plugins(plugins: Plugins) -> Iterator[Check]:

@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Literal
 
-from relax_cli.cli.doctor_records import Check
 from relax_cli.config.versions import SETS, SGLANG_CONTRACTS
 from relax_cli.preflight.machine import NVIDIA_SMI_SECONDS
 
@@ -17,6 +18,17 @@ PAIRED = ("torch", "megatron-core", "sglang")
 PINNING = ("sglang", "megatron-core", "megatron-bridge", "TransferQueue", "transformers")
 """Distributions whose own requirements must hold beside the others: pip breaks them when packages come one by one."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of `relax doctor`."""
+
+    name: str
+    status: Literal["ok", "note", "problem"]
+    found: str
+    fix: str = ""
+    """What to type; empty when it is ok."""
 
 
 def version_checks(has_gpu: bool) -> list[Check]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,3 +58,8 @@ SETS = (CPU_SET, NEW_CPU_SET, GPU_SET)
 
 SGLANG_CONTRACTS = ("0.5.22", "0.5.23")
 """Versions of sglang whose HTTP protocol and options the client was written against."""
+
+CPU_MEGATRON = ("0.16.0", "0.16.1", "0.19.2")
+"""Versions of megatron-core that train the same numbers on a CPU, bit by bit (`backends/megatron/cpu_support.py`)."""
+NEWEST_MEGATRON = CPU_MEGATRON[-1] if sys.version_info >= (3, 12) else "0.16.1"
+"""The newest of them for this Python."""

@@ -144,7 +144,7 @@ class RoleBuilder:
         )
 
     def _reference(self, queue: SampleQueue) -> Any:
-        from relax_cli.backends.megatron.frozen import FrozenModel
+        from relax_cli.backends.megatron.forward_only import FrozenModel
         from relax_cli.roles.reference import ReferenceRole
 
         model = FrozenModel(

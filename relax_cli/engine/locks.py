@@ -1,4 +1,7 @@
-"""One run, one folder: claims that end with the process, however it ends."""
+"""One run, one folder: locks that end with the process, however it ends.
+
+Not `filelock`: where a file system has no locks it leaves a marker file, which would outlive a killed run.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, problem_kind
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
-"""What some network file systems answer; there nothing can be claimed."""
+"""Errors of network file systems without locks; nothing can be claimed there."""
+
+LOCKED = problem_kind(
+    "folder-locked", "Folders and checkpoints", "Another running process writes the run folder or a save folder."
+)
+UNWRITABLE = problem_kind(
+    "folder-unwritable", "Folders and checkpoints", "The run folder or a save folder cannot be created or written."
+)
 
 
 def written_folders(config: Config) -> dict[Path, str]:
@@ -27,7 +37,7 @@ def written_folders(config: Config) -> dict[Path, str]:
 
 @contextmanager
 def claimed(folders: Mapping[Path, str]) -> Iterator[None]:
-    """Make the folders, and keep other runs out of them as long as the block lasts.
+    """Make the folders, and keep other runs out of them while the block runs.
 
     Raises:
         ConfigError: another process is writing one of them, or one cannot be written.
@@ -44,30 +54,31 @@ def _claimed(folder: Path, option: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     except OSError as error:
-        raise _refused(
-            "folder-unwritable", option, folder, f"the folder cannot be written: {error.strerror}"
+        raise ConfigError(
+            UNWRITABLE(
+                f"the folder cannot be written: {error.strerror}",
+                option=option,
+                where=str(folder),
+                got="a folder that refuses a new file",
+                expected="a folder of its own for every run",
+                fix=f"{option} {folder}-2, or change its permissions",
+            )
         ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _refused("folder-locked", option, folder, "another run is writing this folder") from None
+            raise ConfigError(
+                LOCKED(
+                    "another run is writing this folder",
+                    option=option,
+                    where=str(folder),
+                    got="a folder in use",
+                    expected="a folder of its own for every run",
+                    fix=f"{option} {folder}-2, or wait for the other run",
+                )
+            ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
         yield
-
-
-def _refused(rule: str, option: str, folder: Path, message: str) -> ConfigError:
-    locked = rule == "folder-locked"
-    return ConfigError(
-        Problem(
-            id=rule,
-            message=message,
-            option=option,
-            where=str(folder),
-            got="a folder in use" if locked else "a folder that refuses a new file",
-            expected="a folder of its own for every run",
-            fix=f"{option} {folder}-2" + (", or wait for the other run" if locked else ", or change its permissions"),
-        )
-    )

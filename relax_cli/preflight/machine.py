@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 UNLIMITED = 1 << 60
 """A control group's limit above this is none."""
 NVIDIA_SMI_SECONDS = 20
@@ -28,10 +30,10 @@ def free_disk(path: str) -> int | None:
         return None
 
 
-def total_memory() -> int | None:
+def total_memory() -> int:
     """Bytes of memory this process may use: the machine's, or less in a container."""
-    sizes = [size for size in (_meminfo("MemTotal"), *map(_limit, CGROUP_LIMITS)) if size is not None]
-    return min(sizes, default=None)
+    limits = [limit for limit in map(_limit, CGROUP_LIMITS) if limit is not None]
+    return min([int(psutil.virtual_memory().total), *limits])
 
 
 def usable_cores() -> int:
@@ -77,15 +79,6 @@ class Machine:
     """A cluster that the run would join: its GPUs and memory are not those of this machine."""
     allocator: str = field(default_factory=allocator_settings)
     """How torch's allocator of device memory is set."""
-
-
-def _meminfo(name: str) -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    except OSError:
-        return None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
-    return min(sizes, default=None)
 
 
 def _limit(path: str) -> int | None:

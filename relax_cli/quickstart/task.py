@@ -11,7 +11,12 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, problem_kind
+
+UNWRITABLE = problem_kind("quickstart-folder", "Folders and checkpoints", "The quickstart folder cannot be written.")
+IN_USE = problem_kind(
+    "quickstart-folder-in-use", "Folders and checkpoints", "The quickstart folder holds something else."
+)
 
 MODEL = Path(__file__).parent / "model"
 """The tiny warm-started model, made by `scripts/make_tiny_model.py`."""
@@ -42,7 +47,7 @@ def jsonl(pairs: Iterable[tuple[int, int]]) -> str:
 def prepare(folder: Path, *, seed: int, steps: int) -> None:
     """Write `folder/{model,data,recipe.yaml}`, all or nothing.
 
-    A folder that was prepared before and holds nothing else only gets its recipe anew.
+    A folder that was prepared before and holds nothing else only gets a new recipe.
 
     Raises:
         ConfigError: the folder holds something else, or cannot be written.
@@ -56,9 +61,8 @@ def prepare(folder: Path, *, seed: int, steps: int) -> None:
             _write(folder, recipe)
     except OSError as error:
         raise ConfigError(
-            Problem(
-                id="quickstart-folder",
-                message=f"cannot write the quickstart folder: {error.strerror or error}",
+            UNWRITABLE(
+                f"cannot write the quickstart folder: {error.strerror or error}",
                 where=str(folder),
                 got=str(error.filename or folder),
                 expected="a folder that can be created",
@@ -87,7 +91,7 @@ def _texts() -> dict[str, str]:
 def _require_untouched(folder: Path) -> None:
     expected = {name: text.encode() for name, text in _texts().items()}
     expected |= {f"model/{file.name}": file.read_bytes() for file in MODEL.iterdir()}
-    # Any number of steps and any seed may have been asked for before.
+    # Any number of steps and any seed may have been used before.
     pattern = re.escape(RECIPE.read_text()).replace("STEPS", r"\d+").replace("SEED", r"\d+")
 
     found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if not file.is_dir()}
@@ -99,13 +103,12 @@ def _require_untouched(folder: Path) -> None:
     parts = {"also holds": strangers, "has changed": changed, "lacks": missing}
     if strangers or changed or missing:
         raise ConfigError(
-            Problem(
-                id="quickstart-folder-in-use",
-                message="the quickstart folder is already in use",
+            IN_USE(
+                "the quickstart folder is already in use",
                 where=str(folder),
                 got="; ".join(f"{what} {', '.join(names[:3])}" for what, names in parts.items() if names),
                 expected="a new or empty folder",
-                fix="relax quickstart OTHER_DIR, or train on what is there: "
+                fix="relax quickstart OTHER_DIR, or train on its files: "
                 f"relax train --recipe {folder / 'recipe.yaml'} --run-dir NEW_RUN_DIR",
             )
         )

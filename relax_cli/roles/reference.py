@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.frozen import FrozenModel
+from relax_cli.backends.megatron.forward_only import FrozenModel
 from relax_cli.roles.training import ModelRole
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from relax_cli.backends.megatron import cpu_support, parallel
-from relax_cli.backends.megatron.records import ResponseIndex
+from relax_cli.backends.megatron.micro_batch import ResponseIndex
 from relax_cli.backends.megatron.trainer import MicroBatch
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import HfWeights
@@ -272,7 +272,7 @@ def build_device():  # type: ignore[no-untyped-def]
 
 
 def test_an_untested_megatron_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_support, "TESTED_VERSIONS", ("9.9.9",))
+    monkeypatch.setattr(cpu_support, "CPU_MEGATRON", ("9.9.9",))
     with pytest.raises(EnvironmentFault) as caught:
         cpu_support.install()
     assert caught.value.problems[0].expected == "9.9.9"

@@ -20,7 +20,7 @@ from torch import Tensor
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
-from relax_cli.backends.megatron.records import ModelOutput, ResponseIndex
+from relax_cli.backends.megatron.micro_batch import ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, as_buckets
 from relax_cli.config.schema import ParallelSection
 from relax_cli.errors import ConfigError, EnvironmentFault
@@ -31,7 +31,6 @@ from relax_cli.preflight.rules.registry import Finding
 
 NEVER = -1e30
 """Logit of a token that does not exist."""
-EXTRA_STATE = "_extra_state"
 
 
 def auto_bridge() -> Any:
@@ -146,11 +145,6 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
     def load_hf(self, weights: Any, spec: ModelSpec) -> None:
         """Nothing: the bridge has loaded the folder when this was built."""
 
-    def sharded(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """What of this model goes into a checkpoint."""
-        state: dict[str, Any] = self.sharded_state_dict(metadata=metadata)
-        return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
-
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -161,12 +155,6 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Into the inner model."""
         return self.inner.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def load_sharded(self, state: dict[str, Any]) -> None:
-        """Take over what `sharded` asked a checkpoint for."""
-        missing, unexpected = self.inner.load_state_dict(state, strict=False)
-        left = [name for name in [*missing, *unexpected] if not name.endswith(EXTRA_STATE)]
-        assert not left, left
 
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.bridge.export_hf_weights([self.inner], cpu=False, show_progress=False)

@@ -51,7 +51,8 @@ from relax_cli.checkpoint.store import on_first_rank, storage_failed
 
 FORMAT = ("torch_dist", 1)
 EXTRA_STATE = "_extra_state"
-"""What TransformerEngine keeps beside weights. It unpickles it again, so nothing but emptiness is let through."""
+"""What TransformerEngine stores with its weights for fp8; local layers have none. It is unpickled by the layer, so
+only empty values are loaded."""
 
 
 def save(state: dict[str, Any], folder: Path) -> list[FileEntry]:
@@ -100,6 +101,19 @@ def load_weights(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 def taken_over_from(folder: Path) -> AbstractContextManager[None]:
     """Raises ResumeError for whatever goes wrong with the content of a checkpoint."""
     return safe_load.taken_over_from(folder, CheckpointingException)
+
+
+def sharded_model(model: torch.nn.Module) -> dict[str, Any]:
+    """The part of a model that goes into a checkpoint, the same for every kind of layers."""
+    state: dict[str, Any] = model.sharded_state_dict(metadata=sharding_metadata())  # type: ignore[operator]
+    return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+
+
+def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Load what `sharded_model` requested from a checkpoint."""
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    left = [name for name in [*missing, *unexpected] if not name.endswith(EXTRA_STATE)]
+    assert not left, left
 
 
 def sharding_metadata() -> dict[str, Any]:

@@ -10,20 +10,20 @@ through public extension points: `use_cpu_initialization`, the layer spec (`laye
 from __future__ import annotations
 
 import importlib
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from relax_cli.errors import EnvironmentFault, Problem
+from relax_cli.config.versions import CPU_MEGATRON, NEWEST_MEGATRON
+from relax_cli.errors import MACHINE_THEME, EnvironmentFault, problem_kind
 
-TESTED_VERSIONS = ("0.16.0", "0.16.1", "0.19.2")
-"""Versions of megatron-core that train the same numbers, bit by bit, with the patch below."""
-
-NEWEST = TESTED_VERSIONS[-1] if sys.version_info >= (3, 12) else "0.16.1"
-"""The newest of them for this Python."""
+UNTESTED = problem_kind(
+    "megatron-version-untested",
+    MACHINE_THEME,
+    "megatron-core runs without CUDA only in the versions that relax was written for.",
+)
 
 PATCHED_MODULES = (
     "megatron.core.distributed.param_and_grad_buffer",  # gradient buffers
@@ -48,14 +48,13 @@ def install() -> None:
         EnvironmentFault: a megatron-core version that this was not written for.
     """
     version = importlib.import_module("megatron.core").__version__
-    if version not in TESTED_VERSIONS:
+    if version not in CPU_MEGATRON:
         raise EnvironmentFault(
-            Problem(
-                id="megatron-version-untested",
-                message=f"megatron-core {version} has not been tested on a CPU",
-                fix=f"pip install megatron-core=={NEWEST}",
+            UNTESTED(
+                f"megatron-core {version} has not been tested on a CPU",
+                fix=f"pip install megatron-core=={NEWEST_MEGATRON}",
                 got=version,
-                expected=" or ".join(TESTED_VERSIONS),
+                expected=" or ".join(CPU_MEGATRON),
             )
         )
     view = _TorchOnCpu("torch")

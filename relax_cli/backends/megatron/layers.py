@@ -26,9 +26,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from relax_cli.backends.device import Device
-from relax_cli.errors import EnvironmentFault, Problem
+from relax_cli.errors import MACHINE_THEME, EnvironmentFault, problem_kind
 from relax_cli.models.hf import inverse_frequencies
 from relax_cli.models.spec import ModelSpec
+
+NO_TRANSFORMER_ENGINE = problem_kind(
+    "transformer-engine-missing",
+    MACHINE_THEME,
+    "`--transformer-impl transformer_engine`, but TransformerEngine does not import on this machine.",
+    option="--transformer-impl",
+)
 
 LayerKind = Literal["local", "transformer_engine"]
 
@@ -43,7 +50,7 @@ def layer_kind(wanted: Literal["auto", "local", "transformer_engine"], device: D
     """Which layers to build on `device`; `auto` takes TransformerEngine on CUDA where it imports.
 
     Raises:
-        EnvironmentFault: TransformerEngine was asked for and does not import.
+        EnvironmentFault: TransformerEngine was requested and does not import.
     """
     if wanted == "local" or device.kind == "cpu":
         return "local"
@@ -53,11 +60,9 @@ def layer_kind(wanted: Literal["auto", "local", "transformer_engine"], device: D
         if wanted == "auto":
             return "local"
         raise EnvironmentFault(
-            Problem(
-                id="transformer-engine-missing",
-                message=f"TransformerEngine does not import: {str(error).splitlines()[0]}",
+            NO_TRANSFORMER_ENGINE(
+                f"TransformerEngine does not import: {str(error).splitlines()[0]}",
                 fix="pip install 'relax-cli[gpu]', or --transformer-impl local",
-                option="--transformer-impl",
                 got=wanted,
                 expected="auto or local on this machine",
             )

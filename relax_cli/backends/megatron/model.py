@@ -21,14 +21,11 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.bridge import NEVER, BridgedModel
 from relax_cli.backends.megatron.layers import LayerKind, block_spec, layer_kind, local_name
 from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
-from relax_cli.backends.megatron.records import ModelOutput, ResponseIndex
+from relax_cli.backends.megatron.micro_batch import ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
 from relax_cli.config.schema import ParallelSection
 from relax_cli.models.convert import OUTPUT, padded_vocab, rank_tensors
 from relax_cli.models.spec import BRIDGE_FAMILIES, ModelSpec
-
-EXTRA_STATE = "_extra_state"
-"""TransformerEngine's calibration of fp8 matrix products; empty in other types, and absent from local layers."""
 
 
 def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device) -> TransformerConfig:
@@ -112,17 +109,6 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
     def parameters_by_name(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by the names that `checkpoint.convert` knows."""
         return {local_name(name): parameter for name, parameter in self.named_parameters()}
-
-    def sharded(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """What of this model goes into a checkpoint, the same whichever layers it is built of."""
-        state: dict[str, Any] = self.sharded_state_dict(metadata=metadata)
-        return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
-
-    def load_sharded(self, state: dict[str, Any]) -> None:
-        """Take over what `sharded` asked a checkpoint for."""
-        missing, unexpected = self.load_state_dict(state, strict=False)
-        left = [name for name in [*missing, *unexpected] if not name.endswith(EXTRA_STATE)]
-        assert not left, left
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:
         """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time."""

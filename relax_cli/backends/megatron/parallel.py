@@ -124,14 +124,14 @@ def max_over_data_parallel(value: float) -> float:
     return _all_reduce([value], dist.ReduceOp.MAX)[0]
 
 
-def sum_records(record: dict[str, float]) -> dict[str, float]:
-    """Sum records over data-parallel ranks; a rank that has nothing to say gives an empty one."""
+def sum_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Sum metrics over data-parallel ranks; a rank without samples gives none."""
     if data_parallel_size() == 1:
-        return record
-    records: list[Any] = [None] * data_parallel_size()
-    dist.all_gather_object(records, record, group=data_parallel_group())
-    names = dict.fromkeys(name for record in records for name in record)
-    return {name: sum(record.get(name, 0.0) for record in records) for name in names}
+        return metrics
+    parts: list[Any] = [None] * data_parallel_size()
+    dist.all_gather_object(parts, metrics, group=data_parallel_group())
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def gather_rows(rows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:

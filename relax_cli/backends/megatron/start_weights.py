@@ -13,7 +13,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from relax_cli.backends.megatron import checkpointing
 from relax_cli.checkpoint import safe_load
-from relax_cli.errors import Problem, ResumeError
+from relax_cli.errors import ResumeError, problem_kind
+
+OTHER_MODEL = problem_kind(
+    "weights-other-model",
+    "Folders and checkpoints",
+    "The run starts from bare weights whose tensors are not those of `--hf-checkpoint`.",
+    option="--load",
+)
 
 HEAD = "output_layer."
 """Of a policy over the vocabulary, of a value model its scalar."""
@@ -87,10 +94,8 @@ def refuse_other_shapes(
     got += [f"no {name}" for name in missing] + [f"{name}, which the model has not" for name in unknown]
     expected = [f"{name} {wanted[name]}" for name in (*differing, *missing)]
     raise ResumeError(
-        Problem(
-            id="weights-other-model",
-            message="the weights are not those of the model in --hf-checkpoint",
-            option="--load",
+        OTHER_MODEL(
+            "the weights are not those of the model in --hf-checkpoint",
             where=str(folder),
             got=_shown(got),
             expected=_shown(expected) or "the tensors of the model and no others",

@@ -26,10 +26,10 @@ from relax_cli.backends.device import (
     peak_memory_bytes,
 )
 from relax_cli.backends.megatron import checkpointing, parallel, random_state, start_weights
-from relax_cli.backends.megatron.frozen import forward_only, run_batch
+from relax_cli.backends.megatron.forward_only import forward_only, run_batch
+from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelOutput, TrainStep
 from relax_cli.backends.megatron.model import build_model
 from relax_cli.backends.megatron.optimizer import Optimizer
-from relax_cli.backends.megatron.records import MicroBatch, ModelOutput, TrainStep
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.checkpoint.layout import FileEntry
 from relax_cli.config.schema import OptimizerSection, ParallelSection
@@ -165,7 +165,7 @@ class TrainableModel:
         """Restore what `save` wrote, also at another parallel layout; returns its `common`."""
         loaded = checkpointing.load(self._sharded_state(), folder)
         with checkpointing.taken_over_from(folder):
-            self.model.load_sharded(loaded["model"])
+            checkpointing.load_model(self.model, loaded["model"])
             self.optimizer.load_state(loaded)
             return dict(loaded["common"])
 
@@ -217,7 +217,7 @@ class TrainableModel:
         return self._parking.parked_bytes
 
     def _sharded_state(self) -> dict[str, Any]:
-        model = self.model.sharded(checkpointing.sharding_metadata())
+        model = checkpointing.sharded_model(self.model)
         return {"model": model, **self.optimizer.sharded_state(model)}
 
     def _forward_backward(self, batches: list[MicroBatch], loss_fn: LossFunction) -> dict[str, float]:
@@ -235,7 +235,7 @@ class TrainableModel:
 
             return run_batch(self.ddp, batch or _idle_batch(self.device.torch_device)), loss_and_metrics
 
-        records = get_forward_backward_func()(
+        reported = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(queue),
             model=[self.ddp],
@@ -245,10 +245,10 @@ class TrainableModel:
             forward_only=False,
         )
         sums: dict[str, float] = {}
-        for record in records:
-            for name, value in record.items():
+        for metrics in reported:
+            for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        return parallel.sum_records(sums)
+        return parallel.sum_metrics(sums)
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:

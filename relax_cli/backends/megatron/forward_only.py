@@ -9,8 +9,8 @@ import torch
 
 from relax_cli.backends.device import Device, Parking, free_unused_memory
 from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.model import build_model
-from relax_cli.backends.megatron.records import MicroBatch, ModelOutput, ResponseIndex
 from relax_cli.config.schema import ParallelSection
 from relax_cli.models.hf import HfWeights
 from relax_cli.models.hybrid import read_any_spec
