@@ -58,9 +58,7 @@ def test_what_is_absent_broken_or_too_slow_is_said(
     assert check.fix
 
 
-def test_a_file_of_the_current_folder_does_not_stand_in_for_a_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_in_the_current_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "psutil.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
     assert check_part(Part("psutil", "import psutil", True, ""), 60).status == "ok"
@@ -93,7 +91,7 @@ def test_a_needed_part_that_is_missing_is_exit_code_4(invoke: Invoke, monkeypatc
 
 
 @pytest.mark.usefixtures("quick_parts")
-def test_a_broken_plugin_of_someone_else_is_a_note_with_its_reason() -> None:
+def test_a_broken_third_party_plugin_is_a_note_with_its_reason() -> None:
     app = build_app(Plugins([EntryPoint("bad", "no_such_module", GROUP)]))
     result = CliRunner().invoke(app, ["doctor", "--format", "json"])
     (row,) = (check for check in json.loads(result.stdout)["checks"] if check["name"] == "plugin bad")
@@ -119,7 +117,7 @@ def test_every_real_part_is_installed_here_or_optional_and_works() -> None:
         assert check_part(parts[name], 120).status == "ok"
 
 
-def test_megatron_without_cuda_is_tried_with_the_versions_it_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_patch_is_tried_with_its_megatron_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def answer(code: str, timeout: float) -> tuple[str, str | None]:
@@ -158,7 +156,7 @@ GPU_VERSIONS = {"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.5.23"
         ((3, 12), {}, "note", "not tested together: Python 3.12"),
     ],
 )
-def test_it_says_whether_the_installed_versions_were_run_together(
+def test_doctor_says_whether_these_versions_ran_together(
     python: tuple[int, int], installed: dict[str, str], status: str, text: str
 ) -> None:
     check = versions.tested_pair(python, installed)
@@ -168,7 +166,7 @@ def test_it_says_whether_the_installed_versions_were_run_together(
     assert bool(check.fix) == (status == "note")
 
 
-def test_the_table_of_versions_follows_the_constraints_and_what_megatron_is_patched_for() -> None:
+def test_tested_versions_follow_the_constraints_and_the_patch() -> None:
     root = Path(__file__).parent.parent.parent
     for known, name in ((CPU_SET, "constraints-cpu.txt"), (GPU_SET, "constraints-gpu.txt")):
         pinned = dict(
@@ -250,9 +248,7 @@ def test_limits_of_page_locked_memory_matter_on_gpus_only() -> None:
 
 
 @pytest.mark.usefixtures("quick_parts")
-def test_a_cluster_that_runs_would_join_is_shown_without_its_secrets(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cluster_to_join_is_shown_without_its_secrets(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Ray cluster" not in invoke("doctor").stdout
     monkeypatch.setenv("RAY_ADDRESS", "ray://me:hunter2@10.0.0.1:10001")
     shown = invoke("doctor").stdout

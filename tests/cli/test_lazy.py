@@ -9,9 +9,7 @@ import typer
 
 from relax_cli.cli.app import COMMANDS, build_app
 from relax_cli.plugin.manager import Plugins
-from tests.support.cli_app import Invoke, Process
-
-from .test_process import MAIN
+from tests.support.cli_app import MAIN, Invoke, Process
 
 
 @pytest.fixture

@@ -11,11 +11,7 @@ import sys
 
 import pytest
 
-from tests.support.cli_app import Process
-
-HEAVY = ("torch", "ray", "sglang", "megatron", "transformers", "transfer_queue", "numpy")
-
-MAIN = "import sys; from relax_cli.cli.app import main; code = main(sys.argv[1:] or {argv!r}); "
+from tests.support.cli_app import HEAVY, MAIN, Process
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["plugins", "list"], ["recipes", "list"]])

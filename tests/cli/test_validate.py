@@ -17,9 +17,7 @@ from relax_cli.config.model import options_by_name
 from relax_cli.config.recipes import bundled_recipes
 from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import Plugins
-from tests.support.cli_app import Invoke, Process
-
-from .test_process import HEAVY, MAIN
+from tests.support.cli_app import HEAVY, MAIN, Invoke, Process
 
 TINY = ("validate-config", "--recipe", "tiny-ppo-cpu")
 SECRET = "hunter2"

@@ -12,6 +12,11 @@ from relax_cli.plugin.manager import GROUP, Plugins
 
 BUILT_IN = ("ppo", "grpo", "gspo", "cispo", "sapo")
 
+HEAVY = ("torch", "ray", "sglang", "megatron", "transformers", "transfer_queue", "numpy")
+"""Packages that looking at relax must not import."""
+MAIN = "import sys; from relax_cli.cli.app import main; code = main(sys.argv[1:] or {argv!r}); "
+"""A program that runs the command line `argv`."""
+
 Invoke = Callable[..., Result]
 Process = Callable[..., "subprocess.CompletedProcess[str]"]
 

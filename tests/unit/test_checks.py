@@ -123,7 +123,7 @@ def test_a_model_package_that_is_not_installed_is_refused(
     assert ids(config) == []
 
 
-def test_a_bad_row_is_named_by_file_and_line_for_training_and_held_out_data(
+def test_a_bad_row_is_named_by_file_and_line_in_every_set(
     make: Callable[..., Config],
 ) -> None:
     Path("bad.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{"input": \n{"label": "3"}\n')
@@ -170,7 +170,7 @@ def test_two_rewards_are_refused(make: Callable[..., Config]) -> None:
     assert ids(make(reward__custom_rm_path="reward.py:score")) == ["reward-twice"]
 
 
-def test_a_run_folder_in_use_is_refused_unless_the_run_is_resumed(make: Callable[..., Config]) -> None:
+def test_a_used_run_folder_is_refused_unless_resumed(make: Callable[..., Config]) -> None:
     folder = Path("run")
     config = make(run__run_dir="run")
     assert ids(config) == []

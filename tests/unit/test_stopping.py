@@ -30,7 +30,7 @@ def test_nothing_to_lose_stops_at_once() -> None:
     assert stop.requested_stop is None
 
 
-def test_a_request_is_said_once_and_two_signals_of_one_key_are_one() -> None:
+def test_a_request_is_shown_once_and_a_doubled_signal_is_one() -> None:
     said: list[str] = []
     stop = StopRequest(said.append)
     before = signal.getsignal(signal.SIGINT)
