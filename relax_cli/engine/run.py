@@ -173,6 +173,10 @@ class Recorder:
         """See `trainer.Watcher`."""
         self.display.note(f"warning: {message}")
 
+    def phase(self, name: str) -> None:
+        """See `trainer.Watcher`."""
+        self.display.phase(name)
+
     def status(self, text: str) -> None:
         """See `trainer.Watcher`."""
         self.display.status(text)

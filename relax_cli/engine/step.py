@@ -8,7 +8,7 @@ the rest is the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,12 +22,15 @@ class StepRecord:
     """What one step measured."""
 
     rollout_id: int
+    starts: Callable[[str], None]
+    """Told the name of every phase when it starts."""
     metrics: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as the phase `name`."""
+        self.starts(name)
         started = time.perf_counter()
         yield
         self.phase_seconds[name] = time.perf_counter() - started
@@ -52,6 +55,7 @@ def run_step(
     critic_only_steps: int,
     overlap_updates: bool,
     dump_fields: Sequence[str],
+    starts_phase: Callable[[str], None],
 ) -> StepRecord:
     """Run step `rollout_id`.
 
@@ -59,8 +63,9 @@ def run_step(
         critic_only_steps: the actor does not learn before this step, yet publishes its weights.
         overlap_updates: actor and critic learn at the same time; both need only what is in the queue by then.
         dump_fields: queue fields to write next to each sample into the run folder.
+        starts_phase: called with the name of every phase when it starts.
     """
-    roles, record = session.roles, StepRecord(rollout_id)
+    roles, record = session.roles, StepRecord(rollout_id, starts_phase)
     actor_learns = roles.critic is None or rollout_id >= critic_only_steps
     overlap = overlap_updates and actor_learns and roles.critic is not None
     with record.phase("rollout"):

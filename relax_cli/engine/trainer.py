@@ -30,6 +30,9 @@ class Watcher(Protocol):
     def warn(self, message: str) -> None:
         """Something a person should know of during the run."""
 
+    def phase(self, name: str) -> None:
+        """A phase of the step starts."""
+
     def status(self, text: str) -> None:
         """What is being done now."""
 
@@ -105,6 +108,7 @@ class Trainer:
                 critic_only_steps=self.config.critic.num_critic_only_steps,
                 overlap_updates=self.config.parallel.overlap_updates,
                 dump_fields=self.dump_fields,
+                starts_phase=self.watcher.phase,
             )
             self._end_step(record, started)
             done = rollout_id + 1

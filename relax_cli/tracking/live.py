@@ -16,16 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 PHASES = {
-    "rollout": "gen",
-    "reference": "ref",
-    "critic": "crit",
-    "advantages": "adv",
-    "actor": "act",
-    "updates": "upd",
-    "publish": "sync",
-    "record": "rec",
-    "checkpoint": "save",
+    "rollout": ("gen", "generating"),
+    "reference": ("ref", "scoring with the reference"),
+    "critic": ("crit", "training the critic"),
+    "advantages": ("adv", "computing advantages"),
+    "actor": ("act", "training the actor"),
+    "updates": ("upd", "training actor and critic"),
+    "publish": ("sync", "sending weights"),
+    "record": ("rec", "writing samples"),
+    "checkpoint": ("save", "saving"),
 }
+"""Phase of a step to its short name in a line of the table and to what the footer says while it runs."""
 LINES_AROUND_ROWS = 5
 STEPS_FOR_ETA = 8
 
@@ -93,6 +94,10 @@ class StepDisplay:
             self._status, self._status_since = text, self._clock()
             if self._live is None and text and not self._records:
                 self._print(f"{text} ...")
+
+    def phase(self, name: str) -> None:
+        """Show the phase of the current step, on a terminal only: a line per phase would drown the steps."""
+        self._status, self._status_since = PHASES.get(name, (name, name))[1], self._clock()
 
     def note(self, text: str) -> None:
         """Print a permanent line above the table."""
@@ -189,7 +194,7 @@ def phase_text(record: Mapping[str, Any]) -> str:
     """Seconds per phase, for example `gen 0.2 crit 0.3 act 0.2 sync 0.1`, without those that round to 0."""
     phases: Mapping[str, float] = record.get("phase_seconds", {})
     return " ".join(
-        f"{PHASES.get(name, name)} {seconds:.{1 if seconds < 100 else 0}f}"
+        f"{PHASES.get(name, (name, name))[0]} {seconds:.{1 if seconds < 100 else 0}f}"
         for name, seconds in phases.items()
         if seconds >= 0.05
     )

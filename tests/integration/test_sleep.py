@@ -26,11 +26,17 @@ from tests.support.local_runs import train
 
 
 class Quiet:
-    """A watcher that nobody looks at."""
+    """A watcher that nobody looks at; it keeps the phases."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
 
     def step(self, rollout_id: int, metrics: dict[str, Any]) -> None: ...
     def warn(self, message: str) -> None: ...
     def status(self, text: str) -> None: ...
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
 
 
 MODEL_ROLES = ("rollout", "critic", "actor")
@@ -61,6 +67,21 @@ def session(tmp_path: Path) -> Any:
         session.close()
 
 
+def run_all(session: Any, config: Any, watcher: Quiet) -> None:
+    """Every step of the run."""
+    stop = StopRequest(lambda _: None)
+    Trainer(session, config, watcher, stop, first=0, dump_fields=["values"], checkpoint_meta={}).run()
+
+
+def test_every_phase_is_announced_when_it_starts(session: Any) -> None:
+    session, config = session
+    watcher = Quiet()
+    run_all(session, config, watcher)
+    critic_only = ["rollout", "critic", "advantages", "publish", "record"]
+    learning = ["rollout", "critic", "advantages", "actor", "publish", "record", "checkpoint"]
+    assert watcher.phases == [*critic_only, *learning]
+
+
 def test_at_most_one_model_role_is_awake_at_any_call_of_a_run(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     session, config = session
     roles = {name: getattr(session.roles, name).ranks.role for name in MODEL_ROLES}
@@ -74,15 +95,7 @@ def test_at_most_one_model_role_is_awake_at_any_call_of_a_run(session: Any, monk
 
     assert not any(role.awake for role in roles.values())
     monkeypatch.setattr(LocalRanks, "on", watched)
-    Trainer(
-        session,
-        config,
-        Quiet(),
-        StopRequest(lambda _: None),
-        first=0,
-        dump_fields=["values"],
-        checkpoint_meta={},
-    ).run()
+    run_all(session, config, Quiet())
     assert max(len(awake) for _, _, awake in seen) == 1
     working = {(name, method): awake for name, method, awake in seen}
     for name, method in (

@@ -127,7 +127,7 @@ def test_what_a_reward_changes_stays_with_its_sample(tokenizer: Any, change: Cal
 def test_a_part_never_replaces_a_metric_of_the_trainer(tokenizer: Any, name: str) -> None:
     def record(parts: dict[str, float]) -> dict[str, float]:
         judged = judge(tokenizer, Seen(lambda _: RewardResult(1.0, parts)), [sampled(tokenizer)])
-        record = StepRecord(0)
+        record = StepRecord(0, lambda _: None)
         others = {other: Spread.of([3.0]) for other in ("response_len", "prompt_len", "truncated")}
         record.add_rollout([{**reward_spreads(judged), **others}])
         return record.metrics

@@ -149,6 +149,8 @@ class Full:
 
     def status(self, text: str) -> None: ...
 
+    def phase(self, name: str) -> None: ...
+
 
 def test_a_pair_whose_metrics_cannot_be_written_is_taken_back() -> None:
     calls: Calls = []
@@ -163,7 +165,9 @@ def test_a_pair_whose_metrics_cannot_be_written_is_taken_back() -> None:
         dump_fields=[],
         checkpoint_meta={},
     )
-    record = StepRecord(0, {"tokens/total": 1.0, "tokens/response": 1.0, "reward/mean": 0.0}, {"rollout": 1.0})
+    record = StepRecord(
+        0, lambda _: None, {"tokens/total": 1.0, "tokens/response": 1.0, "reward/mean": 0.0}, {"rollout": 1.0}
+    )
     with pytest.raises(OSError, match="No space left"):
         trainer._end_step(record, time.perf_counter())
     assert calls == [("actor", "write"), ("actor", "commit"), ("actor", "withdraw")]

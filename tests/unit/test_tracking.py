@@ -299,6 +299,28 @@ def test_start_up_shows_how_long_it_takes() -> None:
     assert picture(display, console) == ["starting Ray … 6 s"]
 
 
+def test_a_terminal_shows_the_phase_and_its_seconds() -> None:
+    clock = Clock()
+    console = terminal(80)
+    display = StepDisplay(console, 40, clock=clock)
+    display.status("evaluating heldout")
+    display.phase("rollout")
+    clock.now += 3.0
+    assert picture(display, console) == ["generating … 3 s"]
+    display.show(FULL | {"step": 0})
+    display.phase("actor")
+    clock.now += 24.4
+    assert picture(display, console)[-1].endswith("training the actor … 24 s")
+
+
+def test_phases_take_no_line_off_a_terminal() -> None:
+    out = io.StringIO()
+    display = StepDisplay(Console(file=out, width=80, _environ={}), 4)
+    display.phase("rollout")
+    display.show(FULL | {"step": 0})
+    assert len(out.getvalue().splitlines()) == 1
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_the_cursor_comes_back_after_an_interruption(error: Callable[[], BaseException]) -> None:
     console = terminal(80)
