@@ -89,9 +89,9 @@ class CriticSection(Section):
     critic_lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up for the critic")
     critic_updates_per_step: int = Field(1, ge=1, description="passes of value steps over each rollout's samples")
     critic_load: str | None = Field(
-        None, description="critic checkpoint folder to resume from; follows --load when unset"
+        None, description="critic checkpoint folder to resume from; LOAD-critic, or else --load, when unset"
     )
-    critic_save: str | None = Field(None, description="folder for critic checkpoints")
+    critic_save: str | None = Field(None, description="folder for critic checkpoints; SAVE-critic when unset")
     critic_init_from_actor: bool = Field(
         False,
         description="start the critic from the actor's backbone and a new value head, where its own state is lost",

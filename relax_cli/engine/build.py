@@ -252,4 +252,5 @@ class RoleBuilder:
     def _optimizer_steps(self) -> tuple[int, int]:
         rollouts = self.config.batch.num_rollout
         assert rollouts is not None, "resolved before launch"
-        return optimizer_steps(self.config, rollouts, has_critic="critic" in self.graph)
+        actor, critic = optimizer_steps(self.config, rollouts, has_critic="critic" in self.graph)
+        return max(1, actor), critic

@@ -291,7 +291,7 @@ def resume_lines(config: Config, resume: str | None, *, complete: bool) -> list[
     if resume is None and config.checkpoint.save:
         return ["Nothing was saved yet."]
     if resume is None:
-        return ["Nothing was saved: add --save DIR and --critic-save DIR to be able to go on from here."]
+        return ["Nothing was saved: add --save DIR to be able to go on from here."]
     if complete:
         return ["Go on with more steps:", f"  {resume} --num-rollout {2 * total}"]
     return ["Go on from the last checkpoint:", f"  {resume} --num-rollout {total}"]

@@ -25,9 +25,10 @@ def free_disk(path: str) -> int | None:
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
-        return shutil.disk_usage(place).free
+        usage = shutil.disk_usage(place)
     except OSError:
         return None
+    return usage.free if usage.total else None
 
 
 def total_memory() -> int:

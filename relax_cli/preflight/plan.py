@@ -118,7 +118,7 @@ def optimizer_steps(config: Config, rollouts: int, *, has_critic: bool) -> tuple
     """Optimizer steps of a run of `rollouts`: of the actor, which rests in critic-only steps, and of the critic."""
     per_rollout, critic = config.batch.steps_per_rollout, config.critic
     resting = critic.num_critic_only_steps if has_critic else 0
-    actor = max(1, rollouts - resting) * per_rollout
+    actor = max(0, rollouts - resting) * per_rollout
     return actor, rollouts * per_rollout * critic.critic_updates_per_step
 
 

@@ -17,11 +17,10 @@ from relax_cli.errors import ConfigError, Problem
 from relax_cli.plugin.config_model import config_model, estimator_options
 from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.records import Change
+from relax_cli.preflight.completion import complete
 from relax_cli.preflight.device_choice import installed_torch_has_cuda, settle_device
 from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.unused_options import unused_options
-
-REFERENCE_SHAPE = "KL terms compare with a reference model, which takes the actor's shape unless --resource gives one"
 
 
 @dataclass(frozen=True)
@@ -78,25 +77,15 @@ def resolve(
 def _apply_estimator(plugins: Plugins, config: Config) -> tuple[Config, list[Change], list[Problem]]:
     """What the chosen estimator's plugin makes of the configuration, or why there is no such plugin."""
     try:
-        estimator_options(config, plugins.estimator(config.algorithm.advantage_estimator))
+        estimator = plugins.estimator(config.algorithm.advantage_estimator)
+        estimator_options(config, estimator)
     except UnreadOption:
         raise
     except ConfigError as error:
         return config, [], list(error.problems)
     normalised = plugins.normalize(config)
-    config, changes = _with_reference_shape(normalised.config)
+    config, changes = complete(normalised.config, has_critic=estimator.needs_critic)
     return config, [*normalised.changes, *changes], [*normalised.warnings, *plugins.check(config)]
-
-
-def _with_reference_shape(config: Config) -> tuple[Config, list[Change]]:
-    """The configuration with a place for the reference model of KL terms: that of the actor, unless one is given."""
-    resource = config.parallel.resource
-    if not config.algorithm.needs_reference or "reference" in resource or "actor" not in resource:
-        return config, []
-    completed = {**resource, "reference": resource["actor"]}
-    parallel = config.parallel.model_copy(update={"resource": completed})
-    change = Change("--resource", json.dumps(resource), json.dumps(completed), REFERENCE_SHAPE)
-    return config.model_copy(update={"parallel": parallel}), [change]
 
 
 def command_words(layers: Layers, model: type[Config]) -> tuple[str, ...]:

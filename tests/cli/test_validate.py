@@ -77,7 +77,7 @@ def test_validate_reports_the_problems_of_train_errors_first(invoke: Invoke) -> 
 def test_a_value_that_cannot_be_read_hides_nothing_else(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = report(invoke, "--lr", "fast", "--seed", "x", "--rm-type", "exakt", "--save", "a", code=2)
     assert set(shown) == {"ok", "problems", "changes", "config", "origins", "plan"}
-    assert problem_ids(shown) == ["invalid-value", "invalid-value", "reward-unknown", "critic-save-missing"]
+    assert problem_ids(shown) == ["invalid-value", "invalid-value", "reward-unknown"]
     assert shown["plan"]["steps"]["rollouts"] == 40
     assert report(invoke, "--rollout-batch-size", "many", code=2)["plan"] is None
 

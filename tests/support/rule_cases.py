@@ -19,6 +19,8 @@ def roles(**changes: list[int] | None) -> dict[str, list[int]]:
 
 URL = {"reward__rm_type": "remote", "reward__rm_url": "https://me:pass@[::1]:8000/judge?q=1"}
 
+LINEAR = {"optimizer__lr": 1e-3, "optimizer__lr_decay_style": "linear"}
+
 REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
     (
         "recompute-incomplete",
@@ -129,11 +131,6 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"checkpoint__save_interval": 2, "checkpoint__save": "a", "critic__critic_save": "c"},
     ),
     (
-        "critic-save-missing",
-        {"checkpoint__save": "a"},
-        {"checkpoint__save": "a", "parallel__resource": roles(critic=None)},
-    ),
-    (
         "critic-save-without-save",
         {"critic__critic_save": "c"},
         {"critic__critic_save": "c", "checkpoint__save": "a"},
@@ -153,6 +150,59 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"optimizer__lr": 1.0, "optimizer__min_lr": 2.0, "optimizer__lr_decay_style": "linear"},
         {"optimizer__lr": 1.0, "optimizer__min_lr": 1.0, "optimizer__lr_decay_style": "linear"},
     ),
+    (
+        "min-lr-above-lr",
+        {**LINEAR, "optimizer__min_lr": 2e-4, "critic__critic_lr": 1e-4},
+        {**LINEAR, "optimizer__min_lr": 1e-4, "critic__critic_lr": 1e-4},
+    ),
+    (
+        "min-lr-above-lr",
+        {**LINEAR, "optimizer__min_lr": 2e-4, "critic__critic_lr": 1e-4},
+        {**LINEAR, "optimizer__min_lr": 2e-4, "critic__critic_lr": 1e-4, "parallel__resource": roles(critic=None)},
+    ),
+    (
+        "min-lr-above-lr",
+        {**LINEAR, "optimizer__lr_decay_style": "cosine", "optimizer__min_lr": 2.0},
+        {**LINEAR, "optimizer__lr_decay_style": "constant", "optimizer__min_lr": 2.0},
+    ),
+    ("warmup-too-long", {"optimizer__lr_warmup_iters": 2}, {"optimizer__lr_warmup_iters": 1}),
+    ("warmup-too-long", {"critic__critic_lr_warmup_iters": 100}, {"critic__critic_lr_warmup_iters": 1}),
+    (
+        "warmup-too-long",
+        {"optimizer__lr_warmup_iters": 7, "batch__num_rollout": None, "batch__num_epoch": 64},
+        {"optimizer__lr_warmup_iters": 5, "batch__num_rollout": None, "batch__num_epoch": 64},
+    ),
+    (
+        # One rollout in two trains the actor: two steps.
+        "warmup-too-long",
+        {"optimizer__lr_warmup_iters": 2, "critic__num_critic_only_steps": 1, "batch__num_steps_per_rollout": 2},
+        {"optimizer__lr_warmup_iters": 1, "critic__num_critic_only_steps": 1, "batch__num_steps_per_rollout": 2},
+    ),
+    (
+        "warmup-too-long",
+        {"critic__critic_lr_warmup_iters": 3, "critic__critic_updates_per_step": 1},
+        {"critic__critic_lr_warmup_iters": 3, "critic__critic_updates_per_step": 2},
+    ),
+    ("actor-never-trained", {"critic__num_critic_only_steps": 2}, {"critic__num_critic_only_steps": 1}),
+    ("actor-never-trained", {"critic__num_critic_only_steps": 9}, {"critic__num_critic_only_steps": 0}),
+    (
+        "actor-never-trained",
+        {"critic__num_critic_only_steps": 3},
+        {"critic__num_critic_only_steps": 3, "parallel__resource": roles(critic=None)},
+    ),
+    (
+        "kl-twice",
+        {"algorithm__kl_coef": 0.1, "algorithm__use_kl_loss": True, "algorithm__kl_loss_coef": 0.1},
+        {"algorithm__use_kl_loss": True, "algorithm__kl_loss_coef": 0.1},
+    ),
+    (
+        "kl-twice",
+        {"algorithm__kl_coef": 0.1, "algorithm__use_kl_loss": True, "algorithm__kl_loss_coef": 1e-3},
+        {"algorithm__kl_coef": 0.1, "algorithm__kl_loss_coef": 0.1},
+    ),
+    ("filtered-sampling", {"rollout__rollout_top_p": 0.9}, {"rollout__rollout_top_p": 1.0}),
+    ("filtered-sampling", {"rollout__rollout_top_k": 5}, {"rollout__rollout_top_k": -1}),
+    ("filtered-sampling", {"rollout__rollout_top_k": 1}, {"rollout__rollout_top_k": 0}),
     (
         "tis-bounds",
         {"algorithm__use_tis": True, "algorithm__tis_clip_low": 3.0},

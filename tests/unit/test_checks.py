@@ -183,9 +183,32 @@ def test_a_used_run_folder_is_refused_unless_resumed(make: Callable[..., Config]
     assert ids(make(run__run_dir="run", checkpoint__load="a")) == []
 
 
-def test_a_run_folder_that_is_a_file_is_refused_always(make: Callable[..., Config]) -> None:
-    Path("run").write_text("")
-    assert ids(make(run__run_dir="run", checkpoint__load="a")) == ["run-dir-in-use", "folder-read-only"]
+@pytest.mark.parametrize("option", ["run__run_dir", "checkpoint__save", "critic__critic_save"])
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ("file", "file is a file"),
+        ("file/below", "file is a file"),
+        ("nowhere", "nowhere is a link to nowhere"),
+        ("/proc/run", "/proc is a folder of the kernel"),
+        ("/proc", "/proc is a folder of the kernel"),
+    ],
+)
+def test_a_place_that_takes_no_files_says_why(make: Callable[..., Config], option: str, place: str, what: str) -> None:
+    Path("file").write_text("")
+    Path("nowhere").symlink_to("gone")
+    others = {"checkpoint__save": "a", "critic__critic_save": "c", "checkpoint__load": "a"}
+    (problem,) = problems_of(make(**others | {option: place}))
+    assert problem.id == "folder-read-only"
+    assert what in problem.got
+    assert "chmod" not in problem.fix
+
+
+def test_a_misspelt_role_is_one_problem_whose_fix_works(make: Callable[..., Config]) -> None:
+    for typo, role in (("actr", "actor"), ("rolout", "rollout"), ("Actor", "actor")):
+        counts = {typo if name == role else name: count for name, count in PPO_ROLES.items()}
+        (problem,) = problems_of(make(parallel__resource=counts))
+        assert (problem.id, problem.fix) == ("resource-unknown-role", f'write "{role}" instead of "{typo}"')
 
 
 def saves(load: str | None = None, critic_load: str | None = None) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
-from relax_cli.checkpoint.layout import TRACKER_FILE
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection, RunSection
 from relax_cli.errors import MACHINE_THEME
+from relax_cli.preflight.completion import beside, has_checkpoints
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Folders and checkpoints"
@@ -20,17 +21,8 @@ def save_interval_without_save(checkpoint: CheckpointSection) -> Found:
         yield Finding(
             "--save-interval is set, but there is no folder to save to",
             got=str(checkpoint.save_interval),
-            fix="add --save DIR (and --critic-save DIR for a run with a critic), or drop --save-interval",
+            fix="add --save DIR, or drop --save-interval",
         )
-
-
-@rule("critic-save-missing", THEME, option="--critic-save", severity="warning")
-def critic_save_missing(config: Config) -> Found:
-    """A warning: without `--critic-save` the run can never be resumed."""
-    save = config.checkpoint.save
-    if "critic" in config.parallel.resource and save is not None and config.critic.critic_save is None:
-        fix = f"add --critic-save {save.rstrip('/')}-critic"
-        yield Finding("the critic is not saved, so this run can never be resumed", fix)
 
 
 @rule("critic-save-without-save", THEME, option="--critic-save")
@@ -46,14 +38,14 @@ def critic_save_without_save(config: Config) -> Found:
 def run_dir_in_use(run: RunSection, checkpoint: CheckpointSection) -> Found:
     """A run folder is new or empty, unless its run is resumed."""
     path = None if run.run_dir is None else Path(run.run_dir)
-    if path is None or (path.is_dir() and (checkpoint.load is not None or not any(path.iterdir()))):
-        return
-    if path.exists():
+    if path is not None and path.is_dir() and any(path.iterdir()) and checkpoint.load is None:
+        save = checkpoint.save
+        resume = f", or resume with --load {save}" if save is not None and has_checkpoints(save) else ""
         yield Finding(
-            "the run folder already holds a run",
+            "the run folder is not empty",
             got=str(run.run_dir),
             expected="a new or empty folder",
-            fix=f"--run-dir {str(run.run_dir).rstrip('/')}-2, or resume with --load {checkpoint.save or 'DIR'}",
+            fix=f"--run-dir {unused_name(str(run.run_dir))}{resume}",
         )
 
 
@@ -65,7 +57,7 @@ def save_in_use(checkpoint: CheckpointSection, critic: CriticSection) -> Found:
         ("critic-save", "critic-load", critic.critic_save, critic.critic_load or checkpoint.load),
     )
     for option, load, folder, source in pairs:
-        if folder is not None and _has_checkpoints(Path(folder)) and not _same_folder(folder, source):
+        if folder is not None and has_checkpoints(folder) and not _same_folder(folder, source):
             yield Finding(
                 f"the folder of --{option} holds the checkpoints of another run",
                 option=f"--{option}",
@@ -84,7 +76,7 @@ def one_folder_for_two(checkpoint: CheckpointSection, critic: CriticSection) -> 
             "actor and critic would be saved to one folder and overwrite each other",
             got=save,
             expected="two folders",
-            fix=f"--critic-save {save.rstrip('/')}-critic",
+            fix=f"--critic-save {beside(save)}",
         )
 
 
@@ -101,14 +93,37 @@ def folder_read_only(config: Config) -> Found:
         if folder is None:
             continue
         existing = nearest_existing(Path(folder))
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
-            yield Finding(
-                f"nothing can be written to the folder of {option}",
-                option=option,
-                got=f"{existing} is {'read-only here' if existing.is_dir() else 'not a folder'}",
-                expected="a folder that can be written to",
-                fix=f"{option} DIR with a folder of your own, or chmod u+wx {existing}",
-            )
+        if existing.is_dir() and _is_writable(existing):
+            continue
+        what = "a folder that this user cannot write to"
+        if existing.is_dir() and existing.stat().st_dev in _kernel_devices():
+            what = "a folder of the kernel, which holds no files"
+        elif not existing.is_dir():
+            what = "a link to nowhere" if existing.is_symlink() else "a file"
+        chmod = f", or chmod u+wx {existing}" if "user" in what else ""
+        yield Finding(
+            f"nothing can be written to the folder of {option}",
+            option=option,
+            got=f"{existing} is {what}",
+            expected="a folder that can be written to",
+            fix=f"{option} DIR with a folder of your own{chmod}",
+        )
+
+
+def _is_writable(folder: Path) -> bool:
+    allowed = os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+    return allowed and folder.stat().st_dev not in _kernel_devices()
+
+
+def _kernel_devices() -> set[int]:
+    """Devices of file systems where no file can be made, though root seems to be allowed to."""
+    return {os.stat(place).st_dev for place in ("/proc", "/sys") if os.path.ismount(place)}
+
+
+def unused_name(folder: str) -> str:
+    """A folder next to this one that does not exist."""
+    base = folder.rstrip("/")
+    return next(name for count in itertools.count(2) if not os.path.lexists(name := f"{base}-{count}"))
 
 
 def nearest_existing(path: Path) -> Path:
@@ -118,11 +133,6 @@ def nearest_existing(path: Path) -> Path:
         if os.path.lexists(place):
             return place
     return Path("/")
-
-
-def _has_checkpoints(folder: Path) -> bool:
-    tracker = folder / TRACKER_FILE
-    return tracker.is_file() and tracker.stat().st_size > 0
 
 
 def _same_folder(one: str, other: str | None) -> bool:

@@ -2,22 +2,73 @@
 
 from __future__ import annotations
 
-from relax_cli.config.schema import AlgorithmSection, OptimizerSection
+from relax_cli.config.schema import (
+    AlgorithmSection,
+    Config,
+    CriticSection,
+    OptimizerSection,
+    ParallelSection,
+    RolloutSection,
+)
+from relax_cli.preflight.inputs import RunInputs
+from relax_cli.preflight.plan import optimizer_steps
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Objective"
 
 
 @rule("min-lr-above-lr", THEME, option="--min-lr")
-def min_lr_above_lr(optimizer: OptimizerSection) -> Found:
-    """With a decaying schedule `--min-lr` must not be above `--lr` (or `--critic-lr`)."""
-    if optimizer.lr_decay_style != "constant" and optimizer.min_lr > optimizer.lr:
+def min_lr_above_lr(optimizer: OptimizerSection, critic: CriticSection, parallel: ParallelSection) -> Found:
+    """With a decaying schedule `--min-lr` must not be above `--lr` or `--critic-lr`."""
+    has_critic_rate = "critic" in parallel.resource and critic.critic_lr is not None
+    rates = {"--lr": optimizer.lr} | ({"--critic-lr": critic.critic_lr or 0.0} if has_critic_rate else {})
+    option = min(rates, key=lambda name: rates[name])
+    if optimizer.lr_decay_style != "constant" and optimizer.min_lr > rates[option]:
         yield Finding(
             "the learning rate would rise, not decay",
             got=f"{optimizer.min_lr:g}",
-            expected=f"at most {optimizer.lr:g} (--lr)",
-            fix=f"lower --min-lr to {optimizer.lr:g} or less",
+            expected=f"at most {rates[option]:g} ({option})",
+            fix=f"drop --min-lr, or lower it to {rates[option]:g} or less",
         )
+
+
+@rule("warmup-too-long", THEME, severity="warning")
+def warmup_too_long(config: Config, inputs: RunInputs) -> Found:
+    """A warning: the warm-up has at least as many optimizer steps as the run, so the learning rate that was set is
+    never reached."""
+    actor, critic = _steps(config, inputs) or (0, 0)
+    warmups = [("actor", "--lr-warmup-iters", config.optimizer.lr_warmup_iters, actor)]
+    if "critic" in config.parallel.resource:
+        warmups.append(("critic", "--critic-lr-warmup-iters", config.critic.critic_lr_warmup_iters, critic))
+    for role, option, warmup, count in warmups:
+        if 0 < count <= warmup:
+            yield Finding(
+                f"the warm-up of the {role} is as long as the run or longer: its learning rate is never reached",
+                option=option,
+                got=f"{warmup} of {count} optimizer steps",
+                expected=f"below {count}",
+                fix=f"lower or drop {option}, or raise --num-rollout",
+            )
+
+
+@rule("actor-never-trained", THEME, option="--num-critic-only-steps", severity="warning")
+def actor_never_trained(config: Config, inputs: RunInputs) -> Found:
+    """A warning: the run ends before `--num-critic-only-steps` are over, so the policy stays as it is."""
+    steps = _steps(config, inputs)
+    if steps is not None and steps[0] == 0:
+        yield Finding(
+            "the run ends before the critic-only steps do: the actor is not trained",
+            got=f"{config.critic.num_critic_only_steps} critic-only steps, {inputs.rollouts(config)} rollouts",
+            expected=f"fewer than {inputs.rollouts(config)}",
+            fix="lower --num-critic-only-steps, or raise --num-rollout",
+        )
+
+
+def _steps(config: Config, inputs: RunInputs) -> tuple[int, int] | None:
+    """Optimizer steps of actor and critic; None where the length of the run is not known."""
+    rollouts = inputs.rollouts(config)
+    has_critic = "critic" in config.parallel.resource
+    return None if rollouts is None else optimizer_steps(config, rollouts, has_critic=has_critic)
 
 
 @rule("tis-bounds", THEME, option="--tis-clip-low")
@@ -66,4 +117,33 @@ def kl_loss_k1(algorithm: AlgorithmSection) -> Found:
             got="k1",
             expected="k2, k3 or low_var_kl",
             fix="--kl-loss-type k2, or low_var_kl (k1 is right in the reward: --kl-coef)",
+        )
+
+
+@rule("kl-twice", THEME, option="--use-kl-loss", severity="warning")
+def kl_twice(algorithm: AlgorithmSection) -> Found:
+    """A warning: `--kl-coef` puts a KL term into the reward, and `--use-kl-loss` another into the loss. Both pull
+    towards the same reference."""
+    if algorithm.use_kl_loss and algorithm.kl_loss_coef and algorithm.kl_coef:
+        yield Finding(
+            "two KL terms pull towards the reference: one in the reward, one in the loss",
+            got=f"--kl-coef {algorithm.kl_coef:g} and --kl-loss-coef {algorithm.kl_loss_coef:g}",
+            expected="one of them",
+            fix="drop --kl-coef, or drop --use-kl-loss and --kl-loss-coef",
+        )
+
+
+@rule("filtered-sampling", THEME, severity="warning")
+def filtered_sampling(rollout: RolloutSection) -> Found:
+    """A warning: with `--rollout-top-p` or `--rollout-top-k` samples come from the filtered distribution, while
+    log-probabilities and training use the whole one."""
+    given = [f"--rollout-top-p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p < 1 else []
+    given += [f"--rollout-top-k {rollout.rollout_top_k}"] if rollout.rollout_top_k > 0 else []
+    if given:
+        yield Finding(
+            "samples come from the filtered distribution, log-probabilities from the whole one",
+            option=given[0].split()[0],
+            got=" ".join(given),
+            expected="--rollout-top-p 1 and --rollout-top-k -1",
+            fix=f"drop {' and '.join(text.split()[0] for text in given)}; --rollout-temperature is part of both",
         )

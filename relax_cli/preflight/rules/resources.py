@@ -43,8 +43,10 @@ def resource_unknown_role(parallel: ParallelSection) -> Found:
 @rule("resource-missing-role", THEME, option="--resource")
 def resource_missing_role(parallel: ParallelSection) -> Found:
     """`--resource` needs at least `actor` and `rollout`."""
+    meant = {nearest(role, ROLES) for role in parallel.resource if role not in ROLES}
     for role in ("actor", "rollout"):
-        if role not in parallel.resource:
+        # A misspelt role is one problem, not two.
+        if role not in parallel.resource and role not in meant:
             yield Finding(
                 f"--resource has no {role}",
                 got=", ".join(parallel.resource),

@@ -1,0 +1,62 @@
+"""What a run needs and nothing was said about: filled in, and shown as changes of the configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from relax_cli.checkpoint.layout import TRACKER_FILE
+from relax_cli.config.schema import Config
+from relax_cli.plugin.records import Change
+
+REFERENCE_SHAPE = "KL terms compare with a reference model, which takes the actor's shape unless --resource gives one"
+CRITIC_SAVE = "actor and critic are saved as a pair, the critic next to --save"
+CRITIC_LOAD = "the critic's checkpoints are next to --load"
+
+
+def complete(config: Config, *, has_critic: bool) -> tuple[Config, list[Change]]:
+    """The configuration with a place for the reference model and folders for the critic, where they are not set."""
+    config, changes = _with_reference_shape(config)
+    if has_critic:
+        config, more = _with_critic_folders(config)
+        changes += more
+    return config, changes
+
+
+def _with_reference_shape(config: Config) -> tuple[Config, list[Change]]:
+    """The reference model of KL terms gets the place of the actor, unless one is given."""
+    resource = config.parallel.resource
+    if not config.algorithm.needs_reference or "reference" in resource or "actor" not in resource:
+        return config, []
+    completed = {**resource, "reference": resource["actor"]}
+    parallel = config.parallel.model_copy(update={"resource": completed})
+    change = Change("--resource", json.dumps(resource), json.dumps(completed), REFERENCE_SHAPE)
+    return config.model_copy(update={"parallel": parallel}), [change]
+
+
+def _with_critic_folders(config: Config) -> tuple[Config, list[Change]]:
+    """`--critic-save` is `<save>-critic`, and `--critic-load` is `<load>-critic` where that is what a run wrote."""
+    save, load, critic = config.checkpoint.save, config.checkpoint.load, config.critic
+    update: dict[str, str] = {}
+    changes = []
+    if save is not None and critic.critic_save is None:
+        update["critic_save"] = beside(save)
+        changes.append(Change("--critic-save", None, beside(save), CRITIC_SAVE))
+    if load is not None and critic.critic_load is None and not critic.critic_init_from_actor:
+        # `--load X --save X` starts from nothing the first time, so that one script restarts itself.
+        is_first_start = load == save and "critic_save" in update and not has_checkpoints(load)
+        if is_first_start or has_checkpoints(beside(load)):
+            update["critic_load"] = beside(load)
+            changes.append(Change("--critic-load", None, beside(load), CRITIC_LOAD))
+    return config.model_copy(update={"critic": critic.model_copy(update=update)}), changes
+
+
+def beside(folder: str) -> str:
+    """The critic's folder next to the actor's."""
+    return f"{folder.rstrip('/')}-critic"
+
+
+def has_checkpoints(folder: str) -> bool:
+    """Whether a save folder has a tracker that says something."""
+    tracker = Path(folder) / TRACKER_FILE
+    return tracker.is_file() and tracker.stat().st_size > 0
