@@ -14,7 +14,7 @@ INTRODUCTION = """\
 # Configuration
 
 Every option of `relax train` and `relax validate-config`. This page is written by `python scripts/make_docs.py` from
-`relax_cli/config/schema.py` and the option models of the built-in estimators; a test holds it in step.
+`relax_cli/config/schema.py` and the option models of the built-in estimators; a test checks that it is current.
 
 An option `batch.rollout_batch_size` is
 
@@ -25,6 +25,13 @@ An option `batch.rollout_batch_size` is
 
 Later ones win: default < recipes, left to right < environment < `--set` < flags. `relax validate-config --show-origin`
 shows where each value came from.
+
+A later layer also ends what earlier ones say against it: `--custom-rm-path` replaces a recipe's `rm_type`, `--num-epoch`
+its `num_rollout`, `--micro-batch-size` its token budget, and so on (`relax_cli/config/replaced.py` has the list).
+`null` unsets an option: `--set reward.rm_type=null`, `RELAX_SAVE=null`, or `--critic-lr null` for an option with one
+value.
+
+In options that are paths, `~` and `$VAR` are expanded in every layer.
 
 Recipes are sparse YAML 1.2: only what differs from the defaults. `${VAR}` and `${VAR:-default}` expand,
 `${RECIPE_DIR}` is the folder of the recipe, `$${` is a plain `${`. An unknown key, a key that stands twice or a

@@ -90,7 +90,7 @@ def as_text(checked: CheckedRun, *, show_origin: bool, problems_last: bool = Fal
     problems = problems_text(checked.problems, verdict_last=problems_last)
     lines: list[str] = []
     if checked.changes:
-        lines += ["", "changed by the estimator"]
+        lines += ["", "changed"]
         for change in checked.changes:
             lines += wrapped(f"  - {change.option} {change.before}")
             lines += wrapped(f"  + {change.option} {change.after}  ({change.why})")

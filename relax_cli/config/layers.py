@@ -14,8 +14,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from relax_cli.config.model import base_type, flag, is_optional, options_by_name
+from relax_cli.config.paths import PATH_OPTIONS, expand_path
 from relax_cli.config.recipes import THEME, UNKNOWN_SECTION, Setting, find_recipe, nearest, read_recipe, unknown_key
 from relax_cli.config.redact import redacted
+from relax_cli.config.replaced import ended_options
 from relax_cli.config.schema import Config, Section
 from relax_cli.errors import ConfigError, Problem, problem_kind
 
@@ -32,6 +34,11 @@ INVALID_VALUE = problem_kind(
     "and 1 are text and numbers in YAML 1.2. A number may stand in quotes, text may not be left without them where "
     "YAML reads a number.",
 )
+PATH_VARIABLE = problem_kind(
+    "path-variable",
+    THEME,
+    "A path has a `$VAR` that is not set. `~` and variables are expanded in the paths of every layer.",
+)
 RESOURCE_JSON = problem_kind(
     "resource-json",
     THEME,
@@ -45,6 +52,10 @@ SERVER_OPTIONS_JSON = problem_kind(
     option="--sglang-options",
 )
 
+SET = "--set"
+NULL = "null"
+"""What unsets an option in any layer: it is as if no layer before had given it."""
+UNSET = object()
 NOT_OPTIONS = frozenset({"RELAX_DEBUG", "RELAX_CACHE"})
 """`RELAX_*` names that steer the program itself."""
 
@@ -103,18 +114,25 @@ def load_config(layers: Layers, model: type[Config]) -> Loaded:
     """Merge the layers and validate the result. What is wrong with one option hides no problem of another."""
     problems: list[Problem] = []
     fields = options_by_name(model)
-    settings = _settings(layers, model, fields, problems)
-    merged = {(s.section, s.key): s for s in settings if s.key not in ADDED_UP}
+    settings = [_with_expanded_paths(s, layers.env) for s in _settings(layers, model, fields, problems)]
+    last = {setting.key: setting for setting in settings}
+    prepared = [(setting, _prepare(setting, fields[setting.key][1])) for setting in settings]
+    given = {s.key: (s.layer, value) for s, value in prepared if not isinstance(value, Problem) and not s.problems}
+    ended = ended_options({name: pair for name, pair in given.items() if last[name].layer == pair[0]})
     origins = {f"{section}.{name}": "default" for name, (section, _) in fields.items()}
-    origins.update({f"{s.section}.{s.key}": s.where for s in settings})
     values: dict[str, dict[str, Any]] = {}
     unread: set[str] = set()
-    for setting in (*merged.values(), *(s for s in settings if s.key in ADDED_UP)):
-        value = _prepare(setting, fields[setting.key][1])
+    for setting, value in prepared:
+        if setting.key in ended or (setting is not last[setting.key] and setting.key not in ADDED_UP):
+            continue
+        origins[f"{setting.section}.{setting.key}"] = setting.where
         section = values.setdefault(setting.section, {})
         if setting.problems or isinstance(value, Problem):
             problems += setting.problems or [value]
             unread.add(setting.key)
+        elif value is UNSET:
+            section.pop(setting.key, None)
+            origins[f"{setting.section}.{setting.key}"] = "default"
         elif setting.key in ADDED_UP:
             section[setting.key] = section.get(setting.key, {}) | value
         else:
@@ -127,23 +145,25 @@ def _settings(
     layers: Layers, model: type[Config], fields: Mapping[str, tuple[str, FieldInfo]], problems: list[Problem]
 ) -> list[Setting]:
     """The values of all layers, the lowest first."""
-    settings: list[Setting] = []
+    read: list[list[Setting]] = []
     for name in layers.recipes:
         try:
-            read, bad = read_recipe(find_recipe(name), layers.env, model)
+            settings, bad = read_recipe(find_recipe(name), layers.env, model)
         except ConfigError as error:
             problems += error.problems
             continue
-        settings += read
+        read.append(settings)
         problems += bad
-    settings += _env_settings(layers.env, fields, problems)
-    settings += _override_settings(layers.overrides, model, problems)
-    settings += [
-        Setting(fields[name][0], name, value, flag(name), is_text=False)
-        for name, value in layers.flags.items()
-        if value is not None and value != [] and value != ()
-    ]
-    return settings
+    read.append(_env_settings(layers.env, fields, problems))
+    read.append(_override_settings(layers.overrides, model, problems))
+    read.append(
+        [
+            Setting(fields[name][0], name, value, flag(name), is_text=value == NULL)
+            for name, value in layers.flags.items()
+            if value is not None and value != [] and value != ()
+        ]
+    )
+    return [replace(setting, layer=layer) for layer, settings in enumerate(read) for setting in settings]
 
 
 def _validated(
@@ -225,14 +245,48 @@ def _override_settings(overrides: Sequence[str], model: type[Config], problems: 
         elif key not in fields or fields[key][0] != section:
             problems.append(replace(unknown_key(section, key, "--set", model), option="--set"))
         else:
-            settings.append(Setting(section, key, text, "--set", is_text=True))
+            settings.append(Setting(section, key, text, SET, is_text=True))
     return settings
+
+
+def _with_expanded_paths(setting: Setting, env: Mapping[str, str]) -> Setting:
+    if setting.key not in PATH_OPTIONS:
+        return setting
+    missing: list[str] = []
+
+    def expand(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [expand(item) for item in value]
+        # A lone ~ is YAML's null.
+        if not isinstance(value, str) or (setting.is_text and value == "~"):
+            return value
+        text, names = expand_path(value, env, braces=setting.where.startswith(("RELAX_", "--")))
+        missing.extend(names)
+        return text
+
+    value, option = expand(setting.value), flag(setting.key)
+    problems = tuple(
+        PATH_VARIABLE(
+            f"{option} has ${name}, a variable that is not set",
+            fix=f"export {name}=…, or write the path out",
+            option=option,
+            where=setting.where,
+            got=str(redacted(setting.section, setting.key, setting.value)),
+        )
+        for name in dict.fromkeys(missing)
+    )
+    return replace(setting, value=value, problems=(*setting.problems, *problems))
 
 
 def _prepare(setting: Setting, field: FieldInfo) -> Any:
     """The value as pydantic may see it, or the problem that pydantic's leniency would hide."""
     kind = base_type(field)
     value = _from_text(setting.value, field) if setting.is_text else setting.value
+    is_typed = setting.where.startswith(("RELAX_", "--"))
+    if value is None and not is_optional(field) and (is_typed or kind in (tuple, dict)):
+        return UNSET
+    if kind is str and value == "" and field.default != "":
+        return _bad_value(setting, "a text that is not empty", f"leave {flag(setting.key)} out, or give it a value")
     if kind is dict:
         return _mapping(setting, value)
     if kind is tuple and isinstance(value, str):
@@ -252,7 +306,7 @@ def _from_text(text: str, field: FieldInfo) -> Any:
         return text
     keeps: dict[Any, tuple[type, ...]] = {str: (str,), tuple: (str, list)}
     wanted = keeps.get(base_type(field))
-    if wanted is None or isinstance(value, wanted) or (value is None and is_optional(field)):
+    if wanted is None or isinstance(value, wanted) or text == NULL or (value is None and is_optional(field)):
         return value
     return text
 

@@ -66,6 +66,8 @@ class Setting:
     """Origin shown to the user: `FILE:LINE`, `RELAX_LR`, `--set` or the flag."""
     is_text: bool
     """The value is text still to be read as YAML (environment, `--set`, expanded variables)."""
+    layer: int = 0
+    """Recipes count from 0, then the environment, `--set`, flags."""
     problems: tuple[Problem, ...] = ()
     """Why the value cannot be known, such as a variable that is not set. A later layer that replaces it ends them."""
 
@@ -141,7 +143,7 @@ def _setting(section: str, key: str, value: Any, where: str, variables: Mapping[
     problems: list[Problem] = []
     expanded = _expand(value, where, variables, problems)
     is_text = isinstance(value, str) and expanded != value
-    return Setting(section, key, expanded, where, is_text, tuple(problems))
+    return Setting(section, key, expanded, where, is_text, problems=tuple(problems))
 
 
 def unknown_key(section: str, key: str, where: str, model: type[Config]) -> Problem:

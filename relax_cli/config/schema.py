@@ -8,7 +8,7 @@ Field names are unique over all sections. The sections import nothing heavy.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -118,7 +118,8 @@ class OptimizerSection(Section):
     lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     clip_grad: float = Field(1.0, ge=0, description="gradient norm limit; 0 turns clipping off")
     on_nan_grad: Literal["stop", "skip"] = Field(
-        "stop", description="a gradient that is not finite changes no weight; then end the run, or go on and count it"
+        "stop",
+        description="a gradient that is not finite changes no weight; then end the run, or skip the step and count it",
     )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1")
@@ -140,28 +141,28 @@ class DataSection(Section):
     label_key: str | None = Field(None, description="key of the label the reward compares with")
     metadata_key: str = Field("metadata", description="key of a free-form object handed to the reward")
     apply_chat_template: bool = Field(False, description="render prompts with the tokenizer's chat template")
-    shuffle: bool = Field(True, description="shuffle prompts anew every epoch, from --rollout-seed")
+    shuffle: bool = Field(True, description="reshuffle the prompts every epoch, seeded by --rollout-seed")
 
 
 class BatchSection(Section):
     """How prompts become optimizer steps."""
 
     rollout_batch_size: int = Field(32, ge=1, description="prompts per rollout")
-    n_samples_per_prompt: int = Field(1, ge=1, description="samples per prompt (group size)")
+    n_samples_per_prompt: int = Field(
+        1, ge=1, description="samples per prompt (group size); 8 when unset, with an estimator that compares a group"
+    )
     global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step")
     num_steps_per_rollout: int | None = Field(
         None, ge=1, description="optimizer steps per rollout; derived from the batch sizes when unset"
     )
-    micro_batch_size: int = Field(32, ge=1, description="most samples in one forward and backward pass of a rank")
+    micro_batch_size: int = Field(32, ge=1, description="maximum samples per forward/backward pass on each rank")
     num_rollout: int | None = Field(None, ge=1, description="rollouts (steps) to run")
-    num_epoch: int | None = Field(
-        None, ge=1, description="passes over the prompts; sets --num-rollout when that is unset"
-    )
+    num_epoch: int | None = Field(1, ge=1, description="passes over the prompts, where --num-rollout is unset")
     use_dynamic_batch_size: bool = Field(
         False, description="fill micro-batches up to --max-tokens-per-gpu tokens instead of --micro-batch-size samples"
     )
     max_tokens_per_gpu: int | None = Field(
-        None, ge=1, description="most tokens, prompt and response, in one micro-batch of a rank"
+        None, ge=1, description="maximum tokens (prompt and response) per micro-batch on each rank"
     )
 
     @property
@@ -185,21 +186,21 @@ class BatchSection(Section):
 class RolloutSection(Section):
     """Generation."""
 
-    rollout_max_response_len: int = Field(256, ge=1, description="most new tokens per sample")
+    rollout_max_response_len: int = Field(256, ge=1, description="maximum new tokens per sample")
     rollout_max_prompt_len: int | None = Field(
         None, ge=1, description="longest prompt in tokens; longer ones are an error"
     )
     rollout_temperature: float = Field(1.0, gt=0, description="sampling temperature")
     rollout_top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling mass")
     rollout_top_k: int = Field(-1, ge=-1, description="sample among the k likeliest tokens; -1 for all")
-    rollout_stop: tuple[str, ...] = Field((), description="stop string (repeatable)")
+    rollout_stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="stop string (repeatable)")
     rollout_seed: int = Field(42, ge=0, description="seed of prompt order and sampling")
     rollout_engine: Literal["auto", "embedded", "sglang"] = Field(
         "auto", description="what generates; auto is sglang with --device cuda or --rollout-external, else embedded"
     )
-    rollout_request_timeout: float = Field(1800.0, gt=0, description="seconds until a generation request is given up")
+    rollout_request_timeout: float = Field(1800.0, gt=0, description="timeout of a generation request in seconds")
     partial_rollout: bool = Field(
-        False, description="continue responses that the engine aborted from the tokens they have, instead of anew"
+        False, description="continue aborted responses from the tokens they have instead of restarting them"
     )
 
 
@@ -210,12 +211,15 @@ class SglangSection(Section):
     rollout_external_engine_addrs: tuple[str, ...] = Field((), description="HOST:PORT of a running server (repeatable)")
     rollout_num_gpus_per_engine: int = Field(1, ge=1, description="GPUs of one server (its tensor-parallel size)")
     sglang_mem_fraction_static: float | None = Field(
-        None, gt=0, lt=1, description="part of a GPU for weights and KV cache of the server; SGLang's own when unset"
+        None,
+        gt=0,
+        lt=1,
+        description="fraction of GPU memory for the server's weights and KV cache; SGLang's default when unset",
     )
     sglang_python: str | None = Field(
         None, description="Python interpreter of the environment whose sglang runs the servers; this one when unset"
     )
-    sglang_server_concurrency: int = Field(512, ge=1, description="most requests at a time to one server")
+    sglang_server_concurrency: int = Field(512, ge=1, description="maximum concurrent requests per server")
     sglang_options: dict[str, Any] = Field(
         default_factory=dict, description="JSON of further server options; --sglang-NAME VALUE adds one"
     )
@@ -281,7 +285,7 @@ class ParallelSection(Section):
         "auto", description="layers of megatron-core; auto takes TransformerEngine on CUDA where it imports"
     )
     recompute_granularity: Literal["full", "selective"] | None = Field(
-        None, description="activations computed again in the backward pass; all are kept when unset"
+        None, description="activations to recompute in the backward pass; all are kept when unset"
     )
     recompute_method: Literal["uniform", "block"] | None = Field(
         None, description="full recomputation: in chunks of layers, or the first layers of each stage"
@@ -310,7 +314,7 @@ class CheckpointSection(Section):
     )
     keep_checkpoints: int | None = Field(None, ge=1, description="how many checkpoints to keep; all when unset")
     on_save_error: Literal["stop", "continue"] = Field(
-        "stop", description="when a checkpoint cannot be written: end the run, or warn and go on to the next"
+        "stop", description="when a checkpoint cannot be written: end the run, or warn and continue"
     )
 
 

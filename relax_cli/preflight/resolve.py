@@ -22,6 +22,9 @@ from relax_cli.preflight.device_choice import installed_torch_has_cuda, settle_d
 from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.unused_options import unused_options
 
+GROUP_SIZE = 8
+"""Samples per prompt where an estimator compares the samples of a group and the option is unset."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -61,6 +64,9 @@ def resolve(
     """
     loaded = load_config(layers, config_model(plugins.estimators().values()))
     given, changes, problems = loaded.config, list[Change](), list(loaded.problems)
+    origins = dict(loaded.origins)
+    with contextlib.suppress(UnreadOption):
+        given = _with_group_size(given, plugins, origins)
     with contextlib.suppress(UnreadOption):
         if machine is not None and has_counts(given):
             given, changes = settle_device(given, machine, installed_torch_has_cuda(), cluster_gpus)
@@ -70,8 +76,19 @@ def resolve(
         changes += made
         problems += found
     with contextlib.suppress(UnreadOption):
-        problems += unused_options(given, loaded.origins, plugins.estimators())
-    return Resolved(given, config, loaded.origins, tuple(map(_shown, changes)), tuple(problems), loaded.unread)
+        problems += unused_options(given, origins, plugins.estimators())
+    return Resolved(given, config, origins, tuple(map(_shown, changes)), tuple(problems), loaded.unread)
+
+
+def _with_group_size(config: Config, plugins: Plugins, origins: dict[str, str]) -> Config:
+    """The configuration with `GROUP_SIZE` samples per prompt, where the estimator needs a group and none was given."""
+    name, option = config.algorithm.advantage_estimator, "batch.n_samples_per_prompt"
+    estimator = plugins.estimators().get(name)
+    if estimator is None or not estimator.needs_groups or origins[option] != "default":
+        return config
+    origins[option] = f"default of {name}"
+    batch = config.batch.model_copy(update={"n_samples_per_prompt": GROUP_SIZE})
+    return config.model_copy(update={"batch": batch})
 
 
 def _apply_estimator(plugins: Plugins, config: Config) -> tuple[Config, list[Change], list[Problem]]:

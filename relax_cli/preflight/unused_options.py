@@ -212,7 +212,7 @@ def _given(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for name, (section, _) in options_by_name(type(config)).items():
         value = config.model_dump(include={section: {name}})[section][name]
-        if origins[f"{section}.{name}"] != "default" and value:  # off, 0 and empty ask for no effect
+        if not origins[f"{section}.{name}"].startswith("default") and value:  # off, 0 and empty ask for no effect
             found[name] = flag(name) if value is True else f"{flag(name)} {redacted(section, name, value)}"
     return found
 

@@ -1,0 +1,204 @@
+"""A later layer replaces an earlier one: options that exclude each other, null, `~` and variables in paths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_cli.config.layers import Layers, Loaded, load_config
+from relax_cli.config.model import flag, option_value, options_by_name
+from relax_cli.config.paths import PATH_OPTIONS, expand_path
+from relax_cli.config.replaced import REPLACEMENTS
+from relax_cli.config.schema import Config
+from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.check_run import check_run
+
+OPTIONS = options_by_name(Config)
+
+
+def recipe(folder: Path, **values: Any) -> str:
+    """A recipe with these options."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        sections.setdefault(OPTIONS[name][0], {})[name] = value
+    path = folder / "r.yaml"
+    path.write_text(json.dumps(sections))
+    return str(path)
+
+
+def load(*args: Any) -> Loaded:
+    loaded = load_config(Layers(*args), Config)
+    assert loaded.problems == ()
+    return loaded
+
+
+# What a recipe says, what a later layer says, what is left of the recipe's options.
+PAIRS: list[tuple[dict[str, Any], str, Any, dict[str, Any]]] = [
+    ({"rm_type": "exact"}, "custom_rm_path", "r.py:f", {"rm_type": None}),
+    ({"rm_type": "remote", "rm_url": "http://h"}, "custom_rm_path", "r.py:f", {"rm_type": None, "rm_url": None}),
+    ({"custom_rm_path": "r.py:f"}, "rm_type", "math", {"custom_rm_path": None}),
+    ({"rm_type": "remote", "rm_url": "http://h"}, "rm_type", "math", {"rm_url": None}),
+    ({"rm_url": "http://h"}, "rm_type", "remote", {"rm_url": "http://h"}),
+    ({"num_rollout": 7}, "num_epoch", 2, {"num_rollout": None}),
+    ({"num_epoch": 7}, "num_rollout", 2, {"num_epoch": 1}),
+    ({"num_steps_per_rollout": 4}, "global_batch_size", 16, {"num_steps_per_rollout": None}),
+    ({"global_batch_size": 16}, "num_steps_per_rollout", 2, {"global_batch_size": None}),
+    ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}, "micro_batch_size", 4,
+     {"use_dynamic_batch_size": False, "max_tokens_per_gpu": None}),
+    ({"micro_batch_size": 4}, "use_dynamic_batch_size", True, {"micro_batch_size": 32}),
+    ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}, "use_dynamic_batch_size", False,
+     {"max_tokens_per_gpu": None}),
+    ({"lr_decay_style": "cosine", "min_lr": 1e-7}, "lr_decay_style", "constant", {"min_lr": 0.0}),
+    ({"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}, "use_kl_loss", False,
+     {"kl_loss_coef": 0.0, "kl_loss_type": "k1"}),
+    ({"use_tis": True, "tis_clip": 3.0}, "use_tis", False, {"tis_clip": 2.0}),
+    ({"save": "c", "save_interval": 2, "critic_save": "d"}, "save", None, {"save_interval": None, "critic_save": None}),
+    ({"eval_prompt_data": ["a=b"], "eval_interval": 2}, "eval_prompt_data", [], {"eval_interval": None}),
+    ({"eval_prompt_data": ["a=b"], "eval_interval": 2}, "eval_interval", None, {"eval_prompt_data": ()}),
+    ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+     "recompute_granularity", "selective", {"recompute_method": None, "recompute_num_layers": None}),
+    ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "recompute_granularity", "full",
+     {"recompute_modules": ()}),
+    ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "tensor_model_parallel_size", 1,
+     {"sequence_parallel": False}),
+    ({"rollout_external": True, "rollout_external_engine_addrs": ["h:1"]}, "rollout_external", False,
+     {"rollout_external_engine_addrs": ()}),
+    ({"rollout_external": True}, "rollout_engine", "embedded", {"rollout_external": False}),
+    ({"rollout_engine": "embedded"}, "rollout_external", True, {"rollout_engine": "auto"}),
+    ({"overlap_updates": True}, "device", "cuda", {"overlap_updates": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("earlier", "option", "value", "left"), PAIRS)
+def test_a_later_value_ends_what_contradicts_it(
+    tmp_path: Path, earlier: dict[str, Any], option: str, value: Any, left: dict[str, Any]
+) -> None:
+    text, section = json.dumps(value), OPTIONS[option][0]
+    layers: list[tuple[Any, ...]] = [
+        ([recipe(tmp_path, **earlier)], {}, [f"{section}.{option}={text}"]),
+        ([recipe(tmp_path, **earlier)], {f"RELAX_{option.upper()}": text}),
+    ]
+    if value not in (None, []):
+        layers.append(([recipe(tmp_path, **earlier)], {}, (), {option: value}))
+    for layer in layers:
+        loaded = load(*layer)
+        assert {name: option_value(loaded.config, name) for name in left} == left
+        changed = [name for name in left if left[name] != earlier.get(name)]
+        assert all(loaded.origins[f"{OPTIONS[name][0]}.{name}"] == "default" for name in changed)
+
+
+def test_within_one_layer_nothing_is_replaced(tmp_path: Path) -> None:
+    config = load([recipe(tmp_path, rm_type="exact", custom_rm_path="r.py:f", num_rollout=3, num_epoch=2)]).config
+    assert (config.reward.rm_type, config.reward.custom_rm_path) == ("exact", "r.py:f")
+    assert (config.batch.num_rollout, config.batch.num_epoch) == (3, 2)
+    assert load((), {}, (), {"rm_type": "exact", "custom_rm_path": "r.py:f"}).config.reward.rm_type == "exact"
+
+
+def test_an_earlier_layer_never_ends_a_later_one(tmp_path: Path) -> None:
+    config = load([recipe(tmp_path, custom_rm_path="r.py:f")], {}, ["reward.rm_type=exact"], {"rm_type": "math"}).config
+    assert (config.reward.rm_type, config.reward.custom_rm_path) == ("math", None)
+
+
+def test_every_replacement_has_a_row_in_the_table() -> None:
+    assert {(r.option, name) for r in REPLACEMENTS for name in r.ended} <= {
+        *((option, name) for _, option, _, left in PAIRS for name in left),
+        ("save", "keep_checkpoints"),
+        ("save", "on_save_error"),
+        ("use_tis", "tis_clip_low"),
+        ("eval_prompt_data", "n_samples_per_eval_prompt"),
+        ("eval_interval", "n_samples_per_eval_prompt"),
+    }
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_null_unsets_every_option(tmp_path: Path, name: str) -> None:
+    field = OPTIONS[name][1]
+    given = {
+        "save": "c",
+        "rm_type": "exact",
+        "num_epoch": 3,
+        "input_key": "k",
+        "rollout_batch_size": 5,
+        "eps_clip": 0.3,
+    }
+    layers = [([], {}, [f"{OPTIONS[name][0]}.{name}=null"]), ([], {f"RELAX_{name.upper()}": "null"})]
+    if field.annotation is not bool and "tuple" not in str(field.annotation):
+        layers.append(([], {}, (), {name: "null"}))
+    for _, *layer in layers:
+        config = load([recipe(tmp_path, **{k: v for k, v in given.items() if k == name})], *layer).config
+        default = field.get_default(call_default_factory=True)
+        assert option_value(config, name) in (None, default)
+
+
+@pytest.mark.parametrize("name", sorted(PATH_OPTIONS))
+@pytest.mark.parametrize(("text", "expanded"), [("~/c", "/home/me/c"), ("$DIR/c", "/data/c"), ("a~/c", "a~/c")])
+def test_paths_are_expanded_in_every_layer(tmp_path: Path, name: str, text: str, expanded: str) -> None:
+    env = {"HOME": "/home/me", "DIR": "/data"}
+    is_set = name == "eval_prompt_data"
+    given, expected = (f"held={text}", (f"held={expanded}",)) if is_set else (text, expanded)
+    layers: list[tuple[Any, ...]] = [
+        ([recipe(tmp_path, **{name: [given] if is_set else given})], env),
+        ([], {**env, f"RELAX_{name.upper()}": given}),
+        ([], env, [f"{OPTIONS[name][0]}.{name}={given}"]),
+        ([], env, (), {name: [given] if is_set else given}),
+    ]
+    assert [option_value(load(*layer).config, name) for layer in layers] == [expected] * len(layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded", "missing"),
+    [
+        ("~", "/home/me", []), ("~/a b", "/home/me/a b", []), ("x ~/a", "x /home/me/a", []),
+        ("~nobody-here/a",) * 2 + ([],),
+        ("${DIR}/a", "/data/a", []), ("$DIR$DIR", "/data/data", []), ("$GONE/a", "/a", ["GONE"]), ("a$", "a$", []),
+        ("reasoning-gym:sum?size=2", "reasoning-gym:sum?size=2", []), ("$1/a", "$1/a", []),
+        ("~/r.py:f", "/home/me/r.py:f", []),
+    ],
+)  # fmt: skip
+def test_what_is_expanded(text: str, expanded: str, missing: list[str]) -> None:
+    assert expand_path(text, {"HOME": "/home/me", "DIR": "/data"}) == (expanded, missing)
+
+
+def test_a_path_with_an_unset_variable_is_refused(tmp_path: Path) -> None:
+    for layer in (
+        ([recipe(tmp_path, save="$GONE/c")],),
+        ([], {"RELAX_SAVE": "$GONE/c"}),
+        ([], {}, (), {"save": "${GONE}/c"}),
+    ):
+        (problem,) = load_config(Layers(*layer), Config).problems
+        assert (problem.id, problem.option) == ("path-variable", "--save")
+
+
+@pytest.mark.parametrize("name", ["save", "load", "run_dir", "rm_type", "input_key", "advantage_estimator", "ref_load"])
+def test_an_empty_text_is_refused(name: str) -> None:
+    (problem,) = load_config(Layers(flags={name: ""}), Config).problems
+    assert (problem.id, problem.option) == ("invalid-value", flag(name))
+
+
+@pytest.mark.parametrize("layer", [
+    {"flags": {"rollout_stop": [""]}}, {"flags": {"rollout_stop": ["a", ""]}}, {"env": {"RELAX_ROLLOUT_STOP": ""}},
+    {"overrides": ['rollout.rollout_stop=["","$"]']}, {"overrides": ["rollout.rollout_stop=''"]},
+])  # fmt: skip
+def test_an_empty_stop_string_is_refused_in_every_layer(layer: dict[str, Any]) -> None:
+    (problem,) = load_config(Layers(**layer), Config).problems
+    assert (problem.id, problem.option) == ("invalid-value", "--rollout-stop")
+
+
+@pytest.mark.parametrize(("estimator", "size"), [("grpo", 8), ("gspo", 8), ("cispo", 8), ("sapo", 8), ("ppo", 1)])
+def test_the_group_size_follows_the_estimator(estimator: str, size: int) -> None:
+    plugins = load_plugins()
+    checked = check_run(plugins, Layers(flags={"advantage_estimator": estimator}), skip_files=True)
+    assert checked.config.batch.n_samples_per_prompt == size
+    assert "group-size" not in {problem.id for problem in checked.problems}
+    given = check_run(
+        plugins, Layers(flags={"advantage_estimator": estimator, "n_samples_per_prompt": "4"}), skip_files=True
+    )
+    assert given.config.batch.n_samples_per_prompt == 4
+
+
+def test_a_bare_run_needs_only_a_model_data_and_a_reward() -> None:
+    checked = check_run(load_plugins(), Layers(), here=False)
+    assert {problem.id for problem in checked.problems} == {"model-missing", "prompt-data-missing", "reward-missing"}
