@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from relax_cli.algorithms.types import LossInputs as LossInputs
     from relax_cli.algorithms.types import LossTerms as LossTerms
     from relax_cli.config.schema import ClipOptions as ClipOptions
+    from relax_cli.config.schema import ClipRange as ClipRange
     from relax_cli.config.schema import Config as Config
     from relax_cli.config.schema import GaeOptions as GaeOptions
     from relax_cli.config.schema import GroupOptions as GroupOptions
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "relax_cli.algorithms.types": ("AdvantageInputs", "AdvantageOutputs", "LossInputs", "LossTerms"),
-    "relax_cli.config.schema": ("ClipOptions", "Config", "GaeOptions", "GroupOptions", "Section"),
+    "relax_cli.config.schema": ("ClipOptions", "ClipRange", "Config", "GaeOptions", "GroupOptions", "Section"),
     "relax_cli.errors": ("Problem", "problem_kind"),
     "relax_cli.plugin.graph": ("RoleSpec", "ServiceGraph"),
     "relax_cli.plugin.hookspecs": ("hookimpl",),

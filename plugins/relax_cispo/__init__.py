@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from relax_cli import ClipOptions, Config, Estimator, GroupOptions, Problem, hookimpl, lazy_attributes
+from relax_cli import ClipRange, Config, Estimator, GroupOptions, Problem, hookimpl, lazy_attributes
 from relax_cli.plugin.rules import check_group_size
 
 __getattr__ = lazy_attributes(__name__, policy_loss="relax_cispo.loss:policy_loss")
 
 
-class CispoOptions(ClipOptions, GroupOptions):
+class CispoOptions(ClipRange, GroupOptions):
     """Clip range of the importance weight, and group baselines."""
 
+    cispo_by_sign: bool = Field(
+        False, description="bound the CISPO weight above for positive and below for negative advantages only"
+    )
     cispo_two_sided: bool = Field(
-        False, description="clip the CISPO weight on both sides for every token, as in the paper"
+        False, description="the default: clip the CISPO weight on both sides, as in the paper; undoes --cispo-by-sign"
     )
 
 
@@ -32,6 +35,7 @@ def relax_estimators() -> list[Estimator]:
             advantages="relax_cli.algorithms.groups:advantages",
             policy_loss="relax_cispo.loss:policy_loss",
             needs_groups=True,
+            loss_aggregation="token-mean",
         )
     ]
 

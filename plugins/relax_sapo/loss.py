@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from relax_cli.algorithms.masking import as_bool, select
-from relax_cli.algorithms.surrogate import LARGEST_LOG_RATIO
+from relax_cli.algorithms.surrogate import finite_ratio
 from relax_cli.algorithms.types import LossInputs, LossTerms
 
 # The gate's slope relative to its slope at ratio 1; below this a token counts as clipped.
@@ -28,8 +28,7 @@ def policy_loss(inputs: LossInputs) -> LossTerms:
         torch.full_like(advantages_BT, options.sapo_tau_pos),
         torch.full_like(advantages_BT, options.sapo_tau_neg),
     )
-    # The gate is shut long before exp overflows; past that its gradient would be 0 · inf = NaN.
-    ratio_BT = torch.exp(-diff_BT.clamp(min=-LARGEST_LOG_RATIO))
+    ratio_BT = finite_ratio(-diff_BT)
     gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
     slope_BT = 4 * gate_BT.detach() * (1 - gate_BT.detach())
     metrics = {"clip_frac": (slope_BT < _CLIPPED_BELOW).to(diff_BT.dtype), "ppo_kl": diff_BT.detach()}

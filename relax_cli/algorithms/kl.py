@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from relax_cli.algorithms.surrogate import finite_ratio
+
 _LOW_VAR_LIMIT = 10.0
 
 
@@ -38,11 +40,10 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
         case "k3":
             return _k3(log_ratio)
         case "low_var_kl":
-            # Below -20 the limit holds anyway, but exp would overflow and the gradient become 0 * inf = NaN.
-            return _k3(log_ratio.clamp(min=-20.0)).clamp(-_LOW_VAR_LIMIT, _LOW_VAR_LIMIT)
+            return _k3(log_ratio).clamp(-_LOW_VAR_LIMIT, _LOW_VAR_LIMIT)
         case _:
             raise ValueError(f"unknown KL estimator {kind!r}; expected k1, k2, k3 or low_var_kl")
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    return torch.exp(-log_ratio) - 1 + log_ratio
+    return finite_ratio(-log_ratio) - 1 + log_ratio

@@ -10,7 +10,7 @@ from torch import Tensor
 from relax_cli.algorithms.masking import as_bool, select
 
 Mode: TypeAlias = Literal["sample", "token"]
-"""Mean over samples of their token means, or mean over tokens."""
+"""Sum over samples of their token means, or sum over tokens."""
 
 
 def aggregate(
@@ -30,8 +30,8 @@ def aggregate(
         loss_per_token: `[B, T]`.
         mask: `[B, T]`, bool or numeric.
         mode: see above.
-        denominator: samples (`sample`) or trainable tokens (`token`) of the whole global batch, all ranks
-            together.
+        denominator: of the whole global batch, all ranks together: samples (`sample`); trainable tokens, or samples
+            times a constant length (`token`).
 
     Returns:
         Scalar of the loss's dtype (at least float32); 0 with gradient 0 where nothing is trainable.

@@ -17,6 +17,16 @@ LARGEST_LOG_RATIO = 80.0
 """`exp` of it is 5e34; that of 89 overflows float32."""
 
 
+def finite_ratio(log_ratio: Tensor, scale: Tensor | None = None) -> Tensor:
+    """`exp(log_ratio)`, capped where it, or its product with `scale`, would pass `exp(LARGEST_LOG_RATIO)`.
+
+    Beyond the cap the gradient is 0: that of an infinite ratio would be NaN wherever clipping stops it.
+    """
+    if scale is None:
+        return torch.exp(log_ratio.clamp(max=LARGEST_LOG_RATIO))
+    return torch.exp(torch.minimum(log_ratio, LARGEST_LOG_RATIO - scale.abs().clamp(min=1.0).log()))
+
+
 def ppo_clip(
     logp: Tensor,
     old_logp: Tensor,
@@ -61,10 +71,7 @@ def clip_surrogate(
     eps_clip_c: float | None,
 ) -> LossTerms:
     """`ppo_clip` from `d = old − logp`; both tensors are 0 in masked slots already, and so the loss is."""
-    # Where the loss is bounded, r must not overflow: the gradient that clipping stops would be 0 · inf = NaN.
-    # For A < 0 without a dual clip it has no bound, and an overflow must show.
-    bounded_BT = (advantages_BT >= 0) | (eps_clip_c is not None)
-    ratio_BT = torch.exp(-torch.where(bounded_BT, diff_BT.clamp(min=-LARGEST_LOG_RATIO), diff_BT))
+    ratio_BT = finite_ratio(-diff_BT, advantages_BT)
     plain_BT = -ratio_BT * advantages_BT
     clipped_BT = -ratio_BT.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages_BT
     loss_BT = torch.maximum(plain_BT, clipped_BT)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Aggregation = Literal["sample-mean", "token-mean", "constant"]
 
 
 class Section(BaseModel):
@@ -19,19 +21,35 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class ClipOptions(Section):
-    """Clipping range of ratio-based policy losses."""
+class ClipRange(Section):
+    """Clipping range of an importance ratio."""
 
-    eps_clip: float = Field(0.2, gt=0, lt=1, description="PPO clip range below 1 (and above, unless --eps-clip-high)")
+    eps_clip: float = Field(0.2, gt=0, description="PPO clip range below 1 (and above, unless --eps-clip-high)")
     eps_clip_high: float | None = Field(None, gt=0, description="clip range above 1; follows --eps-clip when unset")
-    eps_clip_c: float | None = Field(
-        None, gt=1, description="dual-clip constant c for negative advantages; off when unset"
-    )
 
     @property
     def clip_high(self) -> float:
         """Upper clip range, `--eps-clip-high` or else `--eps-clip`."""
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+
+class DualClipRange(ClipRange):
+    """A clip range with a bound for negative advantages."""
+
+    eps_clip_c: float | None = Field(
+        None, gt=1, description="dual-clip constant c for negative advantages; off when unset"
+    )
+
+
+class ClipOptions(DualClipRange):
+    """Clipping of PPO-like losses, whose lower bound must be above 0."""
+
+    @field_validator("eps_clip")
+    @classmethod
+    def _is_below_one(cls, value: float) -> float:
+        if value >= 1:
+            raise ValueError("the clip range below 1 must be less than 1")
+        return value
 
 
 class GaeOptions(Section):
@@ -56,7 +74,7 @@ class GroupOptions(Section):
     disable_grpo_std_normalization: bool = Field(False, description="group advantages: subtract the mean only")
 
 
-class AlgorithmSection(ClipOptions, GaeOptions, GroupOptions):
+class AlgorithmSection(DualClipRange, GaeOptions, GroupOptions):
     """What is optimised."""
 
     advantage_estimator: str = Field(
@@ -65,7 +83,12 @@ class AlgorithmSection(ClipOptions, GaeOptions, GroupOptions):
     entropy_coef: float = Field(0.0, ge=0, description="entropy bonus coefficient")
     normalize_advantages: bool = Field(False, description="whiten advantages over all trainable tokens of the step")
     use_rollout_logprobs: bool = Field(False, description="use the rollout engine's log-probabilities as the old ones")
-    calculate_per_token_loss: bool = Field(False, description="average the loss over tokens instead of over samples")
+    loss_aggregation: Aggregation | None = Field(
+        None,
+        description="mean over samples of their token means, mean over tokens, or the sum over tokens divided by "
+        "samples x --rollout-max-response-len; the estimator's own when unset",
+    )
+    calculate_per_token_loss: bool = Field(False, description="the old name of --loss-aggregation token-mean")
     use_kl_loss: bool = Field(False, description="add a KL term to the reference model to the loss")
     kl_coef: float = Field(0.0, ge=0, description="KL penalty inside the reward")
     kl_loss_coef: float = Field(0.0, ge=0, description="coefficient of the KL loss")
@@ -73,6 +96,10 @@ class AlgorithmSection(ClipOptions, GaeOptions, GroupOptions):
     use_tis: bool = Field(False, description="truncated importance sampling between rollout and trainer")
     tis_clip: float = Field(2.0, gt=0, description="upper bound of the TIS weight")
     tis_clip_low: float = Field(0.0, ge=0, description="lower bound of the TIS weight")
+
+    def aggregation(self, default: Aggregation) -> Aggregation:
+        """What the loss is averaged over, `default` unless an option says it."""
+        return self.loss_aggregation or ("token-mean" if self.calculate_per_token_loss else default)
 
     @property
     def needs_reference(self) -> bool:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from relax_cli.config.model import base_type, options_by_name
-from relax_cli.config.schema import Config, Section
+from relax_cli.config.schema import Aggregation, Config, Section
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
@@ -38,6 +38,8 @@ class Estimator:
     """Advantages are computed from a critic's values."""
     needs_groups: bool = False
     """Advantages are computed against the other samples of the same prompt."""
+    loss_aggregation: Aggregation = "sample-mean"
+    """What the paper averages the loss over: samples, tokens, or a constant length. Used unless the user says it."""
     ratio_one_is_policy_gradient: bool = True
     """At ratio 1 the gradient of the loss is that of `−A·logp`. Set False where the paper means it otherwise: this
     documents it, and `relax plugins check` leaves that check out."""

@@ -66,6 +66,13 @@ CONDITIONS: tuple[Condition, ...] = (
         "--use-kl-loss",
     ),
     _only(
+        "per-token-loss-unused",
+        "calculate_per_token_loss",
+        lambda config, _: config.algorithm.loss_aggregation in (None, "token-mean"),
+        "without another --loss-aggregation",
+        "--loss-aggregation token-mean",
+    ),
+    _only(
         "ref-load-unused",
         "ref_load",
         lambda config, _: config.algorithm.needs_reference,

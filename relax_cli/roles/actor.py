@@ -8,7 +8,7 @@ from torch import Tensor
 
 from relax_cli.algorithms.kl import kl_estimate
 from relax_cli.algorithms.masking import select
-from relax_cli.algorithms.reduce import Mode, aggregate
+from relax_cli.algorithms.reduce import aggregate
 from relax_cli.algorithms.surrogate import tis_weight
 from relax_cli.algorithms.types import LossInputs
 from relax_cli.backends.megatron import parallel
@@ -96,9 +96,7 @@ class ActorRole(TrainingRole):
 
     def _update(self, share: RolloutShare, step: int, gaps: LogProbGap | None) -> dict[str, float]:
         config = self.algorithm
-        per_token = config.calculate_per_token_loss
-        denominator = self.loss_denominator(share, step, per_token)
-        mode: Mode = "token" if per_token else "sample"
+        mode, denominator = self.mode, self.loss_denominator(share, step)
 
         def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             mask = trainable(batch)

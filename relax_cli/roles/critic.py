@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from relax_cli.algorithms.reduce import Mode, aggregate
+from relax_cli.algorithms.reduce import aggregate
 from relax_cli.algorithms.value_loss import clipped_value_loss
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
@@ -77,9 +77,7 @@ class CriticRole(TrainingRole):
         columns["returns"] = unpad(outputs.returns, rows, columns["response_lens"])
 
     def _update(self, share: RolloutShare, step: int) -> dict[str, float]:
-        per_token = self.algorithm.calculate_per_token_loss
-        denominator = self.loss_denominator(share, step, per_token)
-        mode: Mode = "token" if per_token else "sample"
+        mode, denominator = self.mode, self.loss_denominator(share, step)
 
         def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             mask = trainable(batch)

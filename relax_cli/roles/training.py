@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from relax_cli.algorithms.reduce import Mode
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import LossFunction, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.checkpoint import store
@@ -117,6 +118,9 @@ class TrainingRole(ModelRole[TrainableModel]):
         super().__init__(model, context)
         self.algorithm = context.config.algorithm
         self.options = context.options
+        self.aggregation = self.algorithm.aggregation(context.estimator.loss_aggregation)
+        self.mode: Mode = "sample" if self.aggregation == "sample-mean" else "token"
+        self.longest_response = context.config.rollout.rollout_max_response_len
         self.on_nan_grad = context.config.optimizer.on_nan_grad
         self._save_dir = save_dir
 
@@ -176,9 +180,15 @@ class TrainingRole(ModelRole[TrainableModel]):
         chunks = micro_batch_rows(share.columns, share.step_rows[step], self.batch)
         return [make_micro_batch(share.columns, chunk, ["response_mask", *names]) for chunk in chunks]
 
-    def loss_denominator(self, share: RolloutShare, step: int, per_token: bool) -> float:
-        """Trainable tokens or samples of the whole optimizer step, the same on every rank."""
-        return max(share.step_tokens[step], 1.0) if per_token else float(self.batch.samples_per_step)
+    def loss_denominator(self, share: RolloutShare, step: int) -> float:
+        """Samples, trainable tokens or longest responses of the whole optimizer step, the same on every rank."""
+        match self.aggregation:
+            case "sample-mean":
+                return float(self.batch.samples_per_step)
+            case "token-mean":
+                return max(share.step_tokens[step], 1.0)
+            case "constant":
+                return float(self.batch.samples_per_step * self.longest_response)
 
     @property
     def save_dir(self) -> Path:

@@ -197,8 +197,8 @@ def test_sapo_picks_its_temperature_by_the_sign_of_the_advantage() -> None:
 @pytest.mark.parametrize("advantage", [1.5, -0.7])
 @pytest.mark.parametrize("ratio", [1e-3, 0.3, 1.0, 4.0, 1e3])
 def test_cispo_without_clipping_is_importance_weighted_reinforce(ratio: float, advantage: float) -> None:
-    for two_sided in (False, True):
-        loose = Variant.of("cispo", eps_clip=1 - 1e-9, eps_clip_high=1e9, cispo_two_sided=two_sided)
+    for by_sign in (False, True):
+        loose = Variant.of("cispo", eps_clip=1 - 1e-9, eps_clip_high=1e9, cispo_by_sign=by_sign)
         _, slope = loss_and_slope(loose, at_ratio(ratio, advantage, loose.options, torch.float64))
         assert slope == pytest.approx(-ratio * advantage, rel=1e-6)
 
@@ -206,7 +206,7 @@ def test_cispo_without_clipping_is_importance_weighted_reinforce(ratio: float, a
 @pytest.mark.parametrize("advantage", [1.5, -0.7])
 @pytest.mark.parametrize("ratio", [1e-3, 0.3, 1.0, 4.0, 1e3])
 def test_cispo_clipped_to_nothing_is_reinforce(ratio: float, advantage: float) -> None:
-    tight = Variant.of("cispo", eps_clip=1e-9, cispo_two_sided=True)
+    tight = Variant.of("cispo", eps_clip=1e-9)
     _, slope = loss_and_slope(tight, at_ratio(ratio, advantage, tight.options, torch.float64))
     assert slope == pytest.approx(-advantage, rel=1e-6)
 
@@ -231,6 +231,29 @@ def test_a_bounded_loss_stays_finite_where_the_ratio_overflows(
     bound = 1.5 if variant == "ppo dual-clip" else 1.2
     assert loss == pytest.approx(-bound * advantage, rel=1e-6)
     assert slope == 0.0
+
+
+@every_variant
+@pytest.mark.parametrize("advantage", [-1e5, -0.7, 0.0, 1e5])
+@pytest.mark.parametrize("log_ratio", [-math.inf, -1e4, -100.0, 80.0, 89.0, 100.0, 1e4, math.inf])
+def test_losses_and_gradients_are_finite_at_any_log_ratio(variant: str, advantage: float, log_ratio: float) -> None:
+    one = Variant.of(variant)
+    logp_BT = torch.tensor([[-2.5]]).requires_grad_()
+    old_BT = torch.tensor([[-2.5 - log_ratio]])
+    inputs = LossInputs(logp_BT, old_BT, torch.tensor([[advantage]]), torch.tensor([[True]]), options=one.options)
+    loss_BT = one.estimator.load_policy_loss()(inputs).loss_per_token
+    (grad_BT,) = torch.autograd.grad(loss_BT.sum(), logp_BT)
+    assert loss_BT.isfinite().all()
+    assert grad_BT.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", ["ppo", "grpo", "gspo"])
+@pytest.mark.parametrize("log_ratio", [1.0, 30.0, 79.0])
+def test_a_negative_advantage_is_unbounded_below_the_cap(variant: str, log_ratio: float) -> None:
+    one = Variant.of(variant)
+    loss, slope = loss_and_slope(one, at_log_ratio(log_ratio, -0.7, one.options))
+    assert loss == pytest.approx(0.7 * math.exp(log_ratio), rel=1e-4)
+    assert slope == pytest.approx(0.7 * math.exp(log_ratio), rel=1e-4)
 
 
 def test_gspo_of_single_tokens_is_grpo() -> None:

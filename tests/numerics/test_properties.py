@@ -34,7 +34,7 @@ POLICY_LOSSES: dict[str, tuple[Callable[[LossInputs], LossTerms], Any]] = {
     "ppo-dual-clip": (relax_ppo.policy_loss, relax_ppo.PpoOptions(eps_clip_high=0.3, eps_clip_c=2.0)),
     "gspo": (relax_gspo.policy_loss, relax_gspo.GspoOptions()),
     "cispo": (relax_cispo.policy_loss, relax_cispo.CispoOptions()),
-    "cispo-two-sided": (relax_cispo.policy_loss, relax_cispo.CispoOptions(cispo_two_sided=True)),
+    "cispo-by-sign": (relax_cispo.policy_loss, relax_cispo.CispoOptions(cispo_by_sign=True)),
     "sapo": (relax_sapo.policy_loss, relax_sapo.SapoOptions()),
 }
 each_policy_loss = pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -175,17 +175,28 @@ def test_clip_frac_does_not_count_a_tie() -> None:
     assert not relax_ppo.policy_loss(inputs).metrics["clip_frac"].any()
 
 
-def test_cispo_two_sided_clips_where_one_sided_does_not() -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.8, -1.2]),
+        ({"cispo_two_sided": True}, [0.8, -1.2]),
+        ({"cispo_by_sign": True, "cispo_two_sided": True}, [0.8, -1.2]),
+        ({"cispo_by_sign": True}, [0.5, -4.0]),
+        ({"eps_clip": 1.0}, [0.5, -2.0]),
+        ({"eps_clip": 5.0, "eps_clip_high": 0.2}, [0.5, -1.2]),
+    ],
+)
+def test_cispo_clips_both_sides_unless_told_otherwise(options: dict[str, Any], expected: list[float]) -> None:
     logp_BT = torch.tensor([[-1.0, -1.0]])
     inputs = LossInputs(
         logp_BT,
-        logp_BT - torch.log(torch.tensor([[0.5, 1.5]])),
+        logp_BT - torch.log(torch.tensor([[0.5, 4.0]])),
         torch.tensor([[1.0, -1.0]]),
         torch.tensor([[True, True]]),
-        options=relax_cispo.CispoOptions(cispo_two_sided=True),
+        options=relax_cispo.CispoOptions(**options),
     )
     torch.testing.assert_close(
-        relax_cispo.policy_loss(inputs).loss_per_token, torch.tensor([[0.8, -1.2]]), rtol=1e-6, atol=0
+        relax_cispo.policy_loss(inputs).loss_per_token, torch.tensor([expected]), rtol=1e-6, atol=0
     )
 
 
@@ -225,6 +236,17 @@ def test_low_var_kl_stays_finite_where_exp_overflows() -> None:
     (grad_BT,) = torch.autograd.grad(kl_BT.sum(), logp_BT)
     assert kl_BT.tolist() == [[10.0, 10.0]]
     assert grad_BT.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+@pytest.mark.parametrize("log_ratio", [-1e4, -200.0, -89.0, 89.0, 200.0, 1e4])
+def test_kl_and_its_gradient_are_finite_at_any_log_ratio(kind: str, log_ratio: float) -> None:
+    logp_BT = torch.full((1, 1), log_ratio).requires_grad_()
+    kl_BT = kl_estimate(logp_BT, torch.zeros(1, 1), kind)
+    (grad_BT,) = torch.autograd.grad(kl_BT.sum(), logp_BT)
+    assert kl_BT.isfinite().all()
+    assert grad_BT.isfinite().all()
+    assert kind == "k1" or kl_BT.item() > 0
 
 
 def test_an_unknown_kl_kind_is_refused_by_name() -> None:

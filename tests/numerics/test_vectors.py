@@ -131,7 +131,7 @@ def test_sapo(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", load("policy_losses")["cispo"], ids=case_id)
 def test_cispo(case: dict[str, Any]) -> None:
-    check_policy_case(relax_cispo.policy_loss(one_token(case, relax_cispo.CispoOptions())), case)
+    check_policy_case(relax_cispo.policy_loss(one_token(case, relax_cispo.CispoOptions(cispo_by_sign=True))), case)
 
 
 def test_ppo_with_nan_in_a_masked_slot() -> None:

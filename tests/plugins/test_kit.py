@@ -194,7 +194,8 @@ def test_the_new_package_keeps_every_rule(relax: Relax, install: Install) -> Non
         ("ppo", {"gamma": 0.99, "lambd": 0.9, "eps_clip_high": 0.28, "eps_clip_c": 3.0}),
         ("grpo", {"disable_grpo_std_normalization": True, "eps_clip_c": 1.5}),
         ("gspo", {"eps_clip": 3e-4, "eps_clip_high": 4e-4}),
-        ("cispo", {"cispo_two_sided": True}),
+        ("cispo", {"cispo_by_sign": True}),
+        ("cispo", {"eps_clip": 1.0, "eps_clip_high": 4.0}),
         ("sapo", {"sapo_tau_pos": 0.5, "sapo_tau_neg": 3.0}),
     ],
 )

@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grpo no-std": {"disable_grpo_std_normalization": True, "eps_clip_high": 0.28},
     "gspo": {},
     "cispo": {},
-    "cispo two-sided": {"cispo_two_sided": True},
+    "cispo by-sign": {"cispo_by_sign": True},
     "sapo": {},
 }
 every_variant = pytest.mark.parametrize("variant", OPTIONS)
@@ -97,10 +97,10 @@ def _ppo(options: Any, ratio: float, logp: float, advantage: float) -> float:
 
 def _cispo(options: Any, ratio: float, logp: float, advantage: float) -> float:
     high, low = 1 + (options.eps_clip_high or options.eps_clip), 1 - options.eps_clip
-    if options.cispo_two_sided:
-        weight = min(max(ratio, low), high)
-    else:
+    if options.cispo_by_sign:
         weight = min(ratio, high) if advantage >= 0 else max(ratio, low)
+    else:
+        weight = min(max(ratio, low), high)
     return -weight * advantage * logp
 
 

@@ -45,9 +45,15 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ray-option-unused", {"queue_timeout": "8", "launcher": "local"}, {"launcher": "ray"}),
     ("estimator-option-unused", {"eps_clip_c": "3", "advantage_estimator": "sapo"}, {"advantage_estimator": "grpo"}),
     ("estimator-option-unused", {"eps_clip": "0.1", "advantage_estimator": "sapo"}, {"advantage_estimator": "gspo"}),
+    (
+        "per-token-loss-unused",
+        {"calculate_per_token_loss": ON, "loss_aggregation": "constant"},
+        {"loss_aggregation": "token-mean"},
+    ),
+    ("estimator-option-unused", {"eps_clip_c": "3", "advantage_estimator": "cispo"}, {"advantage_estimator": "ppo"}),
     ("estimator-option-unused", {"lambd": "0.95"}, {"advantage_estimator": "ppo"}),
     ("estimator-option-unused", {"sapo_tau_neg": "2"}, {"advantage_estimator": "sapo"}),
-    ("estimator-option-unused", {"cispo_two_sided": ON}, {"cispo_two_sided": False}),
+    ("estimator-option-unused", {"cispo_by_sign": ON}, {"cispo_by_sign": False}),
     (
         "estimator-option-unused",
         {"disable_grpo_std_normalization": ON, "advantage_estimator": "ppo"},
