@@ -22,9 +22,18 @@ import shutil
 import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from relax_cli.errors import Problem, ResumeError
+from pydantic import AfterValidator, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from relax_cli.errors import ResumeError, problem_kind
+
+META_UNREADABLE = problem_kind(
+    "checkpoint-meta-unreadable",
+    "Folders and checkpoints",
+    "`relax.json` of a checkpoint is missing, damaged, has a value of another type, or is of a newer relax.",
+)
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 META_FILE = "relax.json"
@@ -91,13 +100,32 @@ def write_tracker(save_dir: Path, iteration: int) -> None:
     replace_file(save_dir / TRACKER_FILE, f"{iteration}\n")
 
 
+def is_inside(path: object) -> bool:
+    """Whether a path of a checkpoint's records, relative to its folder, cannot lead out of it by name."""
+    if not isinstance(path, str) or not 0 < len(path) < 256 or "\0" in path or "\\" in path:
+        return False
+    parts = PurePosixPath(path)
+    return not parts.is_absolute() and ".." not in parts.parts
+
+
+def _inside(path: str) -> str:
+    if not is_inside(path):
+        raise ValueError("the path leads out of the checkpoint")
+    return path
+
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """One file of a checkpoint."""
 
-    path: str
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    path: Annotated[str, AfterValidator(_inside)]
     """Relative to the checkpoint folder."""
-    size: int
+    size: NonNegativeInt
     sha256: str
 
 
@@ -105,34 +133,40 @@ class FileEntry:
 class CheckpointMeta:
     """Content of `relax.json`."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
     role: str
-    iteration: int
-    weight_version: int
+    iteration: NonNegativeInt
+    weight_version: NonNegativeInt
     seeds: dict[str, int]
     config_hash: str
-    parallel: dict[str, int]
+    parallel: dict[str, PositiveInt]
     """Parallel sizes it was written with; it loads at others too."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the run wants back, for example its data position."""
+    """What else the run wants back; see `KnownExtra`."""
     files: tuple[FileEntry, ...] = ()
     random_state: tuple[dict[str, Any], ...] = ()
     """State of the random generators of every rank, in rank order, as the model gave it."""
     format_version: int = FORMAT_VERSION
 
 
-_FIELD_TYPES: dict[str, type] = {
-    "role": str,
-    "iteration": int,
-    "weight_version": int,
-    "seeds": dict,
-    "config_hash": str,
-    "parallel": dict,
-    "extra": dict,
-    "files": list,
-    "random_state": list,
-    "format_version": int,
-}
-"""Fields of `relax.json` and the JSON type of each."""
+@with_config(ConfigDict(extra="allow", strict=True))
+class KnownExtra(TypedDict, total=False):
+    """The keys of `CheckpointMeta.extra` that somebody reads; older versions wrote fewer."""
+
+    estimator: str
+    fingerprints: dict[str, str | None]
+    model_shape: dict[str, Any] | None
+    origin: dict[str, str | None]
+    prompts: NonNegativeInt | None
+    data_position: dict[str, NonNegativeInt | None]
+    has_critic: bool
+    critic_save: str | None
+    save_id: str
+
+
+_META = TypeAdapter(CheckpointMeta)
+_KNOWN_EXTRA = TypeAdapter(KnownExtra)
 
 
 def write_meta(folder: Path, meta: CheckpointMeta) -> None:
@@ -148,49 +182,31 @@ def read_meta(folder: Path) -> CheckpointMeta:
     """
     path = folder / META_FILE
     try:
-        raw = json.loads(read_small_file(path, MOST_META_BYTES))
-        version = raw["format_version"]
-        meta = _parse_meta(raw) if version == FORMAT_VERSION else None
+        content = read_small_file(path, MOST_META_BYTES)
+        version = json.loads(content)["format_version"]
+        if version != FORMAT_VERSION:
+            raise ValueError(f"it has format {str(version)[:20]}, this relax reads format {FORMAT_VERSION}")
+        meta = _META.validate_json(content)
+        _KNOWN_EXTRA.validate_python(meta.extra)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part)[:40] for part in first["loc"])
+        raise _bad_meta(path, f"{place}: {first['msg']}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise _bad_meta(path, str(error)) from error
     except (KeyError, TypeError) as error:
         raise _bad_meta(path, f"unexpected content ({error})") from error
-    if meta is None:
-        raise _bad_meta(path, f"it has format {str(version)[:20]}, this relax reads format {FORMAT_VERSION}")
     return meta
-
-
-def _parse_meta(raw: dict[str, Any]) -> CheckpointMeta:
-    for name, value in raw.items():
-        expected = _FIELD_TYPES[name]
-        # JSON has true and false, which Python takes for whole numbers.
-        if not isinstance(value, expected) or isinstance(value, bool):
-            raise TypeError(f"{name} is not of type {expected.__name__}")
-    files = tuple(FileEntry(**entry) for entry in raw.pop("files"))
-    for entry in files:
-        if not (type(entry.size) is int and isinstance(entry.sha256, str) and is_inside(entry.path)):
-            raise TypeError(f"the entry of the file {str(entry.path)[:200]!r} cannot be used")
-    states = raw.pop("random_state")
-    if not all(isinstance(state, dict) for state in states):
-        raise TypeError("random_state does not hold objects")
-    return CheckpointMeta(files=files, random_state=tuple(states), **raw)
-
-
-def is_inside(path: object) -> bool:
-    """Whether a path of a checkpoint's records, relative to its folder, cannot lead out of it by name."""
-    if not isinstance(path, str) or not 0 < len(path) < 256 or "\0" in path or "\\" in path:
-        return False
-    parts = PurePosixPath(path)
-    return not parts.is_absolute() and ".." not in parts.parts
 
 
 def _bad_meta(path: Path, reason: str) -> ResumeError:
     return ResumeError(
-        Problem(
-            id="checkpoint-meta-unreadable",
-            message=f"{META_FILE} of the checkpoint cannot be used: {reason}",
+        META_UNREADABLE(
+            f"{META_FILE} of the checkpoint cannot be used: {reason}",
             fix="resume from another iteration, or from a copy of this one",
             where=str(path),
+            got=reason,
+            expected=f"the {META_FILE} that relax wrote",
         )
     )
 
@@ -199,11 +215,6 @@ def list_files(folder: Path) -> list[Path]:
     """Every file of a checkpoint but `relax.json`, relative, sorted."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in paths if path != Path(META_FILE))
-
-
-def describe_files(folder: Path) -> tuple[FileEntry, ...]:
-    """Sizes and hashes of every file but `relax.json`."""
-    return tuple(describe_file(folder, path) for path in list_files(folder))
 
 
 def describe_file(folder: Path, path: Path) -> FileEntry:

@@ -2,19 +2,21 @@
 
 | actor (`--load`) | critic (`--critic-load`, follows `--load`) | verdict |
 |---|---|---|
-| none | none | cold start of both |
+| none, or the new `--save` folder | the same | cold start of both |
 | N | N | resume at N |
 | N | M ≠ N, or none | refuse: one side would restart; but see `_as_a_pair` |
 | none | N | refuse: one side would restart |
 | weights only: `release`, or Megatron's files without `relax.json` | the same, or its own | start at 0 from them |
 | N | the actor's folder | refuse: the critic's training would be lost; `--critic-init-from-actor` allows it |
 | N of another model, tokenizer, data set or estimator, or the run's last iteration | | refuse |
-| unreadable tracker, missing or incomplete folder, another role's checkpoint | | refuse, say what is there |
+| unreadable tracker, missing or incomplete checkpoint, another role's checkpoint | | refuse, say why |
+| no such folder, or no save folder, and not the `--save` folder of the same side | | refuse, say what it is |
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,8 @@ from relax_cli.plugin.launch_plan import LoadFrom
 
 GO_BACK = frozenset({"resume-unreadable", "checkpoint-meta-unreadable", "resume-pair-mismatch"})
 """Problems that an older iteration does not have."""
+MISTYPED = frozenset({"resume-wrong-role", "resume-folder-missing", "resume-not-a-save-folder"})
+"""Problems of the command, not of a critic's state."""
 RELEASE = "release"
 """Tracker text, and folder, of weights that no run counted."""
 
@@ -58,8 +62,8 @@ class ResumeDecision:
             return f"{words}; the critic takes {source} and a new value head"
         if self.critic is None or self.critic.weights_only:
             words = f"resume: the actor continues with rollout {self.iteration}"
-            anew = "; the critic begins anew: the actor's backbone, a new value head, a new optimizer"
-            return words if self.critic is None else words + anew
+            fresh = "; the critic starts from the actor's backbone, a new value head and a new optimizer"
+            return words if self.critic is None else words + fresh
         return f"resume: both continue with rollout {self.iteration}"
 
 
@@ -117,20 +121,6 @@ class ResumeReport:
         )
 
 
-def decide_resume(
-    load: str | None, critic_load: str | None, *, has_critic: bool, critic_init_from_actor: bool = False
-) -> ResumeDecision:
-    """The decision from the folders alone; a folder without a tracker counts as no checkpoint.
-
-    Raises:
-        ResumeError: the checkpoints do not fit together, or cannot be read; holds every problem.
-    """
-    report = examine_resume(load, critic_load, has_critic=has_critic, critic_init_from_actor=critic_init_from_actor)
-    if report.problems:
-        raise ResumeError(report.problems)
-    return report.decision
-
-
 def examine_resume(
     load: str | None,
     critic_load: str | None,
@@ -138,22 +128,29 @@ def examine_resume(
     has_critic: bool,
     critic_init_from_actor: bool = False,
     deep: bool = False,
+    save: str | None = None,
+    critic_save: str | None = None,
 ) -> ResumeReport:
-    """The same without raising.
+    """The decision from the folders alone, and what it rests on.
 
     Args:
         critic_init_from_actor: where the critic has no state of its own, the actor's backbone may stand in.
-        deep: compare the hash of every file, too.
+        deep: compare the hash of every file as well.
+        save: the folder that the run saves the actor to: it may be new, so that one script restarts itself.
+        critic_save: the same of the critic.
     """
-    actor = inspect("actor", "--load", load, deep=deep)
+    actor = inspect("actor", "--load", load, deep=deep, may_be_new=_is_same(load, save))
     sides = [actor]
     if has_critic:
         option = "--critic-load" if critic_load else "--load"
-        critic = inspect("critic", option, critic_load or load, deep=deep)
+        new = critic_load is None or _is_same(critic_load, critic_save)
+        critic = inspect("critic", option, critic_load or load, deep=deep, may_be_new=new)
+        if critic_load is None and actor.problem is not None and actor.problem.id == "resume-not-a-save-folder":
+            critic = replace(critic, problem=None)  # Said once, of the actor.
         sides.append(replace(critic, problem=_loss(actor, critic) or critic.problem))
         sides = list(_as_a_pair(*sides, deep=deep))
     decision, problems = _decide(sides[0], sides[1] if has_critic else None, critic_init_from_actor)
-    return ResumeReport(decision, tuple(sides), tuple(problems))
+    return ResumeReport(decision, tuple(sides), tuple(_with_way_back(problems, *sides, deep=deep)))
 
 
 def was_saved_beside_a_critic(load: str) -> bool:
@@ -162,24 +159,30 @@ def was_saved_beside_a_critic(load: str) -> bool:
     return meta is not None and bool(meta.extra.get("has_critic", False))
 
 
-def inspect(role: str, option: str, folder: str | None, *, deep: bool = False) -> Side:
-    """Read tracker and `relax.json` of one role."""
+def inspect(role: str, option: str, folder: str | None, *, deep: bool = False, may_be_new: bool = True) -> Side:
+    """Read tracker and `relax.json` of one role.
+
+    Args:
+        may_be_new: the folder need not be there, nor hold a checkpoint.
+    """
     if folder is None:
         return Side(role, option, None, None, None)
     path = Path(folder)
+    side = Side(role, option, path, None, None)
     try:
-        return _inspect(Side(role, option, path, None, None), path, deep)
+        return _inspect(side, path, deep, may_be_new)
     except OSError as error:
-        return Side(role, option, path, None, problems_of.unusable(option, path, f"{error.strerror}: {error.filename}"))
+        return replace(side, problem=problems_of.unusable(option, path, f"{error.strerror}: {error.filename}"))
 
 
-def _inspect(side: Side, path: Path, deep: bool) -> Side:
+def _inspect(side: Side, path: Path, deep: bool, may_be_new: bool) -> Side:
+    if path.exists() and not path.is_dir():
+        return replace(side, problem=problems_of.not_a_save_folder(side.option, path, side.role))
     tracker = layout.read_tracker(path)
     if tracker.problem is not None:
         return replace(side, problem=problems_of.unusable(side.option, path, tracker.problem))
     if tracker.iteration is None:
-        is_one = any((path / name).exists() for name in (layout.META_FILE, ".metadata"))
-        return replace(side, problem=problems_of.not_a_save_folder(side.option, path) if is_one else None)
+        return replace(side, problem=_nothing_there(side, path, may_be_new))
     iteration = tracker.iteration if isinstance(tracker.iteration, int) else None
     checkpoint = path / RELEASE if iteration is None else layout.iteration_folder(path, iteration)
     side = replace(side, iteration=iteration)
@@ -193,6 +196,19 @@ def _inspect(side: Side, path: Path, deep: bool) -> Side:
         problem = None if reason is None else problems_of.unusable(side.option, checkpoint, reason)
         return replace(side, iteration=None, problem=problem)
     return _with_state(side, checkpoint, deep)
+
+
+def _nothing_there(side: Side, path: Path, may_be_new: bool) -> Problem | None:
+    """The problem of a folder without a tracker; None where the run starts from nothing."""
+    if may_be_new and not problems_of.is_one_checkpoint(path):
+        return None
+    if not path.exists():
+        return problems_of.folder_missing(side.option, path)
+    return problems_of.not_a_save_folder(side.option, path, side.role)
+
+
+def _is_same(folder: str | None, other: str | None) -> bool:
+    return folder is not None and other is not None and os.path.realpath(folder) == os.path.realpath(other)
 
 
 def _with_state(side: Side, checkpoint: Path, deep: bool) -> Side:
@@ -231,7 +247,7 @@ def _loss(actor: Side, critic: Side) -> Problem | None:
     """The problem of a critic that would be given the actor's own training checkpoint."""
     if actor.meta is None or actor.problem is not None or critic.folder is None or actor.folder is None:
         return None
-    if os.path.realpath(actor.folder) != os.path.realpath(critic.folder):
+    if not _is_same(str(actor.folder), str(critic.folder)):
         return None
     return problems_of.critic_lost(critic.option, actor.folder, actor.meta)
 
@@ -247,7 +263,7 @@ def _decide(actor: Side, critic: Side | None, from_actor: bool) -> tuple[ResumeD
     if not problems and critic is not None and not _fit(actor, critic):
         problems.append(_mismatch(actor, critic))
     if problems:
-        return ResumeDecision("refuse"), _with_way_back(problems, actor, critic)
+        return ResumeDecision("refuse"), problems
     if source is None:
         return ResumeDecision("cold-start"), []
     if critic is None or critic.checkpoint is None:
@@ -279,9 +295,7 @@ def _as_a_pair(actor: Side, critic: Side, *, deep: bool) -> tuple[Side, Side]:
 
 def _may_stand_in(critic: Side) -> bool:
     """Whether the actor may stand in for the critic: it has no state here, or none that can be read."""
-    if critic.problem is not None:
-        return critic.problem.id != "resume-wrong-role"
-    return critic.meta is None
+    return critic.problem.id not in MISTYPED if critic.problem is not None else critic.meta is None
 
 
 def _fit(actor: Side, critic: Side) -> bool:
@@ -296,27 +310,25 @@ def _mismatch(actor: Side, critic: Side) -> Problem:
     return problems_of.pair_mismatch(critic.option, (actor.folder, critic.folder), (_shown(actor), _shown(critic)))
 
 
-def _with_way_back(problems: list[Problem], actor: Side, critic: Side | None) -> list[Problem]:
+def _with_way_back(problems: list[Problem], actor: Side, critic: Side | None = None, *, deep: bool) -> list[Problem]:
     """The problems with the newest iteration that can be resumed from as their fix, where there is one."""
-    folders = [side.folder for side in (actor, critic) if side is not None]
     if actor.folder is None or any(problem.id not in GO_BACK for problem in problems):
         return problems
+    at, other = actor.folder, None if critic is None else critic.folder
+    newest_first = reversed(layout.list_iterations(at))
     if critic is None:
-        whole = [
-            i for i in layout.list_iterations(actor.folder) if align.examine(actor.folder, i, actor.role)[1] is None
-        ]
-        fix = f"echo {max(whole, default='')} > {actor.folder / layout.TRACKER_FILE}"
-    elif critic.folder is None or os.path.realpath(critic.folder) == os.path.realpath(actor.folder):
+        whole = next((i for i in newest_first if align.examine(at, i, actor.role, deep=deep)[1] is None), None)
+        fix = f"echo {whole} > {shlex.quote(str(at / layout.TRACKER_FILE))}"
+    elif other is None or _is_same(str(other), str(at)):
         return problems
     else:
-        whole = [
-            i for i in layout.list_iterations(actor.folder) if align.why_no_pair(actor.folder, critic.folder, i) is None
-        ]
-        fix = f"relax checkpoint align --load {actor.folder} --critic-load {critic.folder} --yes"
-    if not whole:
+        whole = next((i for i in newest_first if align.why_no_pair(at, other, i, deep=deep) is None), None)
+        fix = shlex.join(["relax", "checkpoint", "align", "--load", str(at), "--critic-load", str(other)])
+        fix += " --deep --yes" if deep else " --yes"
+    if whole is None:
         return problems
-    newest = f"; the newest complete {'in both' if len(folders) > 1 else 'one'} is iteration {max(whole)}"
-    return [replace(problem, expected=problem.expected + newest, fix=fix) for problem in problems]
+    newest = f"the newest complete {'one' if critic is None else 'in both'} is iteration {whole}"
+    return [replace(p, expected="; ".join(filter(None, [p.expected, newest])), fix=fix) for p in problems]
 
 
 def _shown(side: Side) -> str:

@@ -1,46 +1,164 @@
-"""What to say when a run cannot start from the checkpoints it was given."""
+"""Why a run cannot start from the folders it was given, and what to type instead."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.layout import CheckpointMeta
-from relax_cli.errors import Problem
+from relax_cli.errors import Problem, problem_kind
+
+FOLDERS = "Folders and checkpoints"
+UNREADABLE = problem_kind(
+    "resume-unreadable", FOLDERS, "The tracker, or the checkpoint it names, is missing, damaged or incomplete."
+)
+FOLDER_MISSING = problem_kind(
+    "resume-folder-missing",
+    FOLDERS,
+    "`--load` or `--critic-load` names a folder that does not exist. Only the folder of the same side's `--save` may "
+    "be new: with `--load X --save X` a script starts from nothing the first time, and resumes after that.",
+)
+NOT_A_SAVE_FOLDER = problem_kind(
+    "resume-not-a-save-folder",
+    FOLDERS,
+    "`--load` or `--critic-load` names something other than a save folder: one checkpoint (`iter_0000040`) instead of "
+    "the folder around it, the folder above, a model, training data, a run folder, or a folder without a checkpoint.",
+)
+WRONG_ROLE = problem_kind("resume-wrong-role", FOLDERS, "The folder holds the checkpoint of the other role.")
+CRITIC_LOST = problem_kind(
+    "resume-critic-lost",
+    FOLDERS,
+    "The critic is given the actor's training checkpoint, so its training would be lost. The message names the "
+    "critic's folder, where the actor's checkpoint knows it. `--critic-init-from-actor` allows it: the critic takes "
+    "the actor's backbone and a new value head.",
+)
+PAIR_MISMATCH = problem_kind(
+    "resume-pair-mismatch",
+    FOLDERS,
+    "Actor and critic would not resume from one point: their iterations differ, one has no checkpoint, or different "
+    "runs saved them. `relax checkpoint align` goes back to the newest iteration that both have.",
+)
+NOTHING_LEFT = problem_kind(
+    "resume-nothing-left",
+    FOLDERS,
+    "The checkpoint has more rollouts than `--num-rollout`.",
+    option="--num-rollout",
+)
+SAVE_IN_USE = problem_kind(
+    "save-in-use", FOLDERS, "The folder holds the checkpoints of another run, which would be overwritten."
+)
+REFERENCE_NOT_START = problem_kind(
+    "reference-not-start",
+    FOLDERS,
+    "A warning: a run that starts from bare weights compares its KL terms with `--hf-checkpoint`, as no `--ref-load` "
+    "is given.",
+    option="--ref-load",
+    severity="warning",
+)
+RUN_DIR_IN_USE = problem_kind(
+    "run-dir-in-use", FOLDERS, "A run folder is new or empty, unless its run is resumed.", option="--run-dir"
+)
+
+MODEL_FILES = ("*.safetensors", "*.bin", "*.gguf", "tokenizer.json", "tokenizer_config.json")
+DATA_FILES = ("*.jsonl", "*.parquet", "*.json", "*.jsonl.*")
 
 
 def unusable(option: str, where: Path, reason: str) -> Problem:
     """Tracker or checkpoint cannot be used."""
-    return Problem(
-        id="resume-unreadable",
-        message=f"cannot resume: {reason}",
+    return UNREADABLE(
+        f"cannot resume: {reason}",
         option=option,
         where=str(where),
         got=reason,
-        expected="a folder with a readable tracker and the complete checkpoint it names",
-        fix="give a complete copy of the folder, or start anew without --load",
+        expected="a readable tracker and the complete checkpoint it names",
+        fix="give a complete copy of the folder, or start again without --load",
     )
 
 
-def not_a_save_folder(option: str, folder: Path) -> Problem:
-    """One checkpoint was given instead of the folder that holds them."""
-    return Problem(
-        id="resume-not-a-save-folder",
-        message=f"{option} leads to one checkpoint, not to the save folder with the tracker",
+def folder_missing(option: str, folder: Path) -> Problem:
+    """A folder that is not there, and that the run would not make either."""
+    near = [path for path in _siblings(folder) if (path / layout.TRACKER_FILE).is_file()]
+    here = f"save folders next to it: {', '.join(map(str, near[:4]))}" if near else "an existing save folder"
+    save = option.replace("load", "save")
+    return FOLDER_MISSING(
+        f"{option} leads to no folder",
         option=option,
         where=str(folder),
-        got=f"no {layout.TRACKER_FILE}, but the files of a checkpoint",
-        expected=f"a folder with {layout.TRACKER_FILE}",
-        fix=f"{option} {folder.absolute().parent}",
+        got="no such folder",
+        expected=here,
+        fix=f"{save} {shlex.quote(str(folder))} if the run makes this folder; or start again without {option}",
     )
+
+
+def not_a_save_folder(option: str, folder: Path, role: str) -> Problem:
+    """The folder is there, but no save folder."""
+    found, fix = _recognised(option, folder, role)
+    return NOT_A_SAVE_FOLDER(
+        f"{option} leads to {found}, not to a save folder",
+        option=option,
+        where=str(folder),
+        got=found,
+        expected=f"the folder that --save named, with {layout.TRACKER_FILE}",
+        fix=fix,
+    )
+
+
+def is_one_checkpoint(folder: Path) -> bool:
+    """Whether the folder is a checkpoint itself."""
+    return any((folder / name).exists() for name in (layout.META_FILE, ".metadata"))
+
+
+def _recognised(option: str, folder: Path, role: str) -> tuple[str, str]:
+    """What a folder is, and what to do instead."""
+    without = f"start again without {option}"
+    if not folder.is_dir():
+        return "a file", without
+    if is_one_checkpoint(folder):
+        return "one checkpoint", f"{option} {shlex.quote(str(folder.absolute().parent))}"
+    inner = [path for path in sorted(folder.iterdir()) if (path / layout.TRACKER_FILE).is_file()]
+    if inner:
+        own = [path for path in inner if len(inner) == 1 or path.name == role]
+        choice = " or ".join(f"{option} {shlex.quote(str(path))}" for path in own or inner[:4])
+        return "the folder above save folders", choice
+    if (folder / "metrics.jsonl").is_file():
+        saved = _save_folder_of(folder, role)
+        return "a run folder", f"{option} {shlex.quote(saved)}" if saved else f"{option} with the folder of --save"
+    if (folder / "config.json").is_file() and _has(folder, MODEL_FILES):
+        return "a model", f"--hf-checkpoint {shlex.quote(str(folder))}, without {option}"
+    if layout.list_iterations(folder):
+        return f"checkpoints without {layout.TRACKER_FILE}", without
+    if _has(folder, DATA_FILES):
+        return "data", f"{without}; --prompt-data takes a file"
+    return "a folder without a checkpoint", without
+
+
+def _has(folder: Path, patterns: Sequence[str]) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+
+
+def _save_folder_of(run_dir: Path, role: str) -> str | None:
+    """Where the run of a run folder saved a role, if that is still there."""
+    section, name = ("critic", "critic_save") if role == "critic" else ("checkpoint", "save")
+    try:
+        config = json.loads(layout.read_small_file(run_dir / "config.json", layout.MOST_META_BYTES))
+        saved = str(config[section][name] or "")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return saved if saved and (Path(saved) / layout.TRACKER_FILE).is_file() else None
+
+
+def _siblings(folder: Path) -> list[Path]:
+    parent = folder.absolute().parent
+    return sorted(parent.iterdir()) if parent.is_dir() else []
 
 
 def wrong_role(role: str, option: str, checkpoint: Path, found: str) -> Problem:
     """The folder of the other role."""
-    return Problem(
-        id="resume-wrong-role",
-        message=f"{option} leads to a checkpoint of the {found}, where the {role}'s is needed",
+    return WRONG_ROLE(
+        f"{option} leads to a checkpoint of the {found}, where the {role}'s is needed",
         option=option,
         where=str(checkpoint),
         got=f"role {found}",
@@ -51,28 +169,28 @@ def wrong_role(role: str, option: str, checkpoint: Path, found: str) -> Problem:
 
 def critic_lost(option: str, actor: Path, meta: CheckpointMeta) -> Problem:
     """The critic is given the actor's training checkpoint."""
-    folder = _critic_folder(actor, meta)
+    folder = critic_folder(actor, meta)
     if meta.extra.get("has_critic", True):
-        message = "the critic would start anew from the actor's folder: its training would be lost"
-        fix = f"--critic-load {folder or 'CRITIC_DIR'}; or --critic-init-from-actor, to give its training up"
+        message = "the critic would start from the actor's folder, and its training would be lost"
+        given = shlex.quote(str(folder)) if folder else "CRITIC_DIR"
+        fix = f"--critic-load {given}; or --critic-init-from-actor, to give its training up"
     else:
-        message = "the run that saved this checkpoint had no critic, so this one would start anew"
+        message = "the run that saved this checkpoint had no critic, so this one would start untrained"
         fix = "--critic-init-from-actor, if that is wanted"
-    return Problem(
-        id="resume-critic-lost",
-        message=message,
+    return CRITIC_LOST(
+        message,
         option=option,
         where=str(actor),
-        got=f"{option} for the critic, too" if option == "--load" else "the actor's folder",
+        got=f"{option} for both" if option == "--load" else "the actor's folder",
         expected="the folder that --critic-save named",
         fix=fix,
     )
 
 
-def _critic_folder(actor: Path, meta: CheckpointMeta) -> Path | None:
-    """Where the critic was saved, also after both folders were moved together; None where it is not there any more."""
+def critic_folder(actor: Path, meta: CheckpointMeta) -> Path | None:
+    """Where the critic was saved, also after both folders were moved together; None where it is gone."""
     recorded = meta.extra.get("critic_save")
-    if not isinstance(recorded, str) or not recorded:
+    if not recorded:
         return None
     moved = actor.absolute().parent / Path(recorded).name
     places = (place for place in (Path(recorded), moved) if (place / layout.TRACKER_FILE).is_file())
@@ -87,13 +205,12 @@ def pair_mismatch(option: str, folders: Sequence[Path | None], shown: Sequence[s
         shown: what each offers.
     """
     if shown[1] == "no checkpoint":
-        fix = "give the critic's save folder: --critic-load CRITIC_DIR; or --critic-init-from-actor, to begin it anew"
+        fix = "--critic-load CRITIC_DIR, the critic's save folder; or --critic-init-from-actor, to start it untrained"
     else:
-        fix = "start anew without --load, or give the folders of one pair: --load ACTOR_DIR --critic-load CRITIC_DIR"
+        fix = "give the folders of one pair, --load ACTOR_DIR --critic-load CRITIC_DIR; or start again without --load"
     of_one_run = shown[0] != shown[1]
-    return Problem(
-        id="resume-pair-mismatch",
-        message="actor and critic would not resume from one point"
+    return PAIR_MISMATCH(
+        "actor and critic would not resume from one point"
         if of_one_run
         else "actor and critic were saved by different runs",
         option=option,
@@ -105,24 +222,21 @@ def pair_mismatch(option: str, folders: Sequence[Path | None], shown: Sequence[s
 
 
 def nothing_left(where: Path | None, iteration: int, last: int) -> Problem:
-    """The checkpoint is at or beyond the end of the run."""
-    return Problem(
-        id="resume-nothing-left",
-        message=f"nothing is left to do: the checkpoint has finished {iteration} rollouts",
-        option="--num-rollout",
+    """The checkpoint is beyond the end of the run."""
+    return NOTHING_LEFT(
+        f"nothing is left to do: the checkpoint has finished {iteration} rollouts",
         where=str(where),
         got=str(last),
-        expected=f"more than {iteration}",
-        fix=f"--num-rollout {2 * iteration}",
+        expected=f"at least {iteration}",
+        fix=f"--num-rollout with a number above {iteration}; the learning-rate schedule stretches to it",
     )
 
 
 def would_overwrite(option: str, folder: str) -> Problem:
     """A run that starts at 0 would replace the checkpoints of another one."""
-    return Problem(
-        id="save-in-use",
-        message=f"the run starts at rollout 0, and the folder of {option} holds other checkpoints",
-        fix=f"{option} {folder.rstrip('/')}-new",
+    return SAVE_IN_USE(
+        f"the run starts at rollout 0, and the folder of {option} holds other checkpoints",
+        fix=f"{option} {shlex.quote(folder.rstrip('/') + '-new')}",
         option=option,
         got=folder,
         expected="a folder without checkpoints",
@@ -131,24 +245,19 @@ def would_overwrite(option: str, folder: str) -> Problem:
 
 def other_reference(hf_checkpoint: str) -> Problem:
     """KL terms would not compare with the weights that the run starts from."""
-    return Problem(
-        id="reference-not-start",
-        message="KL terms compare with the model of --hf-checkpoint, not with the weights that the run starts from",
-        option="--ref-load",
+    return REFERENCE_NOT_START(
+        "KL terms compare with the model of --hf-checkpoint, not with the weights that the run starts from",
         got=f"unset, so {hf_checkpoint}",
         expected="the model to compare with, named",
-        fix=f"--ref-load {hf_checkpoint}, if this is meant; or the folder of the model that was converted",
-        severity="warning",
+        fix=f"--ref-load {shlex.quote(hf_checkpoint)}, if this is meant; or the folder of the model that was converted",
     )
 
 
 def run_dir_in_use(run_dir: str) -> Problem:
     """A run that starts at 0 would drop the metrics of another one."""
-    return Problem(
-        id="run-dir-in-use",
-        message="the run starts at rollout 0, and the run folder already holds a run",
-        fix=f"--run-dir {run_dir.rstrip('/')}-2",
-        option="--run-dir",
+    return RUN_DIR_IN_USE(
+        "the run starts at rollout 0, and the run folder already holds a run",
+        fix=f"--run-dir {shlex.quote(run_dir.rstrip('/') + '-2')}",
         got=run_dir,
         expected="a new or empty folder",
     )

@@ -29,6 +29,8 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
         config.critic.critic_load,
         has_critic=has_critic,
         critic_init_from_actor=config.critic.critic_init_from_actor,
+        save=section.save,
+        critic_save=config.critic.critic_save,
     )
     if report.decision.verdict == "weights-only":
         return _with(report, _new_run_problems(config), config)
@@ -37,7 +39,7 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
     run = identify(config, folder_of_model(config.model.hf_checkpoint))
     report = _with(report, compare(report, run), config)
     last, iteration = num_rollout or config.batch.num_rollout, report.sides[0].iteration
-    if last is None or iteration is None or iteration < last:
+    if last is None or iteration is None or iteration <= last:
         return report
     return report.refused([problems_of.nothing_left(report.sides[0].checkpoint, iteration, last)])
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from relax_cli.backends.megatron import checkpointing
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.resume import decide_resume
 from relax_cli.errors import ResumeError
 from relax_cli.plugin.launch_plan import LoadFrom
 from relax_cli.quickstart.task import prepare
+from tests.support.checkpoints import decide_resume
 from tests.support.cli_runs import without_times
 from tests.support.local_runs import Finished, train
 from tests.support.tiny_models import on_ranks, save_tiny_model

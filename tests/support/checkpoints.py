@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.resume import ResumeDecision, examine_resume
+from relax_cli.errors import ResumeError
 
 SHARDED = (".metadata", "metadata.json", "__0_0.distcp")
 """Files of Megatron's sharded format."""
@@ -23,11 +25,16 @@ def save(folder: Path, role: str, *iterations: int, config_hash: str = "c", **ex
             config_hash=config_hash,
             parallel={"tensor_parallel": 1, "data_parallel": 1},
             extra={"has_critic": True, **extra},
-            files=layout.describe_files(checkpoint),
+            files=describe_files(checkpoint),
         )
         layout.write_meta(checkpoint, meta)
         layout.write_tracker(folder, iteration)
     return str(folder)
+
+
+def describe_files(folder: Path) -> tuple[layout.FileEntry, ...]:
+    """Sizes and hashes of every file but `relax.json`."""
+    return tuple(layout.describe_file(folder, path) for path in layout.list_files(folder))
 
 
 def write_weights(checkpoint: Path, content: str = "weights") -> Path:
@@ -43,3 +50,11 @@ def save_release(folder: Path) -> str:
     write_weights(folder / "release")
     (folder / layout.TRACKER_FILE).write_text("release\n")
     return str(folder)
+
+
+def decide_resume(load: str | None, critic_load: str | None, *, has_critic: bool, **options: Any) -> ResumeDecision:
+    """`examine_resume`; raises ResumeError with every problem where it refuses."""
+    report = examine_resume(load, critic_load, has_critic=has_critic, **options)
+    if report.problems:
+        raise ResumeError(report.problems)
+    return report.decision

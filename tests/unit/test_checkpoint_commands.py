@@ -15,6 +15,7 @@ from relax_cli.checkpoint.layout import Tracker
 from relax_cli.cli.app import build_app
 from relax_cli.engine.locks import claimed
 from relax_cli.plugin.manager import load_plugins
+from tests.support.checkpoints import describe_files
 
 
 def save(folder: Path, role: str, *iterations: int, has_critic: bool = True, run: str = "run") -> Path:
@@ -24,7 +25,7 @@ def save(folder: Path, role: str, *iterations: int, has_critic: bool = True, run
         checkpoint.mkdir(parents=True)
         (checkpoint / "shard").write_text(f"{role} {iteration}")
         extra = {"has_critic": has_critic, "save_id": f"{run} {iteration}"}
-        files = layout.describe_files(checkpoint)
+        files = describe_files(checkpoint)
         layout.write_meta(checkpoint, layout.CheckpointMeta(role, iteration, iteration, {}, run, {}, extra, files))
         layout.write_tracker(folder, iteration)
     return folder

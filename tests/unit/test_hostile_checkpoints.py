@@ -12,13 +12,14 @@ import pytest
 
 from relax_cli.checkpoint import layout
 from relax_cli.errors import ResumeError
+from tests.support.checkpoints import describe_files
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
     """A complete checkpoint whose `relax.json` has the given fields instead of its own."""
     folder.mkdir()
     (folder / "shard").write_text("content")
-    layout.write_meta(folder, layout.CheckpointMeta("actor", 1, 1, {}, "", {}, {}, layout.describe_files(folder)))
+    layout.write_meta(folder, layout.CheckpointMeta("actor", 1, 1, {}, "", {}, {}, describe_files(folder)))
     path = folder / layout.META_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
@@ -47,7 +48,7 @@ def test_a_path_that_only_looks_like_leading_outside_is_none(tmp_path: Path) -> 
     (folder / "..shard").write_text("content")
     (folder / "sub").mkdir()
     (folder / "sub" / "a..b").write_text("content")
-    files = [vars(found) for found in layout.describe_files(folder)]
+    files = [vars(found) for found in describe_files(folder)]
     path = folder / layout.META_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
     assert layout.damages(folder, deep=True) == []

@@ -13,21 +13,22 @@ from pathlib import Path
 import pytest
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.resume import decide_resume, examine_resume, was_saved_beside_a_critic
+from relax_cli.checkpoint.resume import examine_resume, was_saved_beside_a_critic
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection
 from relax_cli.errors import Problem, ResumeError
 from relax_cli.plugin.launch_plan import LoadFrom
 from relax_cli.preflight.rules.folders import folder_read_only
-from tests.support.checkpoints import SHARDED, save, save_release, write_weights
+from tests.support.checkpoints import SHARDED, decide_resume, save, save_release, write_weights
 from tests.support.rules import problems_by
 
 NOBODY = 65534
 
 
 def refusals(load: str | None, critic_load: str | None, *, from_actor: bool = False) -> list[Problem]:
-    """Every problem."""
+    """Every problem of a run that saves where it loads from."""
+    saves = {"save": load, "critic_save": critic_load}
     with pytest.raises(ResumeError) as caught:
-        decide_resume(load, critic_load, has_critic=True, critic_init_from_actor=from_actor)
+        decide_resume(load, critic_load, has_critic=True, critic_init_from_actor=from_actor, **saves)
     return list(caught.value.problems)
 
 
@@ -43,11 +44,75 @@ def pair(tmp_path: Path) -> tuple[str, str]:
     return save(tmp_path / "a", "actor", 3), save(tmp_path / "c", "critic", 3)
 
 
-def test_nothing_given_or_empty_folders_start_both_anew(tmp_path: Path) -> None:
-    for load in (None, str(tmp_path), str(tmp_path / "missing")):
-        for from_actor in (False, True):
-            decision = decide_resume(load, load, has_critic=True, critic_init_from_actor=from_actor)
-            assert (decision.verdict, decision.actor, decision.critic) == ("cold-start", None, None)
+@pytest.mark.parametrize("from_actor", [False, True])
+@pytest.mark.parametrize("name", [None, "", "missing", "missing/", "link"])
+def test_nothing_given_or_new_save_folders_start_cold(tmp_path: Path, name: str | None, from_actor: bool) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    load = None if name is None else f"{tmp_path}/{name}"
+    save = None if name is None else str(tmp_path / name)
+    saves = {"save": save, "critic_save": save}
+    decision = decide_resume(load, load, has_critic=True, critic_init_from_actor=from_actor, **saves)
+    assert (decision.verdict, decision.actor, decision.critic) == ("cold-start", None, None)
+
+
+NOT_SAVE_FOLDERS: dict[str, tuple[list[str], str, str]] = {
+    "nothing": ([], "no such folder", "--save {0} if the run makes this folder; or start again without --load"),
+    "an empty folder": (["x/"], "a folder without a checkpoint", "start again without --load"),
+    "notes": (["x/notes.txt"], "a folder without a checkpoint", "start again without --load"),
+    "a file": (["x"], "a file", "start again without --load"),
+    "a model": (["x/config.json", "x/model.safetensors"], "a model", "--hf-checkpoint {0}, without --load"),
+    "a model's tokenizer": (["x/config.json", "x/tokenizer.json"], "a model", "--hf-checkpoint {0}, without --load"),
+    "data": (["x/train.jsonl"], "data", "start again without --load; --prompt-data takes a file"),
+    "Parquet": (["x/a.parquet"], "data", "start again without --load; --prompt-data takes a file"),
+    "one of Megatron's": (["x/.metadata"], "one checkpoint", "--load {1}"),
+    "the folder above": (
+        ["x/one/latest_checkpointed_iteration.txt"],
+        "the folder above save folders",
+        "--load {0}/one",
+    ),
+    "two below": (
+        ["x/actor/latest_checkpointed_iteration.txt", "x/critic/latest_checkpointed_iteration.txt"],
+        "the folder above save folders",
+        "--load {0}/actor",
+    ),
+    "a run folder": (["x/metrics.jsonl", "x/config.json"], "a run folder", "--load with the folder of --save"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SAVE_FOLDERS)
+def test_what_is_no_save_folder_is_named(tmp_path: Path, case: str) -> None:
+    paths, got, fix = NOT_SAVE_FOLDERS[case]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).mkdir() if path.endswith("/") else (tmp_path / path).write_text("{}")
+    given = str(tmp_path / "x")
+    for has_critic in (False, True):
+        (problem,) = examine_resume(given, None, has_critic=has_critic, save=str(tmp_path / "y")).problems
+        assert problem.id in ("resume-folder-missing", "resume-not-a-save-folder")
+        assert (problem.got, problem.fix) == (got, fix.format(given, tmp_path))
+    critic = examine_resume(None, given, has_critic=True, save=given, critic_save=str(tmp_path / "y")).problems
+    assert [(p.option, p.got) for p in critic] == [("--critic-load", got)]
+    # With --critic-init-from-actor a mistyped --critic-load is still one.
+    actor = save(tmp_path / "a", "actor", 3)
+    assert examine_resume(actor, given, has_critic=True, critic_init_from_actor=True).problems
+
+
+def test_a_run_folder_knows_where_its_run_saved(tmp_path: Path) -> None:
+    actor = save(tmp_path / "a b", "actor", 3)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    (tmp_path / "run/config.json").write_text(json.dumps({"checkpoint": {"save": actor}, "critic": 7}))
+    (problem,) = examine_resume(str(tmp_path / "run"), None, has_critic=False).problems
+    assert problem.fix == f"--load '{actor}'"
+
+
+def test_checkpoints_without_a_tracker_are_refused_unless_they_are_the_runs_own(tmp_path: Path) -> None:
+    actor = save(tmp_path / "a", "actor", 1)
+    (tmp_path / "a" / layout.TRACKER_FILE).unlink()
+    (problem,) = examine_resume(actor, None, has_critic=False).problems
+    assert problem.got == f"checkpoints without {layout.TRACKER_FILE}"
+    # A run that was killed before its first pair counted starts again.
+    assert examine_resume(actor, None, has_critic=False, save=actor).decision.verdict == "cold-start"
 
 
 def test_a_pair_resumes_at_its_iteration(tmp_path: Path) -> None:
@@ -121,7 +186,7 @@ def test_a_critic_from_the_actors_training_checkpoint_is_refused(tmp_path: Path,
     assert (allowed.verdict, allowed.iteration) == ("resume", 3)
     assert allowed.actor == LoadFrom(Path(actor) / "iter_0000003")
     assert allowed.critic == LoadFrom(Path(actor) / "iter_0000003", weights_only=True)
-    assert "the critic begins anew" in allowed.text
+    assert "the critic starts from the actor's backbone" in allowed.text
 
 
 def test_a_lost_critic_is_found_after_both_folders_moved(tmp_path: Path) -> None:
@@ -148,7 +213,7 @@ def test_the_actor_stands_in_only_for_a_critic_without_a_state(tmp_path: Path, p
     (tmp_path / "damaged/iter_0000003/.metadata").unlink()
     for given in (str(tmp_path / "empty"), damaged, save_release(tmp_path / "weights")):
         assert refusals(actor, given)
-        allowed = decide_resume(actor, given, has_critic=True, critic_init_from_actor=True)
+        allowed = decide_resume(actor, given, has_critic=True, critic_init_from_actor=True, critic_save=given)
         assert allowed.critic == LoadFrom(Path(actor) / "iter_0000003", weights_only=True)
     # Somebody else's actor is a mistake in the command, not a lost state; and an actor has nothing to stand in for it.
     other = save(tmp_path / "other", "actor", 3)
@@ -276,7 +341,8 @@ def test_weights_and_a_training_checkpoint_do_not_make_a_pair(pair: tuple[str, s
     assert refusal(weights, pair[1]).got == "actor weights only, critic iteration 3"
     assert refusal(pair[0], weights).got == "actor iteration 3, critic weights only"
     assert refusal(weights, str(tmp_path / "empty")).got == "actor weights only, critic no checkpoint"
-    allowed = decide_resume(weights, str(tmp_path / "empty"), has_critic=True, critic_init_from_actor=True)
+    empty = str(tmp_path / "empty")
+    allowed = decide_resume(weights, empty, has_critic=True, critic_init_from_actor=True, critic_save=empty)
     assert allowed.critic == allowed.actor
 
 

@@ -142,10 +142,16 @@ def test_validate_config_and_train_decide_as_check_resume(relax: Relax, task: Pa
     load, save_to = ("--load", actor), ("--save", actor, "--critic-save", critic)
     assert verdicts(relax, *load, "--critic-load", critic, *save_to) == ("resume", [])
     assert verdicts(relax, *load, "--save", "x", "--critic-save", "y") == ("refuse", ["resume-critic-lost"])
-    anew = (*load, "--critic-init-from-actor", "--save", "x", "--critic-save", "y")
-    assert verdicts(relax, *anew) == ("resume", [])
+    from_actor = (*load, "--critic-init-from-actor", "--save", "x", "--critic-save", "y")
+    assert verdicts(relax, *from_actor) == ("resume", [])
     both = (*load, "--critic-load", critic, *save_to)
-    assert verdicts(relax, *both, "--num-rollout", "3") == ("refuse", ["resume-nothing-left"])
+    assert verdicts(relax, *both, "--num-rollout", "2") == ("refuse", ["resume-nothing-left"])
+    assert verdicts(relax, *both, "--num-rollout", "3") == ("resume", [])
+    for folder in ("nonsense", "quickstart/model", "quickstart/data"):
+        verdict, ids = verdicts(relax, "--load", folder, "--save", "x", "--critic-save", "y")
+        assert (verdict, ids[0]) in {("refuse", "resume-folder-missing"), ("refuse", "resume-not-a-save-folder")}
+    first = ("--load", "x", "--critic-load", "y", "--save", "x", "--critic-save", "y")
+    assert verdicts(relax, *first) == ("cold-start", [])
     assert verdicts(relax, *both, "--rollout-seed", "9") == ("resume", [])
     strict = verdicts(relax, *both, "--rollout-seed", "9", "--strict")
     assert (strict[0], "resume-data-order" in strict[1]) == ("refuse", True)
@@ -177,7 +183,9 @@ def test_check_resume_compares_only_model_and_tokenizer(relax: Relax, task: Path
     assert f"model and tokenizer are those of {model}" in same.stdout
     shutil.copytree(model, "other")
     config = json.loads(Path("other/config.json").read_text())
-    Path("other/config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
+    Path("other/config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 9, "layer_types": ["full_attention"] * 9})
+    )
     Path("other/tokenizer.json").write_text("{}")
     other = relax(*words, "--hf-checkpoint", "other", "--format", "json")
     assert other.exit_code == 3

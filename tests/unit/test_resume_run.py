@@ -174,19 +174,20 @@ def test_another_estimator_is_refused_with_a_way_on(config: Config) -> None:
     assert "export-hf" in fix
 
 
-@pytest.mark.parametrize(("rollouts", "ok"), [(3, False), (4, False), (5, True)])
-def test_a_run_with_nothing_left_to_do_is_refused(config: Config, rollouts: int, ok: bool) -> None:
+@pytest.mark.parametrize(("rollouts", "ok"), [(2, False), (3, False), (4, True), (5, True)])
+def test_a_run_shorter_than_its_checkpoint_is_refused(config: Config, rollouts: int, ok: bool) -> None:
+    # At its last rollout a run may have been killed before its final evaluation.
     shorter = changed(config, batch={"num_rollout": rollouts})
     assert (examined(shorter).decision.verdict == "resume") == ok
     if not ok:
         assert refused_id(shorter) == "resume-nothing-left"
-        assert examined(shorter).problems[0].fix == "--num-rollout 8"
+        assert "above 4" in examined(shorter).problems[0].fix
 
 
 def test_the_length_may_come_from_epochs(config: Config) -> None:
     epochs = changed(config, batch={"num_rollout": None})
     assert examined(epochs).decision.verdict == "resume"  # nobody counted the prompts
-    assert examined(epochs, num_rollout=4).problems[0].id == "resume-nothing-left"
+    assert examined(epochs, num_rollout=3).problems[0].id == "resume-nothing-left"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_everything_that_differs_is_said_at_once(config: Config, tmp_path: Path)
     ]
 
 
-@pytest.mark.parametrize("extra", [{}, {"fingerprints": 7, "model_shape": [], "origin": "x", "data_position": None}])
+@pytest.mark.parametrize("extra", [{}, {"fingerprints": {}, "model_shape": None, "origin": {}, "data_position": {}}])
 def test_what_a_checkpoint_does_not_say_is_not_held_against_it(config: Config, extra: dict[str, Any]) -> None:
     folder = Path(config.checkpoint.load or "") / "iter_0000004"
     meta = json.loads((folder / layout.META_FILE).read_text())

@@ -6,6 +6,7 @@ import itertools
 import os
 from pathlib import Path
 
+from relax_cli.checkpoint.resume_problems import RUN_DIR_IN_USE, SAVE_IN_USE
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection, RunSection
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.preflight.completion import beside, has_checkpoints
@@ -34,7 +35,7 @@ def critic_save_without_save(config: Config) -> Found:
         yield Finding("the critic is saved, but the actor is not, so this run can never be resumed", fix, critic)
 
 
-@rule("run-dir-in-use", THEME, option="--run-dir", needs="files")
+@rule(RUN_DIR_IN_USE, needs="files")
 def run_dir_in_use(run: RunSection, checkpoint: CheckpointSection) -> Found:
     """A run folder is new or empty, unless its run is resumed."""
     path = None if run.run_dir is None else Path(run.run_dir)
@@ -49,7 +50,7 @@ def run_dir_in_use(run: RunSection, checkpoint: CheckpointSection) -> Found:
         )
 
 
-@rule("save-in-use", THEME, needs="files")
+@rule(SAVE_IN_USE, needs="files")
 def save_in_use(checkpoint: CheckpointSection, critic: CriticSection) -> Found:
     """The folder holds the checkpoints of another run, which would be overwritten."""
     pairs = (
