@@ -7,7 +7,25 @@ from pathlib import Path
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.layout import CheckpointMeta, Tracker
-from relax_cli.errors import ConfigError, Problem, ResumeError
+from relax_cli.errors import ConfigError, ResumeError, problem_kind
+
+FOLDER_MISSING = problem_kind(
+    "checkpoint-folder-missing",
+    "Folders and checkpoints",
+    "A command of `relax checkpoint` was given a folder that does not exist.",
+)
+ONE_FOLDER = problem_kind(
+    "align-one-folder",
+    "Folders and checkpoints",
+    "`relax checkpoint align` needs the actor's folder and the critic's.",
+    option="--critic-load",
+)
+NOTHING_COMMON = problem_kind(
+    "align-nothing-common",
+    "Folders and checkpoints",
+    "No iteration is complete in both folders and of one run, so there is nothing to point the trackers at.",
+    option="--load and --critic-load",
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +69,7 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
     """Find the newest iteration that is complete in both folders and was saved by one run as a pair.
 
     Args:
-        deep: compare the hash of every file, too.
+        deep: compare the hash of every file as well.
 
     Raises:
         ConfigError: a folder does not exist, or both are the same.
@@ -61,11 +79,9 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
         require_folder(option, folder)
     if actor.resolve() == critic.resolve():
         raise ConfigError(
-            Problem(
-                id="align-one-folder",
-                message="actor and critic are saved to two folders, and one was given for both",
+            ONE_FOLDER(
+                "actor and critic are saved to two folders, and one was given for both",
                 fix="--load ACTOR_DIR --critic-load CRITIC_DIR",
-                option="--critic-load",
                 got=str(critic),
                 expected="the folder that --critic-save named",
             )
@@ -82,11 +98,9 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
         left_out.append(LeftOut(iteration, reason))
     shown = "; ".join(f"{left.iteration}: {left.reason}" for left in left_out[:4])
     raise ResumeError(
-        Problem(
-            id="align-nothing-common",
-            message="no iteration is complete in both folders",
-            fix="start anew without --load, or resume from copies of both folders",
-            option="--load and --critic-load",
+        NOTHING_COMMON(
+            "no iteration is complete in both folders",
+            fix="start again without --load, or resume from copies of both folders",
             where=f"{actor} and {critic}",
             got=shown or "no checkpoints",
             expected="an iteration that one run saved into both",
@@ -137,9 +151,8 @@ def require_folder(option: str, folder: Path) -> None:
     """Raises ConfigError where there is no such folder."""
     if not folder.is_dir():
         raise ConfigError(
-            Problem(
-                id="checkpoint-folder-missing",
-                message=f"{option} leads to no folder",
+            FOLDER_MISSING(
+                f"{option} leads to no folder",
                 fix="give the folder that --save or --critic-save named",
                 option=option,
                 got=str(folder),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,34 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from relax_cli.checkpoint import layout, safe_load
+from relax_cli.checkpoint.align import examine
 from relax_cli.checkpoint.store import storage_failed
-from relax_cli.errors import ConfigError, Problem, ResumeError
+from relax_cli.errors import ConfigError, ResumeError, problem_kind
 from relax_cli.models.convert import hf_to_megatron, megatron_to_hf
 from relax_cli.models.hf import write_hf
 from relax_cli.models.spec import ModelSpec, read_spec
 
+OUT_IN_USE = problem_kind(
+    "export-out-in-use",
+    "Folders and checkpoints",
+    "`relax checkpoint export-hf` writes into a new or empty folder.",
+    option="OUT",
+)
+WRONG_ROLE = problem_kind(
+    "export-wrong-role",
+    "Folders and checkpoints",
+    "Only an actor is a language model; a critic has a scalar head.",
+    option="DIR",
+)
+DAMAGED = problem_kind(
+    "export-damaged",
+    "Folders and checkpoints",
+    "A file of the checkpoint is missing, cut, or has another hash than when it was written.",
+    option="DIR",
+)
+
+UNFINISHED = ".unfinished-export"
+"""Folder in the one that is written to, while the export is incomplete."""
 OPTIMIZER = "optimizer."
 LAYERS = "decoder.layers."
 """Megatron keeps the tensors of all layers under one name, stacked."""
@@ -46,7 +69,7 @@ def export_hf(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtyp
     """Write the policy of a checkpoint, at whatever parallelism it was saved, as a folder that transformers loads.
 
     Args:
-        out: is made; must not hold anything.
+        out: is made; must be empty.
         model_folder: `config.json` and tokenizer files come from there.
         dtype: type of the weights; None: that of the checkpoint.
 
@@ -66,20 +89,18 @@ def export_hf(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtyp
     named = ((name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in weights.items())
     kept = next(iter(weights.values())).dtype if dtype is None else dtype
     _write(out, named, model_folder)
-    size = sum(path.stat().st_size for path in out.iterdir())
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     count = sum(tensor.numel() for tensor in weights.values())
     return Exported(out, str(kept).removeprefix("torch."), count, size)
 
 
 def refuse_in_use(out: Path) -> None:
-    """Raises ConfigError where `out` is a file, or a folder with something in it."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    """Raises ConfigError where `out` is a file, or not empty; the rest of an interrupted export does not count."""
+    if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= {UNFINISHED}):
         raise ConfigError(
-            Problem(
-                id="export-out-in-use",
-                message="the folder to write to holds something already",
-                fix=f"choose another folder, for example {out}-2",
-                option="OUT",
+            OUT_IN_USE(
+                "the folder to write to is not empty",
+                fix=f"choose another folder, for example {shlex.quote(f'{out.absolute()}-2')}",
                 got=str(out),
                 expected="a new or empty folder",
             )
@@ -91,11 +112,9 @@ def refuse_unfit(checkpoint: Path) -> None:
     meta = layout.read_meta(checkpoint)
     if meta.role != "actor":
         raise ResumeError(
-            Problem(
-                id="export-wrong-role",
-                message=f"this is a checkpoint of the {meta.role}; only an actor's is a language model",
+            WRONG_ROLE(
+                f"this is a checkpoint of the {meta.role}; only an actor's is a language model",
                 fix="give the folder that --save named",
-                option="DIR",
                 where=str(checkpoint),
                 got=f"role {meta.role}",
                 expected="role actor",
@@ -103,12 +122,13 @@ def refuse_unfit(checkpoint: Path) -> None:
         )
     found = layout.damages(checkpoint, deep=True)
     if found:
+        save_dir = checkpoint.absolute().parent
+        candidates = (i for i in reversed(layout.list_iterations(save_dir)) if i != meta.iteration)
+        older = next((i for i in candidates if examine(save_dir, i, "actor", deep=True)[1] is None), None)
         raise ResumeError(
-            Problem(
-                id="export-damaged",
-                message=f"the checkpoint is damaged: {found[0]}",
-                fix=f"choose another with --iteration; relax checkpoint list {checkpoint.parent} shows them",
-                option="DIR",
+            DAMAGED(
+                f"the checkpoint is damaged: {found[0]}",
+                fix=f"--iteration {older}" if older is not None else "give a copy of the folder that is whole",
                 where=str(checkpoint),
                 got=found[0],
                 expected="every file as it was written",
@@ -152,17 +172,21 @@ def _parameters(saved: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[
 
 
 def _write(out: Path, named: Iterator[tuple[str, Tensor]], model_folder: Path) -> None:
-    """Everything under a temporary name first: a folder with the final name is complete."""
-    temporary = out.absolute().with_name(f".{out.absolute().name}.tmp")
+    """Everything in a temporary folder inside `out` first; `config.json` leaves it last, when the rest is complete.
+
+    `out` itself is never replaced: it may be a link, a mount, or the folder somebody works in.
+    """
+    temporary = out / UNFINISHED
     try:
         if temporary.exists():
             shutil.rmtree(temporary)
         write_hf(temporary, named, model_folder)
-        for path in temporary.iterdir():
+        for path in temporary.rglob("*"):
             layout.fsync_file(path)
-        layout.fsync_folder(temporary)
-        temporary.rename(out.absolute())
-        layout.fsync_folder(out.absolute().parent)
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
+            path.rename(out / path.name)
+        temporary.rmdir()
+        layout.fsync_folder(out)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise storage_failed(error, out) from error

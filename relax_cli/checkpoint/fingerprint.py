@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,15 +18,60 @@ from relax_cli.checkpoint.layout import CheckpointMeta, sha256_of
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
 from relax_cli.data.prompts import REASONING_GYM
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.files import read_json
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
+from relax_cli.models.spec import INDIVISIBLE
+
+FOLDERS = "Folders and checkpoints"
+OTHER_MODEL = problem_kind(
+    "resume-other-model",
+    FOLDERS,
+    "The checkpoint belongs to a model of another shape. Only the model of the run can resume it.",
+    option="--hf-checkpoint",
+)
+OTHER_TOKENIZER = problem_kind(
+    "resume-other-tokenizer",
+    FOLDERS,
+    "The checkpoint was trained with another tokenizer. Only the model folder of the run can resume it.",
+    option="--hf-checkpoint",
+)
+OTHER_REFERENCE = problem_kind(
+    "resume-other-reference",
+    FOLDERS,
+    "A warning: the reference model of the KL terms has other weights than when the checkpoint was saved.",
+    option="--ref-load",
+    severity="warning",
+)
+OTHER_ESTIMATOR = problem_kind(
+    "resume-other-estimator",
+    FOLDERS,
+    "The checkpoint was trained with another estimator. To change it, begin a new run with the weights: `relax "
+    "checkpoint export-hf` writes a folder for `--hf-checkpoint`.",
+    option="--advantage-estimator",
+)
+OTHER_DATA = problem_kind(
+    "resume-other-data",
+    FOLDERS,
+    "The training prompts are not those of the checkpoint, so its position in them means nothing. To train on other "
+    "prompts, begin a new run with the weights: `relax checkpoint export-hf` writes a folder for `--hf-checkpoint`.",
+    option="--prompt-data",
+)
+DATA_ORDER = problem_kind(
+    "resume-data-order",
+    FOLDERS,
+    "A warning: `--rollout-batch-size` or `--rollout-seed` is not that of the checkpoint, so prompts of the current "
+    "epoch will be repeated or left out.",
+    severity="warning",
+)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")
 """Files that decide which ids a text becomes, and how chat messages are rendered."""
 TOKENIZER_KEYS = ("chat_template", "bos_token", "eos_token", "add_bos_token", "add_eos_token", "add_prefix_space")
 """Keys of tokenizer_config.json that do; the others follow the version of transformers that wrote it."""
+SAMPLED_BLOCKS, BLOCK_BYTES = 16, 4096
+"""How much of a file of weights tells it from another one, besides its size and header."""
 NO_SHAPE = frozenset({"max_positions"})
 """Facts of a model that no weight depends on."""
 
@@ -46,6 +92,9 @@ class RunIdentity:
     """Training prompts; None where they were not counted."""
     rollout_batch_size: int
     seeds: dict[str, int]
+    reference: str | None = None
+    """Of the weights that KL terms compare with; None where there are no KL terms."""
+    reference_name: str = ""
 
     def meta(self) -> dict[str, Any]:
         """What `relax.json` says of the run, at every iteration."""
@@ -55,9 +104,14 @@ class RunIdentity:
                 "model": None if self.model_shape is None else _hash(self.model_shape),
                 "tokenizer": self.tokenizer,
                 "dataset": self.dataset,
+                "reference": self.reference,
             },
             "model_shape": self.model_shape,
-            "origin": {"hf_checkpoint": self.hf_checkpoint, "prompt_data": self.prompt_data},
+            "origin": {
+                "hf_checkpoint": self.hf_checkpoint,
+                "prompt_data": self.prompt_data,
+                "reference": self.reference_name,
+            },
             "prompts": self.prompts,
             "seeds": self.seeds,
         }
@@ -70,6 +124,8 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
         model_folder: where the model is; None where that is not known yet.
         prompts: how many training prompts there are, where they were counted.
     """
+    name = config.model.ref_load
+    reference = (model_folder if name is None else folder_of_model(name)) if config.algorithm.needs_reference else None
     return RunIdentity(
         estimator=config.algorithm.advantage_estimator,
         hf_checkpoint=scrubbed(config.model.hf_checkpoint),
@@ -80,6 +136,8 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
         prompts=prompts,
         rollout_batch_size=config.batch.rollout_batch_size,
         seeds={"seed": config.run.seed, "rollout_seed": config.rollout.rollout_seed},
+        reference=None if reference is None else weights_fingerprint(reference),
+        reference_name=scrubbed(name or config.model.hf_checkpoint),
     )
 
 
@@ -120,6 +178,22 @@ def tokenizer_fingerprint(folder: Path) -> str | None:
     return _hash(parts)
 
 
+def weights_fingerprint(folder: Path) -> str | None:
+    """Hash of size, header and samples of every file of weights; None where none can be read."""
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {size} ".encode() + file.read(1 << 20))
+                for block in range(SAMPLED_BLOCKS):
+                    file.seek(max(0, size - BLOCK_BYTES) * block // (SAMPLED_BLOCKS - 1))
+                    digest.update(file.read(BLOCK_BYTES))
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
 def dataset_fingerprint(spec: str) -> str | None:
     """Hash of the prompt file's content, or the words that generate the prompts; None where there is no such file."""
     if spec.startswith(REASONING_GYM):
@@ -133,13 +207,14 @@ def dataset_fingerprint(spec: str) -> str | None:
 def differences(run: RunIdentity, meta: CheckpointMeta, where: Path) -> list[Problem]:
     """Why the checkpoint `meta` is not one of `run`; what either side does not know is not held against it.
 
-    Warnings are about the order of the data, errors about everything else.
+    Warnings are about the order of the data and the reference, errors about everything else.
     """
     found = [
         _other_estimator(run, meta, where),
         *model_differences(run.model_shape, run.tokenizer, meta, where, run.hf_checkpoint),
         _other_dataset(run, meta, where),
         _other_order(run, meta, where),
+        _other_reference(run, meta, where),
     ]
     return [problem for problem in found if problem is not None]
 
@@ -151,18 +226,18 @@ def model_differences(
     original = _recorded(meta, "origin", "hf_checkpoint")
     saved_shape, saved_tokenizer = meta.extra.get("model_shape"), _recorded(meta, "fingerprints", "tokenizer")
     fix = (
-        f"--hf-checkpoint {original}" if original and original != given else "--hf-checkpoint of the run that saved it"
+        f"--hf-checkpoint {shlex.quote(original)}"
+        if original and original != given
+        else "--hf-checkpoint of the run that saved it"
     )
     found = []
-    if shape is not None and isinstance(saved_shape, dict):
+    if shape is not None and saved_shape is not None:
         # Names that one side lacks were not known to the version of relax that wrote it.
         other = [name for name in shape if name in saved_shape and saved_shape[name] != shape[name]]
         if other:
             found.append(
-                Problem(
-                    id="resume-other-model",
-                    message="the checkpoint belongs to a model of another shape",
-                    option="--hf-checkpoint",
+                OTHER_MODEL(
+                    "the checkpoint belongs to a model of another shape",
                     where=str(where),
                     got=", ".join(f"{name} {shape[name]}" for name in other),
                     expected=", ".join(f"{name} {saved_shape[name]}" for name in other),
@@ -171,10 +246,8 @@ def model_differences(
             )
     if tokenizer is not None and saved_tokenizer is not None and saved_tokenizer != tokenizer:
         found.append(
-            Problem(
-                id="resume-other-tokenizer",
-                message="the checkpoint was trained with another tokenizer: its token ids mean other texts",
-                option="--hf-checkpoint",
+            OTHER_TOKENIZER(
+                "the checkpoint was trained with another tokenizer: its token ids mean other texts",
                 where=str(where),
                 got=f"tokenizer {tokenizer[:12]} in {given}",
                 expected=f"tokenizer {saved_tokenizer[:12]}",
@@ -193,10 +266,8 @@ def parallel_problems(shape: Mapping[str, Any], tensor_parallel: int) -> list[Pr
         "vocabulary": shape.get("vocab_size"),
     }
     return [
-        Problem(
-            id="tensor-parallel-indivisible",
-            message=f"the model's {what} ({size}) does not divide by the tensor-parallel size",
-            option="--tensor-model-parallel-size",
+        INDIVISIBLE(
+            f"the model's {what} ({size}) must be a multiple of --tensor-model-parallel-size",
             got=str(tensor_parallel),
             expected=f"a divisor of {size}",
             fix="choose a --tensor-model-parallel-size that divides it",
@@ -207,8 +278,9 @@ def parallel_problems(shape: Mapping[str, Any], tensor_parallel: int) -> list[Pr
 
 
 def _new_run(run: RunIdentity, where: Path) -> str:
-    """The way on with other data or another estimator: the weights of a checkpoint as a model folder."""
-    export = f"relax checkpoint export-hf {where.parent} NEW_DIR --hf-checkpoint {run.hf_checkpoint}"
+    """What to do with other data or another estimator: export the weights of the checkpoint as a model folder."""
+    words = ["relax", "checkpoint", "export-hf", str(where.parent), "NEW_DIR", "--hf-checkpoint", run.hf_checkpoint]
+    export = shlex.join(words)
     return f"; or begin a new run with its weights: {export}, then --hf-checkpoint NEW_DIR without --load"
 
 
@@ -216,10 +288,8 @@ def _other_estimator(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Pro
     saved = meta.extra.get("estimator")
     if saved is None or saved == run.estimator:
         return None
-    return Problem(
-        id="resume-other-estimator",
-        message="the checkpoint was trained with another estimator, whose optimizer state and schedule it holds",
-        option="--advantage-estimator",
+    return OTHER_ESTIMATOR(
+        "the checkpoint was trained with another estimator, whose optimizer state and schedule it has",
         where=str(where),
         got=run.estimator,
         expected=str(saved),
@@ -232,23 +302,21 @@ def _other_dataset(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Probl
     if saved is None or run.dataset is None or saved == run.dataset:
         return None
     same_name = original is None or original == run.prompt_data
-    return Problem(
-        id="resume-other-data",
-        message="the prompts are not those of the checkpoint, so its position in them means nothing",
-        option="--prompt-data",
+    given_back = "give the file as it was" if same_name else f"--prompt-data {shlex.quote(str(original))}"
+    return OTHER_DATA(
+        "the prompts are not those of the checkpoint, so its position in them means nothing",
         where=str(where),
         got=f"{run.prompt_data} ({run.dataset[:19]})" if not run.prompt_data.startswith(REASONING_GYM) else run.dataset,
         expected=f"{original or 'the prompts of the run'} ({saved[:19]})",
-        fix=("give the file as it was" if same_name else f"--prompt-data {original}") + _new_run(run, where),
+        fix=given_back + _new_run(run, where),
     )
 
 
 def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
-    position = meta.extra.get("data_position")
-    seen = position.get("prompts_seen") if isinstance(position, dict) else None
+    seen = meta.extra.get("data_position", {}).get("prompts_seen")
     saved_seed = meta.seeds.get("rollout_seed")
     got, expected = [], []
-    if isinstance(seen, int) and seen != meta.iteration * run.rollout_batch_size and meta.iteration:
+    if seen is not None and seen != meta.iteration * run.rollout_batch_size and meta.iteration:
         got.append(f"--rollout-batch-size {run.rollout_batch_size}")
         expected.append(f"--rollout-batch-size {seen // meta.iteration}")
     if saved_seed is not None and saved_seed != run.seeds["rollout_seed"]:
@@ -256,23 +324,34 @@ def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem
         expected.append(f"--rollout-seed {saved_seed}")
     if not got:
         return None
-    return Problem(
-        id="resume-data-order",
-        message="prompts of this epoch will be repeated or left out: their order or place is not the checkpoint's",
+    return DATA_ORDER(
+        "prompts of this epoch will be repeated or left out: their order or place is not the checkpoint's",
         option=got[0].split()[0],
         where=str(where),
         got=" ".join(got),
         expected=" ".join(expected),
         fix=" ".join(expected),
-        severity="warning",
+    )
+
+
+def _other_reference(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
+    saved, original = _recorded(meta, "fingerprints", "reference"), _recorded(meta, "origin", "reference")
+    if saved is None or run.reference is None or saved == run.reference:
+        return None
+    has_moved = original and original != run.reference_name
+    return OTHER_REFERENCE(
+        "the KL terms will compare with other weights than before",
+        where=str(where),
+        got=f"{run.reference_name} ({run.reference[:12]})",
+        expected=f"{original or 'the reference of the run'} ({saved[:12]})",
+        fix=f"--ref-load {shlex.quote(str(original))}" if has_moved else "--ref-load with the folder as it was",
     )
 
 
 def _recorded(meta: CheckpointMeta, group: str, name: str) -> str | None:
-    """A text in `relax.json`, which older versions did not write and anybody may have edited."""
-    values = meta.extra.get(group)
-    value = values.get(name) if isinstance(values, dict) else None
-    return value if isinstance(value, str) else None
+    """A text in `relax.json`, which older versions did not write."""
+    value = meta.extra.get(group, {}).get(name)
+    return None if value is None else str(value)
 
 
 def _hash(value: object) -> str:

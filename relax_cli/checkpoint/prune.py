@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.align import examine, require_folder, why_no_pair
-from relax_cli.errors import ConfigError, Problem, ResumeError
+from relax_cli.checkpoint.resume_problems import critic_folder
+from relax_cli.errors import ConfigError, ResumeError, problem_kind
+
+TRACKER_UNREADABLE = problem_kind(
+    "prune-tracker-unreadable",
+    "Folders and checkpoints",
+    "Nothing says which checkpoint counts, so nothing is removed.",
+)
+HALF_A_PAIR = problem_kind(
+    "prune-half-a-pair",
+    "Folders and checkpoints",
+    "The run has an actor and a critic. Pruned alone, one of them could leave no pair to resume from.",
+)
+NOTHING_COMPLETE = problem_kind(
+    "prune-nothing-complete",
+    "Folders and checkpoints",
+    "There is no complete checkpoint, or no complete pair, so nothing is removed.",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ def plan_pruning(actor: Path, critic: Path | None, keep: int) -> Pruning:
     for option, folder in folders.items():
         require_folder(option, folder)
     if critic is None:
-        role = _refuse_half_a_pair(actor)
+        role = _refuse_half_a_pair(actor, keep)
         sides = {role: actor}
         complete = _complete(actor, lambda i: examine(actor, i, role)[1])
     else:
@@ -60,7 +78,7 @@ def plan_pruning(actor: Path, critic: Path | None, keep: int) -> Pruning:
         raise _nothing_complete(tuple(sides.values()))
     stay = dict.fromkeys(complete[-keep:], f"of the newest {keep} complete" + (" pairs" if critic else ""))
     for folder in sides.values():
-        stay |= _named_by(folder)
+        stay |= _named_by(folder, _go_back_to(complete[-1], actor, critic))
     entries = [entry for role, folder in sides.items() for entry in _entries(role, folder, complete, stay)]
     return Pruning(tuple(entries))
 
@@ -89,15 +107,26 @@ def _complete(folder: Path, problem: Callable[[int], str | None]) -> list[int]:
     return [iteration for iteration in layout.list_iterations(folder) if problem(iteration) is None]
 
 
-def _named_by(folder: Path) -> dict[int, str]:
-    """Iterations that one folder cannot lose: what its tracker names, and its newest complete checkpoint."""
+def _go_back_to(iteration: int, actor: Path, critic: Path | None) -> str:
+    """The command that lets a complete iteration count."""
+    if critic is None:
+        return f"echo {iteration} > {shlex.quote(str(actor / layout.TRACKER_FILE))}"
+    folders = shlex.join(["--load", str(actor), "--critic-load", str(critic)])
+    return f"relax checkpoint align {folders} --yes"
+
+
+def _named_by(folder: Path, fix: str) -> dict[int, str]:
+    """Iterations that one folder cannot lose: what its tracker names, and its newest complete checkpoint.
+
+    Args:
+        fix: of a tracker that cannot be understood.
+    """
     tracker = layout.read_tracker(folder)
     if tracker.problem is not None:
         raise ResumeError(
-            Problem(
-                id="prune-tracker-unreadable",
-                message="the tracker cannot be understood, so nothing says which checkpoint counts",
-                fix=f"relax checkpoint list {folder}, and write the iteration that counts into the tracker",
+            TRACKER_UNREADABLE(
+                "the tracker cannot be understood, so nothing says which checkpoint counts",
+                fix=fix,
                 where=str(folder / layout.TRACKER_FILE),
                 got=tracker.problem,
             )
@@ -122,7 +151,7 @@ def _entries(role: str, folder: Path, complete: Sequence[int], stay: dict[int, s
     return [*leftovers, *entries]
 
 
-def _refuse_half_a_pair(folder: Path) -> str:
+def _refuse_half_a_pair(folder: Path, keep: int) -> str:
     """The role of a save folder whose run saved no other.
 
     Raises:
@@ -136,13 +165,13 @@ def _refuse_half_a_pair(folder: Path) -> str:
             continue
         if meta.role == "critic" or meta.extra.get("has_critic", False):
             is_critic = meta.role == "critic"
+            actor = "ACTOR_DIR" if is_critic else str(folder)
+            critic = str(folder) if is_critic else str(critic_folder(folder, meta) or "CRITIC_DIR")
             raise ConfigError(
-                Problem(
-                    id="prune-half-a-pair",
-                    message=f"these are the checkpoints of {'a critic' if is_critic else 'an actor with a critic'}: "
+                HALF_A_PAIR(
+                    f"these are the checkpoints of {'a critic' if is_critic else 'an actor with a critic'}: "
                     "pruned alone, they could leave no pair",
-                    fix=f"relax checkpoint prune {'ACTOR_DIR' if is_critic else folder} "
-                    f"--critic {folder if is_critic else 'CRITIC_DIR'} --keep N",
+                    fix=shlex.join(["relax", "checkpoint", "prune", actor, "--critic", critic, "--keep", str(keep)]),
                     option="DIR" if is_critic else "--critic",
                     got=str(folder),
                     expected="the save folders of actor and critic",
@@ -156,10 +185,9 @@ def _refuse_half_a_pair(folder: Path) -> str:
 def _nothing_complete(folders: Sequence[Path]) -> ResumeError:
     several = len(folders) > 1
     return ResumeError(
-        Problem(
-            id="prune-nothing-complete",
-            message="no iteration is complete" + (" in both folders" if several else "") + ", so nothing is removed",
-            fix=f"relax checkpoint list {folders[-1]}",
+        NOTHING_COMPLETE(
+            "no iteration is complete" + (" in both folders" if several else "") + ", so nothing is removed",
+            fix=f"relax checkpoint list {shlex.quote(str(folders[-1]))} says what each one lacks",
             where=" and ".join(str(folder) for folder in folders),
             expected="a checkpoint to resume from after pruning",
         )

@@ -62,6 +62,7 @@ RUN_DIR_IN_USE = problem_kind(
     "run-dir-in-use", FOLDERS, "A run folder is new or empty, unless its run is resumed.", option="--run-dir"
 )
 
+NO_CHECKPOINT = "a folder without a checkpoint"
 MODEL_FILES = ("*.safetensors", "*.bin", "*.gguf", "tokenizer.json", "tokenizer_config.json")
 DATA_FILES = ("*.jsonl", "*.parquet", "*.json", "*.jsonl.*")
 
@@ -132,7 +133,7 @@ def _recognised(option: str, folder: Path, role: str) -> tuple[str, str]:
         return f"checkpoints without {layout.TRACKER_FILE}", without
     if _has(folder, DATA_FILES):
         return "data", f"{without}; --prompt-data takes a file"
-    return "a folder without a checkpoint", without
+    return NO_CHECKPOINT, without
 
 
 def _has(folder: Path, patterns: Sequence[str]) -> bool:

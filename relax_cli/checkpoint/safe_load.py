@@ -29,7 +29,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from relax_cli.checkpoint import layout
-from relax_cli.errors import Problem, RelaxError, ResumeError
+from relax_cli.errors import RelaxError, ResumeError, problem_kind
+
+UNSAFE = problem_kind(
+    "checkpoint-unsafe",
+    "Folders and checkpoints",
+    "The checkpoint holds what no checkpoint has a use for: code, a path out of its folder, a pipe. Nothing of it was "
+    "executed.",
+)
+UNLOADABLE = problem_kind(
+    "checkpoint-unloadable",
+    "Folders and checkpoints",
+    "The checkpoint does not load into this model, most likely because it belongs to another one.",
+)
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -62,7 +74,7 @@ KNOWN_NAMES = {
             "_MEM_FORMAT_ENCODING",
         }
     ),
-    # Megatron's own writer leaves its plan there, too; nothing reads it again.
+    # Megatron's own writer also leaves its plan there; nothing reads it again.
     "torch.distributed.checkpoint.planner": frozenset(
         {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"}
     ),
@@ -84,9 +96,8 @@ def refuse_strays(folder: Path) -> None:
 def unsafe(where: Path, reason: str) -> ResumeError:
     """What to say of a checkpoint that holds what no checkpoint has a use for."""
     return ResumeError(
-        Problem(
-            id="checkpoint-unsafe",
-            message=f"the checkpoint is refused: {reason}",
+        UNSAFE(
+            f"the checkpoint is refused: {reason}",
             fix="do not use this folder if somebody else made it; take a copy that you trust, or another iteration",
             where=str(where),
             got="nothing of it was executed",
@@ -108,7 +119,7 @@ def load_plain(content: bytes, where: Path) -> Any:
 
 
 def load_common(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds once, beside the shards.
+    """What a checkpoint holds once, next to the shards.
 
     Raises:
         ResumeError: see `load_plain`.
@@ -172,9 +183,8 @@ def root_of(error: BaseException) -> BaseException:
 def _unloadable(error: BaseException, folder: Path) -> ResumeError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ResumeError(
-        Problem(
-            id="checkpoint-unloadable",
-            message=f"the checkpoint does not load into this model: {reason}",
+        UNLOADABLE(
+            f"the checkpoint does not load into this model: {reason}",
             fix="check that --hf-checkpoint is the model the run was started with, and that no file is damaged",
             where=str(folder),
         )

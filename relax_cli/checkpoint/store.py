@@ -24,7 +24,13 @@ import torch.distributed as dist
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.layout import CheckpointMeta, FileEntry
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import RunError, problem_kind
+
+STORAGE_FAILED = problem_kind(
+    "storage-failed",
+    "Folders and checkpoints",
+    "Writing a checkpoint failed. The previous one is intact. `--on-save-error` decides whether the run ends.",
+)
 
 
 class Saveable(Protocol):
@@ -210,9 +216,8 @@ def storage_failed(error: BaseException, where: Path) -> RunError:
     """What to say when a checkpoint could not be written."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return RunError(
-        Problem(
-            id="storage-failed",
-            message=f"writing the checkpoint failed: {reason}",
+        STORAGE_FAILED(
+            f"writing the checkpoint failed: {reason}",
             fix="make room or repair the permissions of the folder; the previous checkpoint is intact",
             where=str(where),
         )

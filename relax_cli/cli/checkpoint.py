@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from relax_cli.checkpoint import layout
+from relax_cli.checkpoint import align, layout
+from relax_cli.checkpoint import resume_problems as problems_of
 from relax_cli.checkpoint.fingerprint import (
     folder_of_model,
     model_differences,
@@ -23,6 +24,7 @@ from relax_cli.cli.console import Format, FormatOption, output_of, table
 from relax_cli.cli.report import decision_dict
 from relax_cli.errors import ConfigError, ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
+from relax_cli.preflight.rules.model import model_folder_missing
 
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: what a run would resume from, and whether they are whole.")
 checkpoint_commands.register(app)
@@ -40,6 +42,12 @@ FromActor = Annotated[
 ]
 HfCheckpoint = Annotated[
     str | None, typer.Option("--hf-checkpoint", metavar="DIR", help="compare model and tokenizer with this folder's")
+]
+Save = Annotated[
+    str | None, typer.Option("--save", metavar="DIR", help="--save of the run: if --load is the same, it may be new")
+]
+CriticSave = Annotated[
+    str | None, typer.Option("--critic-save", metavar="DIR", help="--critic-save of the run, likewise")
 ]
 TensorParallel = Annotated[
     int | None,
@@ -60,19 +68,27 @@ def check_resume(
     critic_init_from_actor: FromActor = False,
     hf_checkpoint: HfCheckpoint = None,
     tensor_parallel: TensorParallel = None,
+    save: Save = None,
+    critic_save: CriticSave = None,
     deep: Deep = False,
     fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Show what a run with these folders would start from; exit code 3 if it would be refused.
 
     As in a run, --critic-load follows --load; a critic is looked for if one of its options is given, or the
-    actor's checkpoint was saved beside one. What belongs to the run itself - data, estimator, number of rollouts -
+    actor's checkpoint was saved with one. What belongs to the run itself - data, estimator, number of rollouts -
     is checked by `relax validate-config` with the options of the run.
     """
     output = output_of(ctx, fmt)
     has_critic = critic_load is not None or critic_init_from_actor or was_saved_beside_a_critic(load)
     report = examine_resume(
-        load, critic_load, has_critic=has_critic, critic_init_from_actor=critic_init_from_actor, deep=deep
+        load,
+        critic_load,
+        has_critic=has_critic,
+        critic_init_from_actor=critic_init_from_actor,
+        deep=deep,
+        save=save,
+        critic_save=critic_save,
     )
     fit = model_fit(report, hf_checkpoint, tensor_parallel)
     report = report.refused(fit.problems)
@@ -87,6 +103,7 @@ def check_resume(
 def list_checkpoints(ctx: typer.Context, folder: Folder, fmt: FormatOption = Format.TEXT) -> None:
     """List the checkpoints of a save folder: iteration, size, age, and whether each is complete."""
     output = output_of(ctx, fmt)
+    require_save_folder(folder)
     tracker = layout.read_tracker(folder)
     rows = [describe(folder, iteration, tracker.iteration) for iteration in layout.list_iterations(folder)]
     header = ("iteration", "role", "size", "age", "state", "")
@@ -110,6 +127,7 @@ def list_checkpoints(ctx: typer.Context, folder: Folder, fmt: FormatOption = For
 def verify(ctx: typer.Context, folder: Folder, fmt: FormatOption = Format.TEXT) -> None:
     """Compare every file of every checkpoint in a save folder with its recorded hash; exit code 3 on a difference."""
     output = output_of(ctx, fmt)
+    require_save_folder(folder)
     found = {iteration: damages(folder, iteration, deep=True) for iteration in layout.list_iterations(folder)}
     ok = bool(found) and not any(found.values())
     data = {"ok": ok, "iterations": [{"iteration": i, "problems": problems} for i, problems in found.items()]}
@@ -156,6 +174,15 @@ class ModelFit:
     problems: tuple[Problem, ...] = ()
 
 
+def require_save_folder(folder: Path) -> None:
+    """Raises ConfigError where there is no such folder, ResumeError where it is something else."""
+    align.require_folder("DIR", folder)
+    if layout.read_tracker(folder) == layout.Tracker(None) and not layout.list_iterations(folder):
+        problem = problems_of.not_a_save_folder("DIR", folder, "actor")
+        if problem.got != problems_of.NO_CHECKPOINT:
+            raise ResumeError(problem)
+
+
 def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: int | None) -> ModelFit:
     """Compare model and tokenizer with those of the checkpoint, and the model's sizes with the ranks.
 
@@ -175,7 +202,7 @@ def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: 
                 for found in model_differences(shape, tokenizer, side.meta, side.checkpoint, str(hf_checkpoint)):
                     problems.setdefault(found.id, found)
     known = shape or (meta.extra.get("model_shape") if meta is not None else None)
-    fit = parallel_problems(known, size) if isinstance(known, dict) and size is not None else []
+    fit = parallel_problems(known, size) if known is not None and size is not None else []
     return ModelFit(hf_checkpoint, saved, size, (*problems.values(), *fit))
 
 
@@ -188,11 +215,9 @@ def existing_model(name: str) -> Path:
     folder = folder_of_model(name)
     if folder is None:
         raise ConfigError(
-            Problem(
-                id="model-folder-missing",
-                message="the model folder does not exist",
+            model_folder_missing.kind(
+                "the model folder does not exist",
                 fix="give an existing folder",
-                option="--hf-checkpoint",
                 got=name,
                 expected="a folder with config.json and tokenizer",
             )

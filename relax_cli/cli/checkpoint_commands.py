@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,12 +13,24 @@ import typer
 
 from relax_cli.checkpoint import align, layout, prune
 from relax_cli.checkpoint.fingerprint import folder_of_model, model_differences, model_shape, tokenizer_fingerprint
+from relax_cli.checkpoint.resume_problems import is_one_checkpoint
 from relax_cli.cli.console import Format, FormatOption, output_of
 from relax_cli.engine.locks import claimed
-from relax_cli.errors import ConfigError, Problem, ResumeError, RunError
+from relax_cli.errors import ConfigError, ResumeError, RunError, problem_kind
+from relax_cli.preflight.rules.model import model_folder_missing
+
+NO_CHECKPOINT = problem_kind(
+    "export-no-checkpoint", "Folders and checkpoints", "The save folder has no checkpoint of that iteration."
+)
+CHANGE_FAILED = problem_kind(
+    "checkpoint-change-failed",
+    "Folders and checkpoints",
+    "The disk refused while `relax checkpoint align` or `prune` was changing a save folder. The same command continues "
+    "from there.",
+)
 
 Yes = Annotated[bool, typer.Option("--yes", help="do it; without this it is only shown")]
-NOT_DONE = "nothing was changed; with --yes it is done"
+NOT_DONE = "nothing was changed; --yes does it"
 WIDTH = 80
 """Columns of a screen."""
 
@@ -116,7 +129,7 @@ def prune_command(
 
 def export_command(
     ctx: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the actor's save folder")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the actor's save folder, or one checkpoint in it")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write, new or empty")],
     hf_checkpoint: Annotated[
         str, typer.Option("--hf-checkpoint", metavar="MODEL", help="the model the run was started with")
@@ -129,7 +142,14 @@ def export_command(
     output = output_of(ctx, fmt)
     model = folder_of_model(hf_checkpoint)
     if model is None:
-        raise _no_model(hf_checkpoint)
+        raise ConfigError(
+            model_folder_missing.kind(
+                "the model folder does not exist",
+                fix="give the folder or package that the run was started with",
+                got=hf_checkpoint,
+                expected="a folder with config.json and tokenizer",
+            )
+        )
     checkpoint = _chosen(folder, iteration)
     meta = layout.read_meta(checkpoint)
     other = model_differences(model_shape(model), tokenizer_fingerprint(model), meta, checkpoint, hf_checkpoint)
@@ -162,10 +182,12 @@ def _chosen(folder: Path, iteration: int | None) -> Path:
     """The checkpoint of `iteration`, or the one that the tracker names.
 
     Raises:
-        ConfigError: the save folder does not exist.
+        ConfigError: the folder does not exist.
         ResumeError: there is no such checkpoint.
     """
     align.require_folder("DIR", folder)
+    if iteration is None and is_one_checkpoint(folder):
+        return folder
     tracker = layout.read_tracker(folder)
     wanted = tracker.iteration if iteration is None else iteration
     there = layout.list_iterations(folder)
@@ -173,9 +195,8 @@ def _chosen(folder: Path, iteration: int | None) -> Path:
         return layout.iteration_folder(folder, wanted)
     got = f"--iteration {iteration}" if iteration is not None else tracker.problem or f"tracker: {tracker.iteration}"
     raise ResumeError(
-        Problem(
-            id="export-no-checkpoint",
-            message="there is no such checkpoint",
+        NO_CHECKPOINT(
+            "there is no such checkpoint",
             fix=f"--iteration {there[-1]}" if there else "give the folder that --save named",
             option="--iteration" if iteration is not None else "DIR",
             where=str(folder),
@@ -199,15 +220,14 @@ def _alone(folders: dict[Path, str]) -> Iterator[None]:
         except ConfigError as error:
             found = error.problems[0]
             fix = "wait until the run has ended, or stop it" if found.id == "folder-locked" else "see its permissions"
-            raise ConfigError(Problem(**{**vars(found), "fix": fix})) from error
+            raise ConfigError(replace(found, fix=fix)) from error
         try:
             yield
         except OSError as error:
             raise RunError(
-                Problem(
-                    id="checkpoint-change-failed",
-                    message=f"the folder could not be changed: {error.strerror}",
-                    fix="repair the permissions or the disk, and run the command again: it goes on where it stopped",
+                CHANGE_FAILED(
+                    f"the folder could not be changed: {error.strerror}",
+                    fix="repair the permissions or the disk, and run the command again: it continues where it stopped",
                     where=str(error.filename or ""),
                 )
             ) from error
@@ -223,7 +243,7 @@ def _alignment_text(plan: align.Alignment, *, done: bool) -> str:
         lines.append(f"  {move.role:<7} {change:<16} {move.tracker}")
     lines += [f"  not {left.iteration}: {left.reason}" for left in plan.left_out]
     if not any(move.changes for move in plan.moves):
-        return "\n".join([*lines, "", "nothing is to be done"])
+        return "\n".join([*lines, "", "nothing to do"])
     return "\n".join([*lines, "", "done; nothing was deleted" if done else NOT_DONE])
 
 
@@ -238,23 +258,10 @@ def _pruning_text(plan: prune.Pruning, freed: int, *, done: bool) -> str:
         fits = len(line) + len(entry.reason) <= WIDTH
         lines += [line + entry.reason] if fits else [line.rstrip(), f"        {entry.reason}"]
     if not plan.doomed:
-        return "\n".join([*lines, "", "nothing is to be removed"])
+        return "\n".join([*lines, "", "nothing to remove"])
     end = f"removed {_megabytes(freed)}" if done else f"{_megabytes(freed)} would be freed; {NOT_DONE}"
     return "\n".join([*lines, "", end])
 
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
-
-
-def _no_model(name: str) -> ConfigError:
-    return ConfigError(
-        Problem(
-            id="model-folder-missing",
-            message="the model folder does not exist",
-            fix="give the folder or package that the run was started with",
-            option="--hf-checkpoint",
-            got=name,
-            expected="a folder with config.json and tokenizer",
-        )
-    )

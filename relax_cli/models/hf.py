@@ -24,6 +24,8 @@ NOT_FINITE = problem_kind(
     "A weight of the model is NaN or infinite. Found when the weights are loaded.",
     option="--hf-checkpoint",
 )
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates of a tokenizer beyond its default."""
 MAX_SHARD_BYTES = 4 << 30
 
 
@@ -100,6 +102,9 @@ def write_hf(folder: Path, named: Iterable[tuple[str, Tensor]], template_folder:
     for source in sorted(template_folder.iterdir()):
         if source.is_file() and source.suffix in {".json", ".txt", ".model", ".jinja"} and source.name != INDEX_FILE:
             shutil.copyfile(source, folder / source.name)
+    for source in sorted(template_folder.glob(f"{MORE_TEMPLATES}/*.jinja")):
+        (folder / MORE_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(source, folder / MORE_TEMPLATES / source.name)
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in named:

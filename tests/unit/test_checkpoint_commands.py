@@ -64,7 +64,7 @@ def test_align_shows_what_it_would_do_and_changes_nothing(tmp_path: Path) -> Non
     assert result.exit_code == 0
     assert "5 -> 4" in result.stdout
     assert "not 5: the critic has none" in result.stdout
-    assert "nothing was changed; with --yes it is done" in result.stdout
+    assert "nothing was changed; --yes does it" in result.stdout
     assert content(actor, critic) == before
 
 
@@ -113,7 +113,7 @@ def test_align_repairs_a_tracker_that_says_nothing_of_use(tmp_path: Path, text: 
 def test_align_has_nothing_to_do_where_both_agree(tmp_path: Path) -> None:
     actor, critic = pair(tmp_path, (1, 2), (1, 2))
     result = relax("align", "--load", actor, "--critic-load", critic, "--yes")
-    assert (result.exit_code, "nothing is to be done" in result.stdout) == (0, True)
+    assert (result.exit_code, "nothing to do" in result.stdout) == (0, True)
 
 
 def test_align_without_a_common_iteration_exits_3_with_the_list(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_prune_shows_what_would_go_and_removes_nothing(tmp_path: Path) -> None:
     result = relax("prune", actor, "--critic", critic, "--keep", 2)
     assert result.exit_code == 0
     assert "drop  iter_0000001" in result.stdout
-    assert "nothing was changed; with --yes it is done" in result.stdout
+    assert "nothing was changed; --yes does it" in result.stdout
     assert content(actor, critic) == before
 
 

@@ -183,9 +183,8 @@ def test_check_resume_compares_only_model_and_tokenizer(relax: Relax, task: Path
     assert f"model and tokenizer are those of {model}" in same.stdout
     shutil.copytree(model, "other")
     config = json.loads(Path("other/config.json").read_text())
-    Path("other/config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": 9, "layer_types": ["full_attention"] * 9})
-    )
+    deeper = {"num_hidden_layers": 9, "layer_types": ["full_attention"] * 9}
+    Path("other/config.json").write_text(json.dumps(config | deeper))
     Path("other/tokenizer.json").write_text("{}")
     other = relax(*words, "--hf-checkpoint", "other", "--format", "json")
     assert other.exit_code == 3
