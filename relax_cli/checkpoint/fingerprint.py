@@ -181,8 +181,9 @@ def tokenizer_fingerprint(folder: Path) -> str | None:
 def weights_fingerprint(folder: Path) -> str | None:
     """Hash of size, header and samples of every file of weights; None where none can be read."""
     digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
     try:
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in files:
             size = path.stat().st_size
             with path.open("rb") as file:
                 digest.update(f"{path.name} {size} ".encode() + file.read(1 << 20))
@@ -191,7 +192,7 @@ def weights_fingerprint(folder: Path) -> str | None:
                     digest.update(file.read(BLOCK_BYTES))
     except OSError:
         return None
-    return digest.hexdigest()
+    return digest.hexdigest() if files else None
 
 
 def dataset_fingerprint(spec: str) -> str | None:

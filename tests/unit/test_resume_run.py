@@ -303,3 +303,30 @@ def test_what_does_not_divide_by_the_tensor_parallel_size(tmp_path: Path, size: 
 def test_an_identity_holds_no_secret(config: Config) -> None:
     secret = changed(config, data={"prompt_data": "https://me:hunter2@data.example/x.jsonl"})
     assert "hunter2" not in json.dumps(identify(secret, None).meta())
+
+
+@pytest.mark.parametrize("changed_by", ["another file", "one weight", "ref-load", "nothing", "no KL terms"])
+def test_another_reference_of_the_kl_terms_is_said(config: Config, tmp_path: Path, changed_by: str) -> None:
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(bytes(100_000))
+    with_kl = changed(config, algorithm={"kl_coef": 0.01})
+    save(tmp_path / "kl", "actor", 4, has_critic=False, **identify(with_kl, tmp_path / "model").meta())
+    resumed = changed(with_kl, checkpoint={"load": str(tmp_path / "kl")})
+    if changed_by == "another file":
+        (tmp_path / "model/more.safetensors").write_bytes(b"x")
+    elif changed_by in ("one weight", "no KL terms"):
+        weights.write_bytes(bytes(99_999) + b"\1")
+    elif changed_by == "ref-load":
+        write_model(tmp_path / "other")
+        (tmp_path / "other/model.safetensors").write_bytes(b"\2" * 100_000)
+        resumed = changed(resumed, model={"ref_load": str(tmp_path / "other")})
+    if changed_by == "no KL terms":
+        resumed = changed(resumed, algorithm={"kl_coef": 0.0})
+    report = examined(resumed)
+    assert report.decision.verdict == "resume"
+    expected = [] if changed_by in ("nothing", "no KL terms") else ["resume-other-reference"]
+    assert [problem.id for problem in report.warnings] == expected
+    if changed_by == "ref-load":
+        assert report.warnings[0].fix == f"--ref-load {tmp_path / 'model'}"
+    strict = examined(changed(resumed, run={"strict": True}))
+    assert [problem.id for problem in strict.problems] == expected
