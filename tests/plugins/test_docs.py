@@ -63,7 +63,7 @@ def test_every_hook_is_a_heading_and_every_such_heading_a_hook(text: str) -> Non
 
 def test_every_rule_of_the_kit_is_listed_and_no_other(text: str) -> None:
     listed = set(
-        re.findall(r"^\| `([a-z-]+)` \|", section(text, "What `relax plugins check` holds"), flags=re.MULTILINE)
+        re.findall(r"^\| `([a-z-]+)` \|", section(text, "What `relax plugins check` tests"), flags=re.MULTILINE)
     )
     rules = {*testing_package.CHECKS, *testing_advantages.CHECKS, *testing_loss.CHECKS, "references"}
     assert listed == rules
