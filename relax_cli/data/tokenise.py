@@ -7,7 +7,9 @@ from typing import Any
 
 from relax_cli.data.prompts import Prompt
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.families import DEFAULTS
 from relax_cli.models.files import read_json
+from relax_cli.models.hybrid import language_config
 from relax_cli.models.spec import read_config
 
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -85,8 +87,9 @@ def model_vocab_size(folder: Path) -> int:
         ConfigError: `config.json` is missing, unreadable or does not say.
     """
     config = read_config(folder)
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if not isinstance(size, int):
+    default = DEFAULTS.get(str(config.get("model_type")), {}).get("vocab_size")
+    size = language_config(config).get("vocab_size", default)
+    if type(size) is not int:
         raise _tokenizer_error(folder, "config.json has no vocab_size")
     return size
 
@@ -98,10 +101,12 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
         ConfigError: a file is unreadable, or an id is not in the model's vocabulary.
     """
     generation = folder / "generation_config.json"
-    ids = _eos_ids(read_config(folder))
-    ids |= _eos_ids(read_json(generation)) if generation.is_file() else set()
-    ids |= set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    found = [*_eos_ids(read_config(folder)), *(_eos_ids(read_json(generation)) if generation.is_file() else ())]
+    found += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     size = model_vocab_size(folder)
+    if wrong := [number for number in found if type(number) is not int]:
+        raise _tokenizer_error(folder, f"the end-of-sequence id {wrong[0]!r} is not a whole number")
+    ids = set(found)
     if beyond := sorted(number for number in ids if not 0 <= number < size):
         raise _tokenizer_error(folder, f"end-of-sequence id {beyond[0]} is not below vocab_size {size}")
     return tuple(sorted(ids))
@@ -116,26 +121,22 @@ def prompt_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) ->
 
 
 def _render(tokenizer: Any, prompt: Prompt) -> str:
-    from jinja2 import TemplateError
-
     content = prompt.content
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if tokenizer.chat_template is None:
         raise _prompt_error(prompt, "the tokenizer has no chat template", fix="leave out --apply-chat-template")
     try:
         text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise _prompt_error(
-            prompt, f"the chat template refuses the messages: {error}", fix=f"correct {prompt.source}"
-        ) from error
+    # A template is somebody's program: besides TemplateError it raises what its expressions do.
+    except Exception as error:
+        what = f"the chat template refuses the messages: {str(error) or type(error).__name__}"
+        raise _prompt_error(prompt, what, fix=f"correct {prompt.source}") from error
     return text
 
 
-def _eos_ids(config: dict[str, Any]) -> set[int]:
-    found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-    if found is None:
-        return set()
-    return set(found) if isinstance(found, list) else {found}
+def _eos_ids(config: dict[str, Any]) -> list[Any]:
+    found = config.get("eos_token_id", language_config(config).get("eos_token_id"))
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def _tokenizer_error(folder: Path, message: str) -> ConfigError:

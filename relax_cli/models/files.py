@@ -7,12 +7,23 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.errors import ConfigError, Problem, problem_kind
 
 MOST_JSON_BYTES = 64 << 20
 """The largest real ones are vocabularies and weight indices of some 10 MB."""
 DEEPEST_JSON = 64
 
+MOST_TOKENIZER_BYTES = 256 << 20
+TEXT_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
+CONFIG_FILE = "config.json"
+
+IRREGULAR = problem_kind(
+    "model-file-irregular",
+    "Model",
+    "A tokenizer or configuration file of the model folder is not a regular file (a pipe, a device, a link to nothing),"
+    " or larger than 256 MB.",
+    option="--hf-checkpoint",
+)
 UNREADABLE = problem_kind(
     "model-folder-unreadable",
     "Model",
@@ -52,6 +63,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _unreadable(path, f"{type(value).__name__} where a JSON object belongs")
     return value
+
+
+def irregular_files(folder: Path) -> list[Problem]:
+    """Files beside `config.json` that libraries would read, and that would block them or fill the memory."""
+    problems = []
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in TEXT_SUFFIXES or path.name == CONFIG_FILE:
+            continue
+        try:
+            check_regular(path, MOST_TOKENIZER_BYTES)
+        except OSError as error:
+            message = f"{path.name} of the model cannot be read: {error.strerror or error}"
+            problems.append(IRREGULAR(message, fix=f"download {path.name} again, or remove it", where=str(path)))
+    return problems
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

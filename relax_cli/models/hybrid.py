@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_cli.models.families import BRIDGE_FAMILIES, completed, require_counts, unsupported
+from relax_cli.models.files import CONFIG_FILE
 from relax_cli.models.spec import ModelSpec, plain_spec, read_config, read_spec
 
 
@@ -90,7 +91,7 @@ def read_any_spec(folder: Path) -> ModelSpec:
     Raises:
         ConfigError: see `read_spec`.
     """
-    path, whole = folder / "config.json", read_config(folder)
+    path, whole = folder / CONFIG_FILE, read_config(folder)
     if whole.get("model_type") not in BRIDGE_FAMILIES:
         return read_spec(folder)
     # What the bridge does with other keys is its own business, but the weights must be plain numbers everywhere.

@@ -11,7 +11,7 @@ from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.models.families import BRIDGE_FAMILIES as BRIDGE_FAMILIES
 from relax_cli.models.families import FAMILIES as FAMILIES
 from relax_cli.models.families import completed, unsupported
-from relax_cli.models.files import read_json
+from relax_cli.models.files import CONFIG_FILE, read_json
 from relax_cli.models.rotary import RopeScaling, rotary
 
 INDIVISIBLE = problem_kind(
@@ -116,7 +116,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is not a readable JSON object.
     """
-    return read_json(folder / "config.json")
+    return read_json(folder / CONFIG_FILE)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def read_spec(folder: Path) -> ModelSpec:
     Raises:
         ConfigError: no readable `config.json`, an unknown family, or a feature that is not implemented.
     """
-    path, config = folder / "config.json", read_config(folder)
+    path, config = folder / CONFIG_FILE, read_config(folder)
     family = config.get("model_type")
     if family not in FAMILIES:
         raise unsupported(path, "model_type", family, " or ".join(FAMILIES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,12 +20,21 @@ DEADLINE = 120.0
 """Seconds for a module of a user and what it imports, torch included."""
 
 
+FEW_THREADS = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2"}
+"""Every thread reserves address space."""
+
+
 class Unanswered(Exception):
     """The process ended or was ended before it said anything; the text is a predicate: `ended with exit code 3`."""
 
 
-def run_apart(function: str, *arguments: str) -> list[Problem]:
+def run_apart(
+    function: str, *arguments: str, deadline: float = DEADLINE, most_bytes: int | None = None
+) -> list[Problem]:
     """The problems that `"module:function"`, called with these texts, raises as a `RelaxError`.
+
+    Args:
+        most_bytes: address space of the process; for one that reads files and starts no threads.
 
     Raises:
         Unanswered: there was no answer in time.
@@ -33,26 +43,29 @@ def run_apart(function: str, *arguments: str) -> list[Problem]:
         answer = Path(folder, "answer.json")
         # -P: the working folder is not on the path of a run's processes either.
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(answer), function, *arguments],
+            [sys.executable, "-P", "-m", __name__, str(answer), str(most_bytes or 0), function, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env=os.environ if most_bytes is None else os.environ | FEW_THREADS,
         )
         try:
-            code = process.wait(DEADLINE)
+            code = process.wait(deadline)
         except subprocess.TimeoutExpired as error:
-            raise Unanswered(f"takes more than {DEADLINE:g} s to import") from error
+            raise Unanswered(f"takes more than {deadline:g} s") from error
         finally:
             # Children of the user's code as well; there are none in most cases.
             _end_group(process)
         if not answer.exists():
-            raise Unanswered(f"ended its process with {_ending(code)} while it was imported")
+            raise Unanswered(f"ended its process with {_ending(code)}")
         return [Problem(**fields) for fields in json.loads(answer.read_text("utf-8"))]
 
 
-def main(answer: str, function: str, *arguments: str) -> None:
+def main(answer: str, most_bytes: str, function: str, *arguments: str) -> None:
     """The process of `run_apart`."""
+    if limit := int(most_bytes):
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     module, _, name = function.partition(":")
     problems: tuple[Problem, ...] = ()
     try:

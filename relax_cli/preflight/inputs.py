@@ -11,7 +11,9 @@ from typing import Any
 from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.rewards.custom import check_custom
+from relax_cli.data.tokenizer_trial import try_tokenizer
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.files import irregular_files
 from relax_cli.models.headers import weight_problems
 from relax_cli.models.hybrid import language_config, read_any_spec
 from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
@@ -74,6 +76,7 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
     """
     folder, spec = known(lambda: _model_folder(config)), None
     problems: list[Problem] = []
+    harmful: list[Problem] = []
     model_config = {} if folder is None else config_of(folder)
     if folder is not None and model_config.get("model_type") in (*FAMILIES, *BRIDGE_FAMILIES):
         try:
@@ -82,9 +85,12 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
             problems += error.problems
     if folder is not None:
         problems += weight_problems(folder, spec)
+        chat = bool(known(lambda: config.data.apply_chat_template))
+        harmful = irregular_files(folder) or try_tokenizer(folder, apply_chat_template=chat)
+        problems += harmful
     if config.reward.custom_rm_path is not None:
         problems += check_custom(config.reward.custom_rm_path)
-    reader = DataReader(config, folder, spec, progress)
+    reader = DataReader(config, None if harmful else folder, spec, progress)
     for option, source in prompt_sources(config):
         try:
             reader(config.data, source)

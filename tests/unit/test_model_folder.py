@@ -17,14 +17,19 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from relax_cli.data import tokenizer_trial
+from relax_cli.data.light_tokenizer import load_light
+from relax_cli.data.prompts import Prompt
+from relax_cli.data.tokenise import encode_prompt, stop_token_ids
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.convert import hf_to_megatron
 from relax_cli.models.families import BRIDGE_FAMILIES, FAMILIES
-from relax_cli.models.files import read_json
+from relax_cli.models.files import irregular_files, read_json
 from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, expected_shapes, weight_problems
 from relax_cli.models.hf import HfWeights, inverse_frequencies, read_weights
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import ModelSpec, read_spec
+from relax_cli.quickstart.task import MODEL
 
 TINY: dict[str, Any] = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4,
@@ -479,3 +484,75 @@ def test_large_finite_weights_whose_sum_overflows_pass(folder: Path) -> None:
     weights["model.norm.weight"].fill_(3e38)
     save_file(weights, folder / SINGLE_FILE)
     assert torch.equal(HfWeights(folder)["model.norm.weight"], weights["model.norm.weight"])
+
+
+# -- tokenizers and templates ----------------------------------------------------------------------
+
+TOKENIZER = json.loads((MODEL / "tokenizer.json").read_text())
+REPEATED = "".join(f"{{% for i{n} in range(1000) %}}" for n in range(5)) + "x" + "{% endfor %}" * 5
+DOUBLED = "{% set n = namespace(s='x' * 1000) %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
+BOMB = {
+    "type": "Sequence",
+    "normalizers": [{"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 100} for _ in range(8)],
+}
+
+
+def tokenizer_files(folder: Path, template: str = "{{ messages[0].content }}", **changes: Any) -> Path:
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER | changes))
+    config = json.loads((MODEL / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "reason"),
+    [
+        (REPEATED, {}, "takes more than"),
+        (DOUBLED, {}, "ended its process"),
+        ("", {"normalizer": BOMB}, "ended its process|takes more than"),
+    ],
+)
+def test_tokenizers_that_never_answer_are_found_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, changes: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.setattr(tokenizer_trial, "DEADLINE", 3.0)
+    monkeypatch.setattr(tokenizer_trial, "MOST_BYTES", 1 << 30)
+    folder = tokenizer_files(tmp_path, template, **changes)
+    (problem,) = tokenizer_trial.try_tokenizer(folder, apply_chat_template=bool(template))
+    assert problem.id == "tokenizer-trial"
+    assert re.search(reason, problem.message)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{% for i in range(10**9) %}{% endfor %}",
+        "{{ messages.nothing.at.all }}", "{% broken", "{{ 'x' + 1 }}", "{{ [1][5] }}", "{{ ''.__class__.__mro__ }}",
+    ],
+)  # fmt: skip
+def test_templates_that_only_fail_name_the_row(tmp_path: Path, template: str) -> None:
+    folder = tokenizer_files(tmp_path, template)
+    assert tokenizer_trial.try_tokenizer(folder, apply_chat_template=True) == []
+    tokenizer = load_light(folder)
+    prompt = Prompt("1+1=", None, {}, "data.jsonl:3")
+    with pytest.raises(ConfigError) as caught:
+        encode_prompt(tokenizer, prompt, apply_chat_template=True)
+    (problem,) = caught.value.problems
+    assert (problem.id, problem.where) == ("prompt-encoding", "data.jsonl:3")
+
+
+@pytest.mark.parametrize("make", [fifo, endless, huge, Path.mkdir, lambda path: path.symlink_to("/nowhere/at/all")])
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "merges.txt", "generation_config.json"])
+def test_files_that_libraries_would_read_are_regular(
+    folder: Path, name: str, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert irregular_files(folder) == []
+    make(folder / name)
+    (problem,) = irregular_files(folder)
+    assert (problem.id, problem.where) == ("model-file-irregular", str(folder / name))
+
+
+@pytest.mark.parametrize("ids", ["2", [2, "x"], [[2]], {"a": 1}, 1.5, True, 99, [-1]])
+def test_stop_ids_that_cannot_be_are_refused(tmp_path: Path, ids: object) -> None:
+    folder = write(tokenizer_files(tmp_path), TINY | {"eos_token_id": ids})
+    assert refused(lambda: stop_token_ids(folder, load_light(folder))).id == "model-folder"

@@ -50,7 +50,7 @@ def check_custom(spec: str) -> list[Problem]:
     try:
         return run_apart("relax_cli.data.rewards.custom:find_custom", spec)
     except Unanswered as error:
-        return [IMPORT(f"the reward file {error}", where=path, expected=EXPECTED, fix=f"correct {path}")]
+        return [IMPORT(f"the import of the reward file {error}", where=path, expected=EXPECTED, fix=f"correct {path}")]
 
 
 def find_custom(spec: str) -> Any:
