@@ -29,16 +29,18 @@ class Unanswered(Exception):
 
 
 def run_apart(
-    function: str, *arguments: str, deadline: float = DEADLINE, most_bytes: int | None = None
+    function: str, *arguments: str, deadline: float | None = None, most_bytes: int | None = None
 ) -> list[Problem]:
     """The problems that `"module:function"`, called with these texts, raises as a `RelaxError`.
 
     Args:
+        deadline: seconds; None: enough to import torch.
         most_bytes: address space of the process; for one that reads files and starts no threads.
 
     Raises:
         Unanswered: there was no answer in time.
     """
+    seconds = DEADLINE if deadline is None else deadline
     with tempfile.TemporaryDirectory(prefix="relax-") as folder:
         answer = Path(folder, "answer.json")
         # -P: the working folder is not on the path of a run's processes either.
@@ -51,9 +53,9 @@ def run_apart(
             env=os.environ if most_bytes is None else os.environ | FEW_THREADS,
         )
         try:
-            code = process.wait(deadline)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired as error:
-            raise Unanswered(f"takes more than {deadline:g} s") from error
+            raise Unanswered(f"takes more than {seconds:g} s") from error
         finally:
             # Children of the user's code as well; there are none in most cases.
             _end_group(process)
