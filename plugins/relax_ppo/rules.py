@@ -47,7 +47,7 @@ _RECIPE_HINT = "or start from a PPO recipe (`relax recipes list`)"
 
 
 def check_config(config: Config) -> list[Problem]:
-    """All findings at once."""
+    """All findings together."""
     return [*_check_roles(config), *_check_schedule(config)]
 
 

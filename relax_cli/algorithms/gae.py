@@ -18,7 +18,7 @@ from relax_cli.algorithms.masking import as_bool, select
 def plain_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor, bootstrap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The definition: advantages and returns `[B, T]`, as if the masked tokens were not there.
+    """The definition: advantages and returns `[B, T]`, as if the masked tokens did not exist.
 
     `δ_t = r_t + γ V_{t+1} − V_t`, `A_t = δ_t + γλ A_{t+1}`, `R_t = A_t + V_t`; `V` after the last token is the
     bootstrap value or 0. Runs use `gae`, the same recurrence as a fast scan; a test compares the two.
@@ -67,7 +67,7 @@ def whiten(x: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -
     Args:
         x: `[B, T]`; `B` or `T` may be 0.
         mask: `[B, T]`, bool or numeric.
-        group: ranks whose tokens belong together; every one of them must call, empty ones too. None: this
+        group: ranks whose tokens belong together; every one of them must call, also empty ones. None: this
             process.
 
     Returns:

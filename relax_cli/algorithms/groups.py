@@ -22,7 +22,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, trainable: Tensor, u
 
     Args:
         rewards: `[B]`.
-        group_ids: `[B]`, integers; equal ids belong together, wherever they stand.
+        group_ids: `[B]`, integers; equal ids belong together, in any order.
         trainable: `[B]`, bool; a sample without a trainable token is out of the baseline and gets 0.
         use_std: False leaves out the division.
 

@@ -14,8 +14,8 @@ def as_bool(mask: Tensor) -> Tensor:
 def select(x: Tensor, mask: Tensor) -> Tensor:
     """`x` in at least float32, with 0 wherever the bool `mask` of the same shape is False.
 
-    Apply it to the inputs of a formula: multiplying a result by the mask would keep NaN (NaN * 0 is NaN), in
-    the gradient too. float64 stays float64, so that a formula can be checked against finite differences.
+    Apply it to the inputs of a formula: multiplying a result by the mask would keep NaN (NaN * 0 is NaN), also
+    in the gradient. float64 stays float64, so that a formula can be checked against finite differences.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return torch.where(mask, wide, torch.zeros((), dtype=wide.dtype, device=wide.device))

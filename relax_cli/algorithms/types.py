@@ -64,7 +64,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """A loss per token and what is worth watching, per token too: the trainer reduces both."""
+    """A loss and metrics, both per token: the trainer reduces them."""
 
     loss_per_token: Tensor
     """`[B, T]`, 0 in masked slots."""

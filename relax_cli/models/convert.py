@@ -46,7 +46,7 @@ def hf_to_megatron(weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int,
 def rank_tensors(
     weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int, tp_rank: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of one tensor-parallel rank, read as they are asked for: a whole model may not fit the memory.
+    """Names and tensors of one tensor-parallel rank, read on request: a whole model may not fit the memory.
 
     Args:
         weights: all tensors of the model under their Hugging Face names.
@@ -91,7 +91,7 @@ def megatron_names(spec: ModelSpec) -> list[str]:
 def hf_tensors(name: str, full: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors, one or more, that the unsharded Megatron parameter `name` holds.
 
-    They may be views of it. Works on tensors of the `meta` device, too.
+    They may be views of it. Also works on tensors of the `meta` device.
     """
     if name in _OUTSIDE_LAYERS:
         yield _OUTSIDE_LAYERS[name], full if name == FINAL_NORM else full[: spec.vocab_size]

@@ -188,7 +188,7 @@ def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
             raise ConfigError(
                 UNSUPPORTED(
                     f"config.json sets {key}, which may change what the model computes and which relax does not know",
-                    fix=f"use a model without {key}; delete the line only if transformers ignores it, too",
+                    fix=f"use a model without {key}; delete the line only if transformers also ignores it",
                     where=str(path),
                     got=f"{key} = {reprlib.repr(value)}",
                     expected=f"keys of the {config['model_type']} family in transformers",

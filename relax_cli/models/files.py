@@ -1,4 +1,4 @@
-"""Reading files of a model folder, which somebody else wrote: only regular files of a bounded size and depth."""
+"""Reads the files of a model folder, which others wrote: only regular files of bounded size and depth."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ IRREGULAR = problem_kind(
 UNREADABLE = problem_kind(
     "model-folder-unreadable",
     "Model",
-    "A JSON file of the model folder cannot be read: it is missing, damaged, no regular file, larger than 64 MB, nested"
-    " more than 64 deep, or has one key twice.",
+    "A JSON file of the model folder cannot be read: it is missing, damaged, not a regular file, larger than 64 MB,"
+    " nested more than 64 deep, or has one key twice.",
     option="--hf-checkpoint",
 )
 

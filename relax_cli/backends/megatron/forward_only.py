@@ -26,7 +26,7 @@ class FrozenModel:
 
         Raises:
             ConfigError: the folder is unreadable, unsupported, or does not divide by the tensor-parallel size.
-            EnvironmentFault: TransformerEngine was asked for and does not import.
+            EnvironmentFault: TransformerEngine was requested and does not import.
         """
         ranks = layout.tensor_model_parallel_size
         assert ranks == parallel.tensor_parallel_size(), "parallel.initialize made other groups"

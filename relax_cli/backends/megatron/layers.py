@@ -114,10 +114,10 @@ def _attention_class(table: RotaryTable, inner_class: Any) -> type[RotaryAttenti
 
 
 class ResponseLayer(TransformerLayer):  # type: ignore[misc]
-    """The last layer: after its attention only the states that predict response tokens go on.
+    """The last layer: after its attention only the states that predict response tokens are kept.
 
     Their positions travel as `context`, Megatron's argument for cross-attention, which these models do not have.
-    Under sequence parallelism every rank picks from all states, and goes on with its own share of the picked ones.
+    Under sequence parallelism every rank picks from all states, and keeps its own share of the picked ones.
     """
 
     def forward(self, *args: Any, context: Tensor, **kwargs: Any) -> tuple[Tensor, None]:

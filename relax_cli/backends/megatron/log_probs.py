@@ -19,7 +19,7 @@ def log_probs_and_entropy(logits_NV: Tensor, tokens_N: Tensor, *, entropy_grad: 
     Args:
         logits_NV: fp32, already divided by the temperature.
         tokens_N: ids in the whole vocabulary.
-        entropy_grad: let gradients flow through the entropy too; it costs memory of the size of the logits.
+        entropy_grad: let gradients also flow through the entropy; it costs memory of the size of the logits.
     """
     if parallel.tensor_parallel_size() == 1:
         all_NV = logits_NV.log_softmax(-1)

@@ -128,7 +128,7 @@ class Masters:
         return {"state": moments, "masters": masters}
 
     def load(self, loaded: dict[str, Any], adam: torch.optim.Optimizer) -> None:
-        """Take over what `sharded` asked for; the parameters are loaded already."""
+        """Take over what `sharded` requested; the parameters are loaded already."""
         for master in self.held:
             for kind in MOMENTS:
                 adam.state[master.values][kind].copy_(loaded["state"][master.index][kind])

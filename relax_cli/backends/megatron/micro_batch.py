@@ -83,7 +83,7 @@ class ModelOutput:
 
     @property
     def entropy_BT(self) -> Tensor:
-        """Policy: entropy of the distribution each response token was drawn from; gradient only when asked for."""
+        """Policy: entropy of the distribution each response token was drawn from; gradient only on request."""
         assert self.entropy is not None, "a value model has no entropy"
         return self.entropy
 

@@ -199,7 +199,7 @@ def build_model(
 
     Raises:
         ConfigError: a model of Megatron-Bridge under sequence parallelism.
-        EnvironmentFault: TransformerEngine was asked for, or Megatron-Bridge is needed, and does not import.
+        EnvironmentFault: TransformerEngine was requested, or Megatron-Bridge is needed, and does not import.
     """
     if spec.family in BRIDGE_FAMILIES:
         return BridgedModel(

@@ -175,7 +175,7 @@ class Optimizer:
             buffer.grad_data.mul_(scale.to(buffer.grad_data.device))
 
     def _create_state(self) -> None:
-        """Create Adam's state ahead of the first step: an actor that has only waited for its critic is saved too."""
+        """Create Adam's state ahead of the first step: an actor that only waited for its critic is also saved."""
         for group in self.adam.param_groups:
             for values in group["params"]:
                 self.adam.state[values] = {

@@ -1,4 +1,4 @@
-"""State of a rank's random generators as plain JSON, so that loading it never runs what somebody else wrote."""
+"""State of a rank's random generators as plain JSON, so that loading it never runs code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def restore(state: dict[str, Any]) -> None:
     """Undo `capture`. The device's generators stay as they are where the state was captured without CUDA.
 
     Raises:
-        ResumeError: it is no such state.
+        ResumeError: it is not such a state.
     """
     try:
         words, position, gauss = _read_twister(state["python"])

@@ -40,12 +40,12 @@ def load_into(model: Any, folder: Path, *, with_head: bool) -> None:
         with_head: False leaves the output layer as it is: a value model's, which no policy has.
 
     Raises:
-        ResumeError: the tensors are not those of this model, or are damaged, or hold what could run.
+        ResumeError: the tensors are not those of this model, or are damaged, or contain code.
     """
     state = {
         name: value
         for name, value in model.sharded_state_dict(metadata=checkpointing.sharding_metadata()).items()
-        # The others are objects that layers keep beside weights, which another program would have pickled.
+        # The others are objects that layers keep next to weights, which another program would have pickled.
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and (with_head or not name.startswith(HEAD))
     }
     with checkpointing.taken_over_from(folder):

@@ -37,7 +37,7 @@ from relax_cli.models.hf import HfWeights
 from relax_cli.models.hybrid import read_any_spec
 
 EXPORT_BYTES = 256 << 20
-"""Device memory that exporting takes beside the weights, unless one tensor needs more."""
+"""Device memory that exporting takes besides the weights, unless one tensor needs more."""
 
 __all__ = ["LossFunction", "MicroBatch", "ModelOutput", "TrainStep", "TrainableModel"]
 
@@ -77,7 +77,7 @@ class TrainableModel:
 
         Raises:
             ConfigError: the folder is unreadable, unsupported, or does not divide by the tensor-parallel size.
-            EnvironmentFault: TransformerEngine was asked for and does not import.
+            EnvironmentFault: TransformerEngine was requested and does not import.
         """
         ranks = layout.tensor_model_parallel_size
         assert ranks == parallel.tensor_parallel_size(), "parallel.initialize made other groups"
@@ -203,7 +203,7 @@ class TrainableModel:
         free_unused_memory(self.device)
 
     def wake(self) -> None:
-        """Undo `sleep`, and count the peak of memory anew."""
+        """Undo `sleep`, and reset the peak of memory."""
         forget_peak_memory(self.device)
         self._parking.restore()
 

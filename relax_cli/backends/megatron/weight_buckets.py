@@ -21,7 +21,7 @@ from relax_cli.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some of the weights; `tensors` is emptied when the next bucket is asked for, so that only one is held."""
+    """Some of the weights; `tensors` is emptied when the next bucket is requested, so that only one exists."""
 
     number: int
     """From 1."""

@@ -20,7 +20,7 @@ def fail_fast(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
     Raises:
         Exception: the first that a call raised, as soon as it did; a `RunError` where one follows shortly. Calls that
-            still run are left behind in threads that do not keep the process alive: a broadcast that nobody receives
+            still run are left behind in threads that do not keep the process alive: a broadcast without a receiver
             cannot be ended from here.
     """
     done: queue.SimpleQueue[tuple[int, Any, Exception | None]] = queue.SimpleQueue()

@@ -38,7 +38,7 @@ def run(command: list[str]) -> int:
     threading.Thread(target=watch, daemon=True).start()
     code = child.wait()
     ended.set()
-    # What the command left running holds its GPU.
+    # A process that the command left running still occupies its GPU.
     _signal_group(child.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 

@@ -76,7 +76,7 @@ def server_environment(environment: Mapping[str, str], *, other_python: bool = F
 
 
 class LocalServer:
-    """A server of this run. It ends when this process ends, however that happens."""
+    """A server of this run. It ends with this process, also after a kill."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ def _problem(kind: ProblemKind, server: LocalServer, what: str, expected: str) -
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of this machine's address `host` that nobody listens on now."""
+    """A TCP port of this machine's address `host` that is free now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

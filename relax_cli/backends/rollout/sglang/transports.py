@@ -178,7 +178,7 @@ class DistributedTransport:
         """See `Transport`; nothing to tell."""
 
     def deliver(self, bucket: Bucket, packs: Sequence[Any], marks: Mapping[str, Any]) -> None:
-        """See `Transport`: servers answer when they have received, so asking and sending go on at the same time."""
+        """See `Transport`: servers answer when they have received, so requests and broadcasts run at the same time."""
         if self._group is None:
             return
         names, tensors = zip(*bucket.tensors, strict=True)
