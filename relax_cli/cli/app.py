@@ -10,18 +10,26 @@ import traceback
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from relax_cli.cli.console import Output, is_debug
-from relax_cli.errors import ConfigError, ExitCode, RelaxError, Terminated
+from relax_cli.cli.console import Output, is_debug, stdout_for_results
+from relax_cli.errors import ConfigError, ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
 
 if TYPE_CHECKING:
     from relax_cli.config.schema import Config
     from relax_cli.plugin.manager import Plugins
 
+PACKAGE = Path(__file__).parent.parent
+CODE_EXITED = problem_kind(
+    "code-exited",
+    "While a run goes on",
+    "Code of a reward, a plugin or a library called `sys.exit`. Exit codes of `relax` are its own: this is a failure.",
+)
 HELP = "Reinforcement-learning post-training of language models."
 
 
@@ -104,7 +112,9 @@ class LazyCommands(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._loaded:
             holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-            COMMANDS[name].register(holder, self._plugins())
+            # A plugin that prints when it is imported does not do so among the results.
+            with stdout_for_results():
+                COMMANDS[name].register(holder, self._plugins())
             self._loaded[name] = typer.main.get_group(holder).commands[name]
         return self._loaded[name]
 
@@ -132,9 +142,15 @@ class RelaxGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except RelaxError as error:
-            output = ctx.obj if isinstance(ctx.obj, Output) else Output()
-            output.fail(error)
+            _output(ctx).fail(error)
             raise typer.Exit(error.exit_code) from error
+        except SystemExit as end:
+            # click raises its own exceptions: this is code of a plugin or a reward, or of a library.
+            _output(ctx).fail(RunError(_code_exited(end)))
+            raise typer.Exit(ExitCode.FAILED) from end
+        except KeyboardInterrupt as error:
+            _output(ctx).note("interrupted before the first step finished; all processes have exited")
+            raise typer.Exit(ExitCode.INTERRUPTED) from error
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """The list of sub-commands, without importing them."""
@@ -146,7 +162,7 @@ def build_app(plugins: Plugins | None = None) -> typer.Typer:
     """The application, with the options that the plugins add; those that are installed, where none are given."""
 
     @cache
-    def found() -> Plugins:
+    def installed() -> Plugins:
         from relax_cli.plugin.manager import load_plugins
 
         return load_plugins() if plugins is None else plugins
@@ -154,7 +170,7 @@ def build_app(plugins: Plugins | None = None) -> typer.Typer:
     class Group(RelaxGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
-            self.commands = LazyCommands(found)
+            self.commands = LazyCommands(installed)
 
     app = typer.Typer(
         cls=Group,
@@ -171,6 +187,10 @@ def build_app(plugins: Plugins | None = None) -> typer.Typer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `relax` and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # A terminal that cannot show a character shows a question mark.
+            stream.reconfigure(errors="replace")
     try:
         build_app()(args=list(sys.argv[1:] if argv is None else argv), prog_name="relax")
     except SystemExit as end:
@@ -179,7 +199,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         Output().fail(error)
         return error.exit_code
     except KeyboardInterrupt:
-        Output().note("interrupted before the first step was done; nothing is running any more")
         return ExitCode.INTERRUPTED
     except Terminated:
         return ExitCode.TERMINATED
@@ -221,6 +240,23 @@ def _exit_code(end: SystemExit) -> int:
     if end.code is None:
         return ExitCode.OK
     return end.code if isinstance(end.code, int) else ExitCode.FAILED
+
+
+def _output(ctx: typer.Context) -> Output:
+    return ctx.obj if isinstance(ctx.obj, Output) else Output()
+
+
+def _code_exited(end: SystemExit) -> Problem:
+    frames = traceback.extract_tb(end.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(str(PACKAGE))]
+    last = (own or frames)[-1]
+    return CODE_EXITED(
+        f"code outside relax called exit in {last.name}",
+        where=f"{last.filename}:{last.lineno}",
+        got=f"SystemExit: {end.code}",
+        expected="an exception, or a return value",
+        fix="raise an exception there instead of calling sys.exit",
+    )
 
 
 def _bug(error: Exception) -> None:

@@ -6,15 +6,17 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from relax_cli.cli.problem_text import problem_lines, problems_data
 from relax_cli.config.redact import scrubbed
+from relax_cli.config.text import printable, with_program
 from relax_cli.errors import Problem, RelaxError
 
 if TYPE_CHECKING:
@@ -33,20 +35,26 @@ class Format(StrEnum):
 class Output:
     """The two streams of one command. With `Format.JSON`, stdout gets exactly one object."""
 
-    def __init__(self, fmt: Format = Format.TEXT) -> None:
+    def __init__(self, fmt: Format = Format.TEXT, stdout: TextIO | None = None) -> None:
         self.format = fmt
+        self._stdout = stdout
 
     @property
     def is_json(self) -> bool:
         """Whether stdout is for a program."""
         return self.format is Format.JSON
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person sees stdout."""
+        return not self.is_json and (self._stdout or sys.stdout).isatty()
+
     @cached_property
     def err(self) -> Console:
         """rich on stderr, for progress and logs: colour only on a terminal and without `NO_COLOR`."""
-        from rich.console import Console
+        from relax_cli.cli.screen import Screen
 
-        return Console(
+        return Screen(
             stderr=True,
             force_terminal=sys.stderr.isatty(),
             # NO_COLOR alone leaves rich's bold and dim.
@@ -57,7 +65,8 @@ class Output:
 
     def result(self, data: object, text: str) -> None:
         """Print the command's data on stdout: `data` as JSON, or `text`."""
-        print(json.dumps(data, indent=2, default=str) if self.is_json else text)
+        shown = json.dumps(data, indent=2, default=str) if self.is_json else printable(with_program(text))
+        print(shown, file=self._stdout or sys.stdout)
 
     def note(self, text: str) -> None:
         """One plain line of progress on stderr."""
@@ -93,10 +102,37 @@ FormatOption = Annotated[
 
 
 def output_of(ctx: typer.Context, fmt: Format) -> Output:
-    """The output of a command; errors that end it are shown there."""
-    output = Output(fmt)
+    """The output of a command; errors that end it are shown there, and nothing else gets to stdout."""
+    output = Output(fmt, ctx.with_resource(stdout_for_results()))
     ctx.find_root().obj = output
     return output
+
+
+@contextmanager
+def stdout_for_results() -> Iterator[TextIO]:
+    """Meanwhile, what plugins, rewards, libraries and their processes print goes to stderr; yields stdout itself."""
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr):
+        if not _is_descriptor(stdout, 1) or not _is_descriptor(sys.stderr, 2):
+            yield stdout
+            return
+        stdout.flush()
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        try:
+            with open(kept, "w", encoding=stdout.encoding, errors="replace", closefd=False) as stream:
+                yield stream
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def _is_descriptor(stream: TextIO, number: int) -> bool:
+    try:
+        return stream.fileno() == number
+    except (OSError, ValueError):
+        # A stand-in, as tests have them.
+        return False
 
 
 def is_debug() -> bool:

@@ -136,7 +136,7 @@ def _try(code: str, timeout: float) -> tuple[str, str | None]:
     # Elsewhere, so that a file of the current folder does not stand in for a package.
     command = [sys.executable, "-P", "-c", code]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=timeout, env=environment)
     except subprocess.TimeoutExpired:
         return "", f"{TOO_SLOW} {timeout:g} s"
     if done.returncode == 0:

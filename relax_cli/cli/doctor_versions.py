@@ -122,7 +122,7 @@ def driver_check() -> Check | None:
     """The NVIDIA driver and the newest CUDA it runs; None where there is no nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=NVIDIA_SMI_SECONDS)
     except FileNotFoundError:
         return None
     except (OSError, subprocess.SubprocessError) as error:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from relax_cli.cli.lines import WIDTH, wrapped
 from relax_cli.config.redact import scrubbed
+from relax_cli.config.text import with_program
 from relax_cli.errors import Problem
+
+PART = " " * 12
+"""What stands below the second line of a part."""
 
 
 def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDTH) -> list[str]:
@@ -17,20 +21,22 @@ def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDT
         label: what to call the problem in place of its severity.
         width: None breaks no lines at all.
     """
+    fix = with_program(problem.fix)
     where = " from ".join(dict.fromkeys(part for part in (problem.option, problem.where) if part))
-    parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": problem.fix}
+    parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": fix}
     lines = [(f"{label or problem.severity}: {problem.message}  [{problem.id}]", "  ")]
-    lines += [(f"  {name:<9} {text}", " " * 12) for name, text in parts.items() if text]
+    lines += [(f"  {name:<9} {text}", PART) for name, text in parts.items() if text]
     typed = len(lines) - 1 if problem.fix.startswith(("--", "pip ", "relax ")) else None
     shown = []
     for i, (line, indent) in enumerate(lines):
         shown += [line] if width is None or i == typed else wrapped(line, indent)
-    return [scrubbed(line) for line in shown]
+    return [scrubbed(line).replace("\n", f"\n{PART}") for line in shown]
 
 
 def problems_data(problems: Sequence[Problem]) -> list[dict[str, str]]:
     """Problems as JSON objects."""
-    return [{name: scrubbed(value) for name, value in asdict(problem).items()} for problem in problems]
+    typed = (replace(problem, fix=with_program(problem.fix)) for problem in problems)
+    return [{name: scrubbed(value) for name, value in asdict(problem).items()} for problem in typed]
 
 
 def problems_text(problems: Sequence[Problem], *, verdict_last: bool = False) -> str:

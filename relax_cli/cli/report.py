@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +44,7 @@ def report(
         output.result({"ok": False, "problems": problems_data(error.problems), **empty}, problems_text(error.problems))
         return ExitCode.USAGE
     # The last lines are what a person at a terminal sees first.
-    text = as_text(checked, show_origin=show_origin, problems_last=sys.stdout.isatty())
+    text = as_text(checked, show_origin=show_origin, problems_last=output.is_terminal)
     output.result(as_dict(checked), text)
     return ExitCode.USAGE if checked.errors else ExitCode.OK
 

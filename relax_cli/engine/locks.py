@@ -52,7 +52,7 @@ def claimed(folders: Mapping[Path, str]) -> Iterator[None]:
 def _claimed(folder: Path, option: str) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = (folder / ".lock").open("w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             UNWRITABLE(

@@ -53,7 +53,9 @@ def smallest_gpu() -> int | None:
     """Bytes of the smallest GPU that nvidia-smi shows; None where it cannot be asked."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+        answer = subprocess.run(
+            command, capture_output=True, encoding="utf-8", timeout=NVIDIA_SMI_SECONDS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]

@@ -52,11 +52,11 @@ def prepare(folder: Path, *, seed: int, steps: int) -> None:
     Raises:
         ConfigError: the folder holds something else, or cannot be written.
     """
-    recipe = RECIPE.read_text().replace("STEPS", str(steps)).replace("SEED", str(seed))
+    recipe = RECIPE.read_text("utf-8").replace("STEPS", str(steps)).replace("SEED", str(seed))
     try:
         if folder.is_dir() and any(folder.iterdir()):
             _require_untouched(folder)
-            (folder / "recipe.yaml").write_text(recipe)
+            (folder / "recipe.yaml").write_text(recipe, "utf-8")
         else:
             _write(folder, recipe)
     except OSError as error:
@@ -78,8 +78,8 @@ def _write(folder: Path, recipe: str) -> None:
         shutil.copytree(MODEL, new / "model")
         for name, text in _texts().items():
             (new / name).parent.mkdir(exist_ok=True)
-            (new / name).write_text(text)
-        (new / "recipe.yaml").write_text(recipe)
+            (new / name).write_text(text, "utf-8")
+        (new / "recipe.yaml").write_text(recipe, "utf-8")
         os.replace(new, folder)
 
 
@@ -92,13 +92,13 @@ def _require_untouched(folder: Path) -> None:
     expected = {name: text.encode() for name, text in _texts().items()}
     expected |= {f"model/{file.name}": file.read_bytes() for file in MODEL.iterdir()}
     # Any number of steps and any seed may have been used before.
-    pattern = re.escape(RECIPE.read_text()).replace("STEPS", r"\d+").replace("SEED", r"\d+")
+    pattern = re.escape(RECIPE.read_text("utf-8")).replace("STEPS", r"\d+").replace("SEED", r"\d+")
 
     found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if not file.is_dir()}
     strangers = sorted(set(found) - set(expected) - {"recipe.yaml"})
     missing = sorted((set(expected) | {"recipe.yaml"}) - set(found))
     changed = [name for name in expected if name in found and found[name].read_bytes() != expected[name]]
-    if "recipe.yaml" in found and not re.fullmatch(pattern, found["recipe.yaml"].read_text(errors="replace")):
+    if "recipe.yaml" in found and not re.fullmatch(pattern, found["recipe.yaml"].read_text("utf-8", errors="replace")):
         changed.append("recipe.yaml")
     parts = {"also holds": strangers, "has changed": changed, "lacks": missing}
     if strangers or changed or missing:

@@ -85,7 +85,7 @@ def members(sessions: Collection[int]) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             # "PID (NAME) STATE PARENT GROUP SESSION ...", where NAME may hold anything.
-            state, _, _, session, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+            state, _, _, session, *_ = path.read_text("utf-8", errors="replace").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(session) in sessions and state not in "ZX":

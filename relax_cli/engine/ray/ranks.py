@@ -31,7 +31,7 @@ class RoleWorker:
     """Runs one rank of a role inside a Ray actor; its output goes to `logs/<role>-<rank>.log` of the run."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        with (spec.run_dir / "logs" / f"{spec.role}-{spec.rank}.log").open("a") as log:
+        with (spec.run_dir / "logs" / f"{spec.role}-{spec.rank}.log").open("a", encoding="utf-8") as log:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(log.fileno(), stream.fileno())
         self.spec = spec

@@ -58,7 +58,7 @@ def fresh_process(plugin: Plugin) -> list[Finding]:
     asked = json.dumps([plugin.entry.value, sys.path, HEAVY])
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _FRESH, asked], capture_output=True, text=True, timeout=_TIMEOUT, check=True
+            [sys.executable, "-c", _FRESH, asked], capture_output=True, encoding="utf-8", timeout=_TIMEOUT, check=True
         )
     except subprocess.TimeoutExpired:
         return [Finding(f"importing it takes longer than {_TIMEOUT} s", "do that work later, where it is needed")]

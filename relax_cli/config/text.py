@@ -1,0 +1,51 @@
+"""Text for a screen: what others wrote does nothing to a terminal, and commands name the program as it was typed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters but for tab and line feed, what turns the direction of text round, half surrogate pairs."""
+_COMMAND = re.compile(
+    r"(?<![\w./-])relax (?=(?:train|validate-config|checkpoint|plugins|recipes|quickstart|doctor|eval|report|rollouts"
+    r"|replay)\b)"
+)
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out, such as `\\x1b`."""
+    return _UNPRINTABLE.sub(_written_out, text)
+
+
+def _written_out(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def with_program(text: str) -> str:
+    """The text, in which commands of relax start with `program`."""
+    return _COMMAND.sub(lambda _: f"{program()} ", text)
+
+
+@cache
+def program() -> str:
+    """What to type to run this program: `relax`, or its path where that is not the one on `PATH`."""
+    typed = Path(sys.argv[0])
+    if typed == Path(__file__).parent.parent / "__main__.py":
+        return f"{_shortest('python', Path(sys.executable))} -m relax_cli"
+    return _shortest("relax", typed) if typed.name == "relax" else "relax"
+
+
+def _shortest(name: str, path: Path) -> str:
+    """The name, where it is found on `PATH` as this file, or the path."""
+    on_path = shutil.which(name)
+    is_on_path = on_path is not None and os.path.abspath(on_path) == os.path.abspath(path)
+    return name if is_on_path else shlex.quote(str(path))
