@@ -24,9 +24,8 @@ def calls_without_encoding(source: str) -> Iterator[int]:
         is_method = isinstance(node.func, ast.Attribute)
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         keywords = {keyword.arg for keyword in node.keywords}
-        if name in ("run", "Popen", "check_output") and keywords & {"text", "universal_newlines"}:
-            if "encoding" not in keywords:
-                yield node.lineno
+        if name in ("run", "Popen", "check_output") and keywords & {"text", "encoding"} == {"text"}:
+            yield node.lineno
         if name not in POSITION or "encoding" in keywords or (name == "open" and _opens_no_text(node)):
             continue
         is_path = is_method and name == "open" and not _is_module(node.func, "io", "os")
