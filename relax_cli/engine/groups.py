@@ -73,6 +73,10 @@ class Ranks(ABC, Generic[Role]):
     def on(self, rank: int, request: Callable[[Role], Result]) -> Result:
         """Call on one rank."""
 
+    @abstractmethod
+    def tell(self, request: Callable[[Role], object]) -> None:
+        """Have every rank do something after a failure; neither waits for it nor reports how it went."""
+
     def all(self, request: Callable[[Role], Result]) -> list[Result]:
         """Call on every rank at the same time; one result per rank."""
         return self.start(request)()
@@ -97,13 +101,9 @@ class SleepingGroup(RoleGroup):
         try:
             yield
         except Exception:
-            # The first failure is the one to report: a clean-up that fails as well would hide it.
-            with contextlib.suppress(Exception):
-                self._sleep()
+            # The first failure is the one to report, at once: the clean-up must neither hide nor delay it.
+            self.ranks.tell(lambda role: role.sleep())
             raise
-        self._sleep()
-
-    def _sleep(self) -> None:
         self.ranks.all(lambda role: role.sleep())
 
 

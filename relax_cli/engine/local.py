@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -24,6 +25,11 @@ class LocalRanks(Ranks[Role]):
         """See `Ranks.start`; everything is done before this returns."""
         results = [self.on(0, request)]
         return lambda: results
+
+    def tell(self, request: Callable[[Role], object]) -> None:
+        """See `Ranks.tell`."""
+        with contextlib.suppress(Exception):
+            request(self.role)
 
     def on(self, rank: int, request: Callable[[Role], Result]) -> Result:
         """See `Ranks.on`."""

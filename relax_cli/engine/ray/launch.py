@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from relax_cli.backends.rollout.targets import this_node
 from relax_cli.config.placement import (
     SERVICE_CPUS,
     rollout_engine,
@@ -26,9 +28,11 @@ from relax_cli.engine.build import WorkerSpec, cpu_environment, worker_specs
 from relax_cli.engine.groups import Roles
 from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
 from relax_cli.engine.ray.guardian import Guardian
+from relax_cli.engine.ray.processes import children_named
 from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
 from relax_cli.engine.ray.start import check_resources, start_ray
+from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts
 from relax_cli.engine.session import Session
 from relax_cli.plugin.launch_plan import LaunchPlan
 
@@ -56,6 +60,7 @@ class RaySession(Session):
         self.places: list[Place] = []
         """Bundles in the order of ranks."""
         self.built: dict[str, RayRanks[Any]] = {}
+        self.watch = ProcessWatch(this_node())
         try:
             self._start(plan)
         except BaseException:
@@ -68,17 +73,21 @@ class RaySession(Session):
             self.guardian = Guardian()
             with self.guardian.adopting():
                 start_ray(plan)
+            self._watch_ray()
         check_resources(plan)
         plan.status("starting the workers")
         (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         self._reserve(plan)
         for role in plan.graph.roles:
             workers = [self._worker(plan, spec) for spec in self._placed(plan, role.name)]
-            self.built[role.name] = RayRanks(role.name, workers, plan.run_dir)
+            self.built[role.name] = RayRanks(role.name, workers, plan.run_dir, self.watch)
+        for ranks in self.built.values():
+            ranks.watch_all()
         importing = {name: [w.prepare.remote() for w in role.workers] for name, role in self.built.items()}
         plan.status("starting TransferQueue")
         rollout = self.built["rollout"]
         rollout.collect([rollout.workers[0].open_queue.remote(self.queue_keys)], "open_queue")
+        self._watch_queue()
         plan.status("loading the models")
         self._collect(importing, "prepare")
         for names in build_order(list(self.built), in_turns=self.on_gpus):
@@ -127,7 +136,7 @@ class RaySession(Session):
         building = {}
         for name in names:
             workers = self.built[name].workers
-            addr, port = ray.get(workers[0].meeting_point.remote())
+            ((addr, port),) = self.built[name].collect([workers[0].meeting_point.remote()], "meeting_point")
             building[name] = [worker.build.remote(addr, port, self.queue_keys) for worker in workers]
         self._collect(building, "build")
 
@@ -139,6 +148,22 @@ class RaySession(Session):
         except BaseException:
             disregard(ref for refs in asked.values() for ref in refs)
             raise
+
+    def _watch_ray(self) -> None:
+        """Watch the processes of a Ray of our own: children of this one."""
+        node_id = ray.get_runtime_context().get_node_id()
+        for name, pid in children_named(psutil.Process(), "gcs_server", "raylet"):
+            self.watch.add(f"Ray's {name}", Whereabouts(this_node(), node_id, pid))
+
+    def _watch_queue(self) -> None:
+        """Watch TransferQueue's processes on every node that has a rank."""
+        for role in self.built.values():
+            places = role.collect([worker.whereabouts.remote() for worker in role.workers], "whereabouts")
+            found = role.collect([worker.queue_processes.remote() for worker in role.workers], "queue_processes")
+            for place, processes in zip(places, found, strict=True):
+                for title, pid in processes:
+                    name = title.removeprefix("ray::").partition(".")[0]
+                    self.watch.add(f"{name} (process {pid})", replace(place, pid=pid))
 
     def copy_weights(self, version: int) -> None:
         """See `Session.copy_weights`; the references travel inside lists, so that nothing resolves them here."""
@@ -152,6 +177,8 @@ class RaySession(Session):
     def close(self) -> None:
         """See `Session.close`."""
         if self.owns_ray:
+            if self.watch.shutdown_hangs and self.guardian is not None:
+                self.guardian.close()
             ray.shutdown()
             if self.guardian is not None:
                 self.guardian.close()

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
-from collections.abc import Callable, Iterable
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
+from relax_cli.backends.rollout.targets import this_node
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
 from relax_cli.engine.groups import Call, Ranks, Result, Role, recorded
 from relax_cli.engine.local import free_port
 from relax_cli.engine.ray.object_store import as_arrays, as_tensors
+from relax_cli.engine.ray.processes import children_named
 from relax_cli.engine.ray.queue_keys import QueueKeys
-from relax_cli.errors import RelaxError, RunError, problem_kind
+from relax_cli.engine.ray.watch import WORKER_FAILED, ProcessWatch, Whereabouts
+from relax_cli.errors import RelaxError, RunError
 
 ANSWER_SIGNALS = 0.1
 """Seconds of waiting for a worker after which this process looks whether it got a signal."""
 
-WORKER_FAILED = problem_kind(
-    "worker-failed",
-    "While a run goes on",
-    "A worker process failed or died; the message names its log.",
-)
+QUEUE_PROCESSES = ("ray::TransferQueue", "ray::SimpleStorage")
+"""How the titles of TransferQueue's processes begin."""
 
 
 class RoleWorker:
     """Runs one rank of a role inside a Ray actor; its output goes to `logs/<role>-<rank>.log` of the run."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        with (spec.run_dir / "logs" / f"{spec.role}-{spec.rank}.log").open("a", encoding="utf-8") as log:
+        with log_of(spec.run_dir, spec.role, spec.rank).open("a", encoding="utf-8") as log:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(log.fileno(), stream.fileno())
+        faulthandler.enable(sys.stderr)
         self.spec = spec
         self.role: Any = None
+        self._note(f"rank {spec.rank} of {spec.role} on node {this_node()}, process {os.getpid()}")
+
+    def whereabouts(self) -> Whereabouts:
+        """Where this rank runs."""
+        return Whereabouts(this_node(), ray.get_runtime_context().get_node_id(), os.getpid())
+
+    def queue_processes(self) -> list[tuple[str, int]]:
+        """The processes of TransferQueue on this node, which Ray started next to this one."""
+        raylet = psutil.Process().parent()
+        return [] if raylet is None else children_named(raylet, *QUEUE_PROCESSES)
 
     def meeting_point(self) -> tuple[str, int]:
         """Address and port where the ranks of this role find each other."""
@@ -58,13 +74,33 @@ class RoleWorker:
         """Build the role."""
         from relax_cli.engine.transfer import TransferQueueStore
 
-        builder = RoleBuilder(self.spec.at(addr, port))
-        queue = TransferQueueStore(builder.graph, builder.config.run.queue_timeout, keys)
-        self.role = builder.build(queue)
+        with self._logged("build"):
+            builder = RoleBuilder(self.spec.at(addr, port))
+            queue = TransferQueueStore(builder.graph, builder.config.run.queue_timeout, keys)
+            self.role = builder.build(queue)
 
     def run(self, call: Call) -> Any:
         """Call a method of the role."""
-        return getattr(self.role, call.method)(*call.args)
+        with self._logged(call.method):
+            return getattr(self.role, call.method)(*call.args)
+
+    @contextmanager
+    def _logged(self, doing: str) -> Iterator[None]:
+        """Tell the log what is done, so that it says what a process did that was killed."""
+        self._note(doing)
+        try:
+            yield
+        except RelaxError:
+            raise
+        except SystemExit as error:
+            traceback.print_exc()
+            raise RuntimeError(f"SystemExit({error.code!r}): some code called sys.exit") from error
+        except Exception:
+            traceback.print_exc()
+            raise
+
+    def _note(self, text: str) -> None:
+        print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
     def export_weights(self) -> list[ray.ObjectRef]:
         """The actor's weights in the object store; empty on ranks that hold no full copy."""
@@ -79,10 +115,17 @@ class RoleWorker:
 class RayRanks(Ranks[Role]):
     """The ranks of a role as Ray actors."""
 
-    def __init__(self, name: str, workers: list[Any], run_dir: Path) -> None:
+    def __init__(self, name: str, workers: list[Any], run_dir: Path, watch: ProcessWatch) -> None:
         super().__init__(name, count=len(workers))
         self.workers = workers
         self.run_dir = run_dir
+        self.watch = watch
+
+    def watch_all(self) -> None:
+        """Have every rank watched from now on."""
+        places = self.collect([worker.whereabouts.remote() for worker in self.workers], "whereabouts")
+        for rank, place in enumerate(places):
+            self.watch.add(f"rank {rank} of {self.name}", place, log_of(self.run_dir, self.name, rank))
 
     def start(self, request: Callable[[Role], Result]) -> Callable[[], list[Result]]:
         """See `Ranks.start`."""
@@ -93,28 +136,34 @@ class RayRanks(Ranks[Role]):
     def on(self, rank: int, request: Callable[[Role], Result]) -> Result:
         """See `Ranks.on`."""
         call = recorded(request)
-        result: Result = self.collect([self.workers[rank].run.remote(call)], call.method)[0]
+        result: Result = self.collect([self.workers[rank].run.remote(call)], call.method, first=rank)[0]
         return result
 
-    def collect(self, refs: list[Any], doing: str) -> list[Any]:
-        """Results of all ranks, as soon as all have one or any has failed.
+    def tell(self, request: Callable[[Role], object]) -> None:
+        """See `Ranks.tell`."""
+        call = recorded(request)
+        disregard([worker.run.remote(call) for worker in self.workers])
+
+    def collect(self, refs: list[Any], doing: str, first: int = 0) -> list[Any]:
+        """Results of calls to the ranks from `first` on, as soon as all have one or any has failed.
 
         Raises:
             RelaxError: what the role raised, or a `RunError` naming role, rank and log file.
         """
         try:
-            return self._results(refs, doing)
+            return self._results(refs, doing, first)
         except BaseException:
             disregard(refs)
             raise
 
-    def _results(self, refs: list[Any], doing: str) -> list[Any]:
-        waiting = dict(zip(refs, range(len(refs)), strict=True))
+    def _results(self, refs: list[Any], doing: str, first: int) -> list[Any]:
+        waiting = {ref: first + i for i, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         while waiting:
             # Ray looks for signals about once a second: short waits let Ctrl-C be answered at once.
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=ANSWER_SIGNALS)
             if not done:
+                self.watch.look(f"`{doing}` of {self.name}")
                 continue
             rank = waiting.pop(done[0])
             try:
@@ -122,13 +171,15 @@ class RayRanks(Ranks[Role]):
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, RelaxError):
                     raise error.cause from None
-                raise self._failed(rank, doing, repr(error.cause)) from error
-            except ray.exceptions.RayActorError as error:
-                raise self._failed(rank, doing, "the worker process died") from error
-        return [results[rank] for rank in range(len(refs))]
+                # The connection to a process that died may break before Ray knows of its death.
+                self.watch.settle(f"`{doing}` of {self.name}")
+                raise self._failed(rank, doing, str(error.cause) or repr(error.cause)) from error
+            except ray.exceptions.RayError as error:
+                raise self.watch.died(f"rank {rank} of {self.name}", f"its `{doing}`", str(error)) from error
+        return [results[first + i] for i in range(len(refs))]
 
     def _failed(self, rank: int, doing: str, reason: str) -> RunError:
-        log = self.run_dir / "logs" / f"{self.name}-{rank}.log"
+        log = log_of(self.run_dir, self.name, rank)
         return RunError(
             WORKER_FAILED(
                 f"rank {rank} of {self.name} failed in `{doing}`",
@@ -138,6 +189,11 @@ class RayRanks(Ranks[Role]):
                 fix=f"tail -n 40 {log}",
             )
         )
+
+
+def log_of(run_dir: Path, role: str, rank: int) -> Path:
+    """The log of one rank."""
+    return run_dir / "logs" / f"{role}-{rank}.log"
 
 
 def disregard(refs: Iterable[ray.ObjectRef]) -> None:

@@ -16,9 +16,14 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from relax_cli.backends.rollout.targets import this_node
+from relax_cli.engine.build import WorkerSpec
+from relax_cli.engine.groups import Call
+from relax_cli.engine.ray import watch as watching
 from relax_cli.engine.ray.gpu_placement import server_places
 from relax_cli.engine.ray.launch import SHARE, find_places
-from relax_cli.engine.ray.ranks import RayRanks, disregard
+from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
+from relax_cli.engine.ray.watch import ProcessWatch
 from relax_cli.errors import Problem, RunError
 
 
@@ -78,7 +83,7 @@ def test_ranks_that_fail_after_the_first_print_nothing(cluster: str, tmp_path: P
     # Without care both would be printed: what failed before and what fails later.
     delayed = [Delayed(worker, seconds) for worker, seconds in zip(workers, (0.0, 0.0, 1.0), strict=True)]
     with pytest.raises(RunError) as caught:
-        RayRanks[Any]("rollout", delayed, tmp_path).all(lambda role: role.generate())
+        RayRanks[Any]("rollout", delayed, tmp_path, ProcessWatch("here")).all(lambda role: role.generate())
     assert caught.value.problems[0].id == "generate-failed"
     # Ray looks when a reference goes; the error and its frames hold them.
     del caught
@@ -114,3 +119,84 @@ def test_the_gpus_of_a_cluster_can_be_asked_for(cluster: str) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True
     )
     assert told.stdout.strip() == "2"
+
+
+@ray.remote(num_cpus=SHARE)
+class Doomed(RoleWorker):
+    """A worker whose role executes what it is told."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        super().__init__(WorkerSpec("critic", rank, 2, 1, {}, run_dir, run_dir, None))
+        self.role = Obedient()
+
+
+class Obedient:
+    def do(self, code: str) -> None:
+        exec(code)
+
+
+@pytest.fixture
+def critic(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayRanks[Any]:
+    """Two ranks, watched."""
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.2)
+    workers = [Doomed.remote(tmp_path, rank) for rank in range(2)]
+    ranks = RayRanks[Any]("critic", workers, tmp_path, ProcessWatch(this_node()))
+    ranks.watch_all()
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "rank 1 of critic is gone: .*(SIGKILL|without a word).* `do`"),
+        ("import os; os._exit(0)", "rank 1 of critic is gone: .*(code 0|without a word).* `do`"),
+        ("import ctypes; ctypes.string_at(0)", "rank 1 of critic is gone: .*(SIGSEGV|without a word).* `do`"),
+        ("import sys; sys.exit('no key')", "rank 1 of critic failed in `do`"),
+        ("raise SystemExit(0)", "rank 1 of critic failed in `do`"),
+        ("1 / 0", "rank 1 of critic failed in `do`"),
+    ],
+)
+def test_the_call_that_fails_is_the_one_named(critic: RayRanks[Any], tmp_path: Path, code: str, said: str) -> None:
+    with pytest.raises(RunError, match=said) as caught:
+        critic.on(1, lambda role: role.do(code))
+    (problem,) = caught.value.problems
+    assert problem.id == "worker-failed"
+    log = (tmp_path / "logs" / "critic-1.log").read_text()
+    assert "do" in log
+    if "sys.exit" in code:
+        assert "no key" in problem.got
+    if "1 / 0" in code:
+        assert "ZeroDivisionError" in log
+
+
+def test_a_rank_that_dies_while_another_works_is_named_within_seconds(critic: RayRanks[Any]) -> None:
+    critic.start(lambda role: role.do("import os, threading; threading.Timer(1, os._exit, [1]).start()"))()
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"rank \d of critic is gone"):
+        critic.on(0, lambda role: role.do("import time; time.sleep(60)"))
+    assert time.monotonic() - started < 15
+
+
+def test_a_broken_connection_is_put_down_to_the_rank_that_died(critic: RayRanks[Any]) -> None:
+    with pytest.raises(RunError, match="rank 1 of critic is gone"):
+        critic.collect(
+            [
+                critic.workers[0].run.remote(Call("do", ("raise RuntimeError('connection closed by peer')",))),
+                critic.workers[1].run.remote(Call("do", ("import os, time; time.sleep(0.5); os._exit(1)",))),
+            ],
+            "do",
+        )
+
+
+def test_processes_of_other_nodes_are_watched_through_a_sentinel(
+    critic: RayRanks[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = ProcessWatch("the driver's node")
+    place = critic.collect([critic.workers[0].whereabouts.remote()], "whereabouts")[0]
+    watch.add("rank 0 of critic", place)
+    watch.settle("`do` of critic")
+    os.kill(place.pid, 9)
+    monkeypatch.setattr(watching, "SETTLE_SECONDS", 60)
+    with pytest.raises(RunError, match="rank 0 of critic is gone"):
+        watch.settle("`do` of critic")
