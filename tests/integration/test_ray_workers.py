@@ -151,9 +151,7 @@ def critic(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ray
     [
         ("import os; os.kill(os.getpid(), 9)", "rank 1 of critic is gone: .*(SIGKILL|without a word).* `do`"),
         ("import os; os._exit(0)", "rank 1 of critic is gone: .*(code 0|without a word).* `do`"),
-        ("import ctypes; ctypes.string_at(0)", "rank 1 of critic is gone: .*(SIGSEGV|without a word).* `do`"),
         ("import sys; sys.exit('no key')", "rank 1 of critic failed in `do`"),
-        ("raise SystemExit(0)", "rank 1 of critic failed in `do`"),
         ("1 / 0", "rank 1 of critic failed in `do`"),
     ],
 )

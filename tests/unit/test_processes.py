@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from relax_cli.engine.groups import SleepingGroup
 from relax_cli.engine.local import LocalRanks
@@ -163,3 +164,19 @@ def test_the_failure_of_a_block_is_not_hidden_by_its_clean_up() -> None:
         raise ValueError("the first")
     with pytest.raises(RuntimeError, match="the clean-up"), group.awake():
         pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.OutOfMemoryError("Refer to the documentation"),
+        ray.exceptions.RayError("killed due to the node running low on memory"),
+    ],
+)
+def test_a_worker_that_ray_ends_for_memory_says_so(error: ray.exceptions.RayError, tmp_path: Path) -> None:
+    watch = ProcessWatch("here")
+    watch.add("rank 1 of actor", Whereabouts("here", "", 2**22 + 1), tmp_path / "actor-1.log")
+    (problem,) = watch.died("rank 1 of actor", "its `train`", error).problems
+    said = "Ray killed it because its node was low on memory"
+    assert problem.message == f"rank 1 of actor is gone: {said} (during its `train`)"
+    assert "--micro-batch-size" in problem.fix

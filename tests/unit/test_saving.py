@@ -40,6 +40,9 @@ class Recorded(Ranks[Any]):
             self.on(0, request)
         return lambda: [None]
 
+    def tell(self, request: Callable[[Any], Any]) -> None:
+        self.start(request)
+
     def on(self, rank: int, request: Callable[[Any], Any]) -> Any:
         method = recorded(request).method
         self.calls.append((self.name, method.removesuffix("_checkpoint").removesuffix("_checkpoints")))

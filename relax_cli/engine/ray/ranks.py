@@ -175,7 +175,7 @@ class RayRanks(Ranks[Role]):
                 self.watch.settle(f"`{doing}` of {self.name}")
                 raise self._failed(rank, doing, str(error.cause) or repr(error.cause)) from error
             except ray.exceptions.RayError as error:
-                raise self.watch.died(f"rank {rank} of {self.name}", f"its `{doing}`", str(error)) from error
+                raise self.watch.died(f"rank {rank} of {self.name}", f"its `{doing}`", error) from error
         return [results[first + i] for i in range(len(refs))]
 
     def _failed(self, rank: int, doing: str, reason: str) -> RunError:

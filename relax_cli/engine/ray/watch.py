@@ -138,18 +138,16 @@ class ProcessWatch:
             self.look(doing)
             time.sleep(0.1)
 
-    def died(self, name: str, doing: str, said: str) -> ProcessLost:
-        """The error of a worker that Ray calls dead.
-
-        Args:
-            said: Ray's own words.
-        """
+    def died(self, name: str, doing: str, error: ray.exceptions.RayError) -> ProcessLost:
+        """The error of a worker that Ray calls dead."""
         place = self._places.get(name)
-        known = place is not None and place.node == self.this_node
-        what = self._here.ending(name) if known else said.strip().splitlines()[-1][:300]
-        return self.failure(
-            Loss(name, f"{what}; memory of the node ran low" if "low on memory" in said else what), doing
-        )
+        if isinstance(error, ray.exceptions.OutOfMemoryError) or "low on memory" in str(error):
+            what = "Ray killed it because its node was low on memory"
+        elif place is not None and place.node == self.this_node:
+            what = self._here.ending(name)
+        else:
+            what = str(error).strip().splitlines()[-1][:300]
+        return self.failure(Loss(name, what), doing)
 
     def failure(self, loss: Loss, doing: str) -> ProcessLost:
         """The error of a lost process."""
@@ -158,7 +156,9 @@ class ProcessWatch:
         log = self._logs.get(loss.name)
         kind = PROCESS_LOST if log is None else WORKER_FAILED
         advice = "resume the run" if log is None else f"tail -n 40 {log}"
-        if "memory" in loss.what or "SIGKILL" in loss.what:
+        if "memory" in loss.what:
+            advice = "use fewer ranks in --resource or a smaller --micro-batch-size, or free memory on the node"
+        elif "SIGKILL" in loss.what:
             advice += "; `dmesg | grep -i killed` shows whether the kernel's memory killer sent SIGKILL"
         return ProcessLost(
             kind(
