@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from relax_cli.cli.lines import WIDTH, wrapped
 from relax_cli.config.redact import scrubbed
@@ -22,7 +23,11 @@ def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDT
         width: None breaks no lines at all.
     """
     fix = with_program(problem.fix)
-    where = " from ".join(dict.fromkeys(part for part in (problem.option, problem.where) if part))
+    places = problem.where
+    if problem.count > 1:
+        rest = problem.count - len(problem.places)
+        places = ", ".join(problem.places) + (f" and {rest:,} more" if rest else "")
+    where = " from ".join(dict.fromkeys(part for part in (problem.option, places) if part))
     parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": fix}
     lines = [(f"{label or problem.severity}: {problem.message}  [{problem.id}]", "  ")]
     lines += [(f"  {name:<9} {text}", PART) for name, text in parts.items() if text]
@@ -33,10 +38,17 @@ def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDT
     return [scrubbed(line).replace("\n", f"\n{PART}") for line in shown]
 
 
-def problems_data(problems: Sequence[Problem]) -> list[dict[str, str]]:
-    """Problems as JSON objects."""
+def problems_data(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    """Problems as JSON objects; `count` and `places` only where one was found more than once."""
     typed = (replace(problem, fix=with_program(problem.fix)) for problem in problems)
-    return [{name: scrubbed(value) for name, value in asdict(problem).items()} for problem in typed]
+    return [
+        {
+            name: scrubbed(value) if isinstance(value, str) else value
+            for name, value in asdict(problem).items()
+            if problem.count > 1 or name not in ("count", "places")
+        }
+        for problem in typed
+    ]
 
 
 def problems_text(problems: Sequence[Problem], *, verdict_last: bool = False) -> str:

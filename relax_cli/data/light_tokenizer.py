@@ -9,15 +9,19 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from relax_cli.errors import ConfigError, Problem
-from relax_cli.models.files import read_json
+from relax_cli.data.tokenise import MODEL_FOLDER
+from relax_cli.errors import ConfigError
+from relax_cli.models.files import check_regular, read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+MOST_TOKENIZER_BYTES = 256 << 20
+"""The largest real ones have some 35 MB."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,9 @@ class LightTokenizer:
     """What `data.tokenise.encode_prompt` needs of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None, special: dict[str, str]) -> None:
+        # The run's tokenizer pads and truncates nothing, whatever its file says.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._special = special
         self.chat_template = chat_template
@@ -41,6 +48,11 @@ class LightTokenizer:
         """Ids of a text."""
         return Encoding(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_many(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Ids of each text, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
     ) -> str:
@@ -49,9 +61,16 @@ class LightTokenizer:
         Raises:
             jinja2.TemplateError: the template is invalid or refuses the messages.
         """
-        assert self.chat_template is not None
         assert not tokenize
-        return render(self.chat_template, messages, self._special, add_generation_prompt=add_generation_prompt)
+        text: str = self._template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._special
+        )
+        return text
+
+    @cached_property
+    def _template(self) -> Any:
+        assert self.chat_template is not None
+        return _compiled(self.chat_template)
 
 
 def load_light(folder: Path) -> LightTokenizer | None:
@@ -61,34 +80,30 @@ def load_light(folder: Path) -> LightTokenizer | None:
         ConfigError: its files are damaged.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file() or not (folder / "tokenizer_config.json").is_file():
+    if not path.exists() or not (folder / "tokenizer_config.json").is_file():
         return None
     config = read_json(folder / "tokenizer_config.json")
     try:
+        check_regular(path, MOST_TOKENIZER_BYTES)
         tokenizer = Tokenizer.from_file(str(path))
-    # The library raises a bare Exception for a malformed file.
     except Exception as error:
         raise ConfigError(
-            Problem(
-                id="model-folder",
-                message=f"the tokenizer does not load: {error}",
-                option="--hf-checkpoint",
+            MODEL_FOLDER(
+                f"the tokenizer does not load: {error}",
                 got=str(path),
                 expected="a tokenizer.json of the tokenizers library",
-                fix="copy the tokenizer files of the model anew",
+                fix="copy the tokenizer files of the model again",
             )
         ) from error
     special = {name: token for name in SPECIAL_TOKENS if (token := _token(config.get(name))) is not None}
     return LightTokenizer(tokenizer, _template(folder, config), special)
 
 
-def render(
-    template: str, messages: list[dict[str, str]], special: dict[str, str], *, add_generation_prompt: bool
-) -> str:
-    """Chat messages as text, with what templates on Hugging Face may use.
+def _compiled(template: str) -> Any:
+    """A chat template with what templates on Hugging Face may use.
 
     Raises:
-        jinja2.TemplateError: the template is invalid or refuses the messages.
+        jinja2.TemplateError: it is invalid.
     """
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
@@ -105,9 +120,7 @@ def render(
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     # Only training on whole chats asks which text the assistant generated; the tag itself prints nothing.
-    return environment.from_string(_without_generation_tags(template)).render(
-        messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special
-    )
+    return environment.from_string(_without_generation_tags(template))
 
 
 def _without_generation_tags(template: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from relax_cli.data.prompts import Prompt
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.data.rows import Prompt
+from relax_cli.data.values import printable
+from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.families import DEFAULTS
 from relax_cli.models.files import read_json
 from relax_cli.models.hybrid import language_config
@@ -14,6 +15,26 @@ from relax_cli.models.spec import read_config
 
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Values of `tokenizer_class` that mean: exactly what tokenizer.json says."""
+
+MODEL_FOLDER = problem_kind(
+    "model-folder",
+    "Model",
+    "The tokenizer, or the ids that end a response, cannot be used with the model.",
+    option="--hf-checkpoint",
+)
+PROMPT_ENCODING = problem_kind(
+    "prompt-encoding",
+    "Data",
+    "A prompt cannot be tokenised: the chat template is missing or refuses it, or a token is not in the model's"
+    " vocabulary. Every prompt is tried before a launch.",
+    option="--prompt-data",
+)
+PROMPT_TOO_LONG = problem_kind(
+    "prompt-too-long",
+    "Data",
+    "A prompt is over `--rollout-max-prompt-len`, counted after the chat template.",
+    option="--rollout-max-prompt-len",
+)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -49,30 +70,44 @@ def encode_prompt(
         ConfigError: the tokenizer has no chat template, the template refuses the messages, messages came
             without `--apply-chat-template`, there is nothing to encode, or an id is not below `vocab_size`.
     """
+    text, add_special_tokens = encoded_text(tokenizer, prompt, apply_chat_template=apply_chat_template)
+    ids = list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+    if (problem := ids_problem(prompt, ids, vocab_size)) is not None:
+        raise ConfigError(problem)
+    return ids
+
+
+def encoded_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) -> tuple[str, bool]:
+    """The text of a prompt that is encoded, and whether the tokenizer adds its special tokens.
+
+    Raises:
+        ConfigError: see `encode_prompt`.
+    """
     if apply_chat_template:
         # The template writes the special tokens itself.
-        ids = tokenizer(_render(tokenizer, prompt), add_special_tokens=False).input_ids
-    elif isinstance(prompt.content, str):
-        ids = tokenizer(prompt.content).input_ids
-    else:
-        raise _prompt_error(prompt, "chat messages need the chat template", fix="--apply-chat-template")
+        return _render(tokenizer, prompt), False
+    if isinstance(prompt.content, str):
+        return prompt.content, True
+    raise _prompt_error(prompt, "chat messages need the chat template", fix="--apply-chat-template")
+
+
+def ids_problem(prompt: Prompt, ids: list[int], vocab_size: int | None) -> Problem | None:
+    """What is wrong with the token ids of a prompt: there are none, or the model does not know one."""
     if not ids:
-        raise _prompt_error(prompt, "the prompt has no tokens", fix=f"correct or remove {prompt.source}")
+        return encoding_problem(prompt, "the prompt has no tokens", fix="correct or remove the row")
     if vocab_size is not None and max(ids) >= vocab_size:
-        raise _prompt_error(
+        return encoding_problem(
             prompt,
             f"the tokenizer gives token id {max(ids)}, the model knows {vocab_size}",
             fix="--hf-checkpoint with the tokenizer of its model",
         )
-    return list(ids)
+    return None
 
 
 def prompt_too_long(prompt: Prompt, length: int, limit: int) -> Problem:
     """The problem of a prompt that is over `--rollout-max-prompt-len`."""
-    return Problem(
-        id="prompt-too-long",
-        message="a prompt is longer than the limit",
-        option="--rollout-max-prompt-len",
+    return PROMPT_TOO_LONG(
+        "a prompt is longer than the limit",
         where=prompt.source,
         got=f"{length} tokens",
         expected=f"at most {limit}",
@@ -130,7 +165,7 @@ def _render(tokenizer: Any, prompt: Prompt) -> str:
     # A template is somebody's program: besides TemplateError it raises what its expressions do.
     except Exception as error:
         what = f"the chat template refuses the messages: {str(error) or type(error).__name__}"
-        raise _prompt_error(prompt, what, fix=f"correct {prompt.source}") from error
+        raise _prompt_error(prompt, what, fix="correct or remove the row") from error
     return text
 
 
@@ -141,10 +176,8 @@ def _eos_ids(config: dict[str, Any]) -> list[Any]:
 
 def _tokenizer_error(folder: Path, message: str) -> ConfigError:
     return ConfigError(
-        Problem(
-            id="model-folder",
-            message=message,
-            option="--hf-checkpoint",
+        MODEL_FOLDER(
+            message,
             got=str(folder),
             expected="a folder with config.json, safetensors and tokenizer files",
             fix="--hf-checkpoint MODEL_FOLDER",
@@ -152,14 +185,10 @@ def _tokenizer_error(folder: Path, message: str) -> ConfigError:
     )
 
 
+def encoding_problem(prompt: Prompt, message: str, *, fix: str) -> Problem:
+    """The problem of a prompt that cannot be tokenised."""
+    return PROMPT_ENCODING(message, where=prompt.source, got=printable(str(prompt.content)[:80]), fix=fix)
+
+
 def _prompt_error(prompt: Prompt, message: str, *, fix: str) -> ConfigError:
-    return ConfigError(
-        Problem(
-            id="prompt-encoding",
-            message=message,
-            option="--prompt-data",
-            where=prompt.source,
-            got=str(prompt.content)[:80],
-            fix=fix,
-        )
-    )
+    return ConfigError(encoding_problem(prompt, message, fix=fix))

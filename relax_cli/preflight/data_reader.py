@@ -1,20 +1,30 @@
-"""What a run would meet in its data: every row is read, and the first prompts are templated, tokenised and counted."""
+"""What a run would meet in its data: every row of every set is read, templated, tokenised and counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from relax_cli.config.schema import Config, DataSection
 from relax_cli.data.light_tokenizer import LightTokenizer, load_light
-from relax_cli.data.prompts import MOST_PROBLEMS, PromptScan, scan_prompts
-from relax_cli.data.tokenise import encode_prompt, prompt_too_long, stop_token_ids
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.data.prompts import Prompt, empty, read_prompts
+from relax_cli.data.tokenise import encoded_text, ids_problem, prompt_too_long, stop_token_ids
+from relax_cli.data.values import shown
+from relax_cli.errors import MOST_PLACES, ConfigError, Problem, RepeatedProblems, problem_kind
 from relax_cli.models.spec import ModelSpec
+from relax_cli.preflight.data_cache import cache_key, load_summary, store_summary
 from relax_cli.preflight.labels import label_check
 
-PREVIEW_ROWS = 128
+CHUNK = 1024
+MESSAGE_LEFT_OUT = problem_kind(
+    "chat-message-left-out",
+    "Data",
+    "A warning: the chat template does not show a message to the model, most often because it does not know its role.",
+    option="--apply-chat-template",
+    severity="warning",
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,7 @@ class PromptSummary:
 
     prompts: int
     lengths: tuple[int, ...]
-    """Tokens of the first prompts; empty where there was no tokenizer to count them."""
+    """Tokens of the prompts; empty where there was no tokenizer to count them."""
     longest: str = ""
     """File and line of the longest of them."""
 
@@ -46,57 +56,121 @@ class DataReader:
         self._config = config
         self._model = model
         self._folder = model_folder
+        self._loaded = False
         self._tokenizer: LightTokenizer | None = None
         self._progress = progress
 
     def __call__(self, section: DataSection, spec: str) -> None:
-        """Read every row of `spec`, and count the tokens of the first.
+        """Read every row of `spec`, and count its tokens.
 
         Raises:
-            ConfigError: rows are bad, or prompts do not fit the limits.
+            ConfigError: rows are bad, or prompts do not fit the limits; or there are warnings about them.
         """
-        check = label_check(self._config.reward)
-        scan = scan_prompts(section, spec, keep=PREVIEW_ROWS, check=check, progress=self._progress)
-        self.summaries[spec] = PromptSummary(scan.count, ())
         self._load_tokenizer()
-        if self._tokenizer is not None:
-            self._count(spec, scan)
+        key = cache_key(spec, self._folder, section, self._config.reward, self._config.rollout.rollout_max_prompt_len)
+        known = load_summary(key)
+        if known is not None:
+            self.summaries[spec] = PromptSummary(*known)
+            return
+        rows = read_prompts(section, spec, self._progress)
+        seen = _Seen(RepeatedProblems())
+        while chunk := list(islice(rows, CHUNK)):
+            self._check(chunk, seen)
+        self.summaries[spec] = PromptSummary(
+            seen.count, tuple(seen.lengths), seen.longest.source if seen.longest else ""
+        )
+        problems = [*seen.problems.all(), *self._too_long(seen)]
+        if not seen.count and not problems:
+            problems = [empty(spec)]
+        if problems:
+            raise ConfigError(problems)
+        store_summary(key, (seen.count, seen.lengths, self.summaries[spec].longest))
 
     def _load_tokenizer(self) -> None:
-        if self._tokenizer is not None or self._folder is None:
+        if self._loaded or self._folder is None:
             return
-        folder, self._folder = self._folder, None
-        self._tokenizer = load_light(folder)
+        self._loaded = True
+        self._tokenizer = load_light(self._folder)
         if self._tokenizer is not None and self._model is not None:
-            stop_token_ids(folder, self._tokenizer)
+            stop_token_ids(self._folder, self._tokenizer)
 
-    def _count(self, spec: str, scan: PromptScan) -> None:
-        problems: list[Problem] = []
-        lengths: dict[str, int] = {}
-        limit = self._config.rollout.rollout_max_prompt_len
-        for prompt in scan.first:
+    def _check(self, rows: Sequence[Prompt | Problem], seen: _Seen) -> None:
+        check = label_check(self._config.reward)
+        prompts = []
+        for row in rows:
+            problem = row if isinstance(row, Problem) else check(row) if check is not None else None
+            if problem is not None:
+                seen.problems.add(problem)
+            if isinstance(row, Prompt):
+                prompts.append(row)
+        seen.count += len(prompts)
+        if self._tokenizer is not None:
+            self._count(prompts, seen)
+
+    def _count(self, prompts: Sequence[Prompt], seen: _Seen) -> None:
+        assert self._tokenizer is not None
+        chat = self._config.data.apply_chat_template
+        texts: list[str] = []
+        rendered: list[Prompt] = []
+        for prompt in prompts:
             try:
-                ids = encode_prompt(
-                    self._tokenizer,
-                    prompt,
-                    apply_chat_template=self._config.data.apply_chat_template,
-                    vocab_size=None if self._model is None else self._model.vocab_size,
-                )
+                text, _ = encoded_text(self._tokenizer, prompt, apply_chat_template=chat)
             except ConfigError as error:
-                problems += error.problems
+                seen.problems.add(error.problems[0])
                 continue
-            lengths[prompt.source] = len(ids)
+            if chat and (left_out := _left_out(prompt, text)) is not None:
+                seen.problems.add(left_out)
+            texts.append(text)
+            rendered.append(prompt)
+        vocab_size = None if self._model is None else self._model.vocab_size
+        limit = self._config.rollout.rollout_max_prompt_len
+        for prompt, ids in zip(rendered, self._tokenizer.encode_many(texts, add_special_tokens=not chat), strict=True):
+            if (problem := ids_problem(prompt, ids, vocab_size)) is not None:
+                seen.problems.add(problem)
+                continue
+            if not seen.lengths or len(ids) > max(seen.most, 0):
+                seen.most, seen.longest = len(ids), prompt
+            seen.lengths.append(len(ids))
             if limit is not None and len(ids) > limit:
-                problems.append(prompt_too_long(prompt, len(ids), limit))
-        longest = max(lengths, key=lambda source: lengths[source], default="")
-        self.summaries[spec] = replace(self.summaries[spec], lengths=tuple(lengths.values()), longest=longest)
-        if problems:
-            raise ConfigError(_shortened(problems, spec))
+                seen.over += 1
+                seen.over_places += [prompt.source] if len(seen.over_places) < MOST_PLACES else []
+
+    def _too_long(self, seen: _Seen) -> list[Problem]:
+        limit = self._config.rollout.rollout_max_prompt_len
+        if not seen.over or limit is None or seen.longest is None:
+            return []
+        # The fix must hold for the longest of them.
+        problem = prompt_too_long(seen.longest, seen.most, limit)
+        if seen.over == 1:
+            return [problem]
+        return [replace(problem, where=seen.over_places[0], count=seen.over, places=tuple(seen.over_places))]
 
 
-def _shortened(problems: list[Problem], spec: str) -> list[Problem]:
-    if len(problems) <= MOST_PROBLEMS:
-        return problems
-    rest = len(problems) - MOST_PROBLEMS
-    more = replace(problems[0], message=f"{rest} more of the first prompts have problems", where=spec, got="")
-    return [*problems[:MOST_PROBLEMS], more]
+@dataclass
+class _Seen:
+    """What was found so far in one set of prompts."""
+
+    problems: RepeatedProblems
+    count: int = 0
+    lengths: list[int] = field(default_factory=list)
+    most: int = 0
+    longest: Prompt | None = None
+    over: int = 0
+    """Prompts over `--rollout-max-prompt-len`."""
+    over_places: list[str] = field(default_factory=list)
+
+
+def _left_out(prompt: Prompt, text: str) -> Problem | None:
+    """A message that the chat template does not show to the model, such as one of a role that it does not know."""
+    if isinstance(prompt.content, str):
+        return None
+    for message in prompt.content:
+        # What an assistant thought or a tool answered is often shortened or rewritten on purpose.
+        if message["role"] not in ("assistant", "tool", "function") and message["content"].strip() not in text:
+            return MESSAGE_LEFT_OUT(
+                f"the chat template leaves out a message of the role {message['role']!r}",
+                where=prompt.source,
+                got=shown(message["content"]),
+                fix="give the messages roles that the template knows: system, user, assistant",
+            )
+    return None

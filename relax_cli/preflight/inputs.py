@@ -34,7 +34,7 @@ class RunInputs:
     prompts: int | None = None
     """Training prompts."""
     prompt_lens: tuple[int, ...] = ()
-    """Tokens of the first training prompts."""
+    """Tokens of the training prompts."""
     longest: tuple[int, str] | None = None
     """Tokens of the longest prompt of all sets, and its file and line."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class RunInputs:
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens of the longest of the first prompts."""
+        """Tokens of the longest training prompt."""
         return max(self.prompt_lens, default=None)
 
     @property

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.prompts import Prompt
-from relax_cli.data.rewards.math_answers import is_word, parse_label
+from relax_cli.data.rewards.math_answers import is_usable, is_word
+from relax_cli.data.values import shown
 from relax_cli.errors import Problem, problem_kind
-
-MOST_PARSED = 200
-"""Labels given to math-verify, which needs milliseconds for each; plain numbers are known to be mathematics."""
 
 NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?")
 REASONING_GYM_KEYS = ("source_dataset", "question", "answer")
@@ -20,7 +17,7 @@ REASONING_GYM_KEYS = ("source_dataset", "question", "answer")
 LABEL_UNUSABLE = problem_kind(
     "label-unusable",
     "Data",
-    "The chosen reward cannot compare with this label: it is blank (`exact`), or no mathematics (`math`).",
+    "The chosen reward cannot compare with this label: it is blank (`exact`), or not mathematics (`math`).",
     option="--label-key",
 )
 LABEL_METADATA = problem_kind(
@@ -30,6 +27,14 @@ LABEL_METADATA = problem_kind(
     option="--rm-type",
 )
 
+LABEL_WORDS = problem_kind(
+    "label-words",
+    "Data",
+    "A warning: labels for the reward `math` are words, which are compared as text with the last answer of a response.",
+    option="--rm-type",
+    severity="warning",
+)
+
 LabelCheck = Callable[[Prompt], Problem | None]
 
 
@@ -37,8 +42,7 @@ def label_check(reward: RewardSection) -> LabelCheck | None:
     """The check for the reward that is chosen; None where any label will do."""
     if reward.custom_rm_path is not None:
         return None
-    checks: dict[str, LabelCheck] = {"exact": _exact, "math": _MathCheck(), "reasoning_gym": _reasoning_gym}
-    return checks.get(reward.rm_type or "")
+    return {"exact": _exact, "math": _math, "reasoning_gym": _reasoning_gym}.get(reward.rm_type or "")
 
 
 def _exact(prompt: Prompt) -> Problem | None:
@@ -60,22 +64,22 @@ def _reasoning_gym(prompt: Prompt) -> Problem | None:
     )
 
 
-class _MathCheck:
-    """math-verify has to find mathematics in the label."""
-
-    def __init__(self) -> None:
-        self._parsed = 0
-
-    def __call__(self, prompt: Prompt) -> Problem | None:
-        label = prompt.label
-        if label is None or NUMBER.fullmatch(label.strip()) or self._parsed >= MOST_PARSED:
-            return None
-        self._parsed += 1
-        # math-verify keeps its deadline with a signal, which only the main thread may set.
-        deadline = 5 if threading.current_thread() is threading.main_thread() else None
-        if is_word(label) or parse_label(label, deadline):
-            return None
-        return _bad_label(prompt, "math-verify finds no mathematics in the label", "a number or LaTeX")
+def _math(prompt: Prompt) -> Problem | None:
+    label = prompt.label
+    if label is None or NUMBER.fullmatch(label):
+        return None
+    if not is_usable(label):
+        return _bad_label(prompt, "there is no mathematics in the label", "a number, LaTeX or a word")
+    # A letter may be a variable.
+    if len(label) > 1 and is_word(label):
+        return LABEL_WORDS(
+            "a label is a word, which math compares as text with the last answer",
+            where=prompt.source,
+            got=shown(label),
+            expected="a number or LaTeX",
+            fix="--rm-type exact, where the whole response is the answer, or a reward of your own",
+        )
+    return None
 
 
 def _bad_label(prompt: Prompt, message: str, expected: str) -> Problem:
@@ -84,5 +88,5 @@ def _bad_label(prompt: Prompt, message: str, expected: str) -> Problem:
         where=prompt.source,
         got=repr(prompt.label)[:80],
         expected=expected,
-        fix=f"correct or remove {prompt.source}, or choose another --rm-type",
+        fix="correct or remove the row, or choose another --rm-type",
     )

@@ -284,7 +284,7 @@ def _assumptions(config: Config, inputs: RunInputs) -> list[str]:
     if section.rollout_max_prompt_len is not None:
         prompts = f"prompts of {section.rollout_max_prompt_len} tokens (--rollout-max-prompt-len)"
     elif inputs.longest_prompt is not None:
-        prompts = f"prompts of {inputs.longest_prompt} tokens, the longest of the first {len(inputs.prompt_lens)}"
+        prompts = f"prompts of {inputs.longest_prompt} tokens, the longest of {len(inputs.prompt_lens):,}"
     else:
         prompts = f"prompts of {ASSUMED_PROMPT} tokens, as none could be counted"
     found = [f"{prompts}; every response as long as allowed", f"numbers: {precision_of(config).name}"]

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from relax_cli.backends.rollout.protocol import LoadingEngine, Request, RolloutEngine, SamplingParams, ServerEngine
 from relax_cli.backends.rollout.targets import WeightTarget
-from relax_cli.data.prompts import Prompt, PromptOrder
+from relax_cli.data.order import PromptOrder
+from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardFunction
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError

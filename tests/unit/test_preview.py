@@ -12,11 +12,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from relax_cli.config.schema import DataSection
+from relax_cli.config.schema import Config, DataSection, RewardSection, RolloutSection
 from relax_cli.data.light_tokenizer import load_light
-from relax_cli.data.prompts import Prompt, load_prompts, scan_prompts
+from relax_cli.data.prompts import Prompt, load_prompts, read_prompts, scan_prompts
 from relax_cli.data.tokenise import encode_prompt, load_tokenizer, stop_token_ids
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.preflight.data_reader import DataReader
 from relax_cli.quickstart.task import MODEL
 
 SECTION = DataSection(label_key="label")
@@ -121,8 +122,8 @@ def test_a_scan_keeps_the_first_rows_and_checks_all(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError) as caught:
         scan_prompts(SECTION, str(path), check=even)
-    assert len(caught.value.problems) == 21
-    assert caught.value.problems[-1].message == "2480 more bad rows"
+    (problem,) = caught.value.problems
+    assert (problem.count, problem.where) == (2500, f"{path}:1")
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
@@ -145,12 +146,124 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 
 def test_one_endless_line_is_refused_without_reading_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_cli.data.prompts.MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr("relax_cli.data.formats.MOST_LINE_BYTES", 1000)
     path = tmp_path / "array.jsonl"
-    path.write_text(json.dumps([{"input": "x", "label": "y"}] * 100))
+    path.write_text(json.dumps({"input": "x" * 2000, "label": "y"}))
     with pytest.raises(ConfigError) as caught:
         load_prompts(SECTION, str(path))
     assert [(p.message, p.where) for p in caught.value.problems] == [("line is too long", f"{path}:1")]
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if loop.first and m.role == 'system' and m.content == 'no' %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role in ('system', 'user', 'assistant') %}{{ m.content }} {% endif %}{% endfor %}"
+)
+
+
+def read_all(tmp_path: Path, rows: list[Any], *, rm_type: str = "exact", chat: bool = False, limit: int = 4) -> Any:
+    """The reader after all rows, and the problems it reported."""
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config(
+        data=DataSection(prompt_data=str(path), label_key="label", apply_chat_template=chat),
+        reward=RewardSection(rm_type=rm_type),
+        rollout=RolloutSection(rollout_max_prompt_len=limit),
+    )
+    folder = tmp_path / "model"
+    if not folder.exists():
+        tokenizer_folder(folder, CHAT_TEMPLATE)
+    reader = DataReader(config, folder, None, None)
+    try:
+        reader(config.data, str(path))
+    except ConfigError as error:
+        return reader, list(error.problems)
+    return reader, []
+
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+LATE_FAULTS = {
+    "too long": ({"input": "hello " * 9, "label": "1"}, "prompt-too-long", {}),
+    "null label": ({"input": "hello", "label": None}, "prompt-data-row", {}),
+    "blank label": ({"input": "hello", "label": " "}, "label-unusable", {}),
+    "no mathematics": ({"input": "hello", "label": "???"}, "label-unusable", {"rm_type": "math"}),
+    "a word": ({"input": "hello", "label": "yes"}, "label-words", {"rm_type": "math"}),
+    "not reasoning-gym": ({"input": "hello", "label": "1"}, "label-metadata", {"rm_type": "reasoning_gym"}),
+    "chat without template": ({"input": turns(("user", "hello")), "label": "1"}, "prompt-encoding", {}),
+    "template refuses": (
+        {"input": turns(("system", "no"), ("user", "hello")), "label": "1"}, "prompt-encoding", {"chat": True}
+    ),
+    "template leaves out": (
+        {"input": turns(("user", "hello"), ("human", "world")), "label": "1"}, "chat-message-left-out", {"chat": True}
+    ),
+    "ends with the answer": (
+        {"input": turns(("user", "hello"), ("assistant", "1")), "label": "1"}, "prompt-data-row", {"chat": True}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LATE_FAULTS)
+def test_the_last_row_is_checked_like_the_first(tmp_path: Path, kind: str) -> None:
+    row, rule, options = LATE_FAULTS[kind]
+    facts = dict.fromkeys(("source_dataset", "question", "answer"), "x")
+    good = {"input": "hello", "label": "1", "metadata": facts}
+    assert read_all(tmp_path, [good] * 1500, **options)[1] == []
+    _, found = read_all(tmp_path, [*[good] * 1500, row, good], **options)
+    assert [(p.id, p.where) for p in found] == [(rule, f"{tmp_path / 'data.jsonl'}:1501")]
+    _, found = read_all(tmp_path, [*[good] * 1500, row, row], **options)
+    assert [p.count for p in found] == [2]
+
+
+def test_the_fix_for_long_prompts_holds_for_all_of_them(tmp_path: Path) -> None:
+    rows = [{"input": "hello " * words, "label": "1"} for words in (1, 5, 9, 7)]
+    reader, (problem,) = read_all(tmp_path, rows)
+    assert (problem.count, problem.got, problem.where) == (3, "10 tokens", f"{tmp_path / 'data.jsonl'}:2")
+    assert problem.fix.startswith("--rollout-max-prompt-len 10,")
+    (summary,) = reader.summaries.values()
+    assert (summary.prompts, summary.lengths, summary.longest) == (4, (2, 6, 10, 8), f"{tmp_path / 'data.jsonl'}:3")
+
+
+def test_padding_and_truncation_of_the_file_are_off(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path, None)
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    saved["padding"] = {
+        "strategy": {"Fixed": 60}, "direction": "Right", "pad_id": 1, "pad_type_id": 0, "pad_token": "<s>",
+        "pad_to_multiple_of": None,
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    prompt = Prompt("hello world hello world", None, {}, "")
+    expected = [1, 5, 6, 5, 6]
+    light = load_light(folder)
+    assert light is not None
+    assert encode_prompt(light, prompt, apply_chat_template=False) == expected
+    assert light.encode_many([str(prompt.content)], add_special_tokens=True) == [expected]
+    assert encode_prompt(load_tokenizer(folder), prompt, apply_chat_template=False) == expected
+
+
+def test_a_large_file_without_faults_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("relax_cli.preflight.data_cache.LEAST_BYTES", 0)
+    rows = [{"input": "hello world", "label": "1"}, {"input": "hello", "label": "2"}]
+    first, _ = read_all(tmp_path, rows)
+    reads = []
+
+    def read(*arguments: Any) -> Any:
+        reads.append(1)
+        return read_prompts(*arguments)
+
+    monkeypatch.setattr("relax_cli.preflight.data_reader.read_prompts", read)
+    again, _ = read_all(tmp_path, rows)
+    assert (again.summaries, reads) == (first.summaries, [])
+    # Whatever it depends on changes: it is read again.
+    assert read_all(tmp_path, rows, limit=5)[1] == []
+    assert read_all(tmp_path, rows, rm_type="math")[1] == []
+    assert read_all(tmp_path, [*rows, {"input": "hello", "label": " "}])[1][0].id == "label-unusable"
+    assert read_all(tmp_path, [*rows, {"input": "hello", "label": " "}])[1][0].id == "label-unusable"
+    assert len(reads) == 4
 
 
 class TestParquet:
@@ -193,6 +306,7 @@ class TestParquet:
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "data.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError) as caught:
         load_prompts(SECTION, str(tmp_path / "data.parquet"))
     (problem,) = caught.value.problems

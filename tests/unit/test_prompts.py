@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_cli.config.schema import DataSection
-from relax_cli.data.prompts import Prompt, PromptOrder, load_prompts
+from relax_cli.data.order import PromptOrder
+from relax_cli.data.prompts import Prompt, load_prompts
 from relax_cli.errors import ConfigError, Problem
 
 SECTION = DataSection(label_key="label")
@@ -69,10 +70,19 @@ def test_a_missing_key_is_reported_with_the_keys_that_are_there(tmp_path: Path) 
     assert problem.got == "question, label"
 
 
-def test_bad_rows_beyond_twenty_are_counted(tmp_path: Path) -> None:
-    problems = problems_of(SECTION, write(tmp_path, *["{"] * 25))
+def test_rows_with_one_fault_are_one_problem(tmp_path: Path) -> None:
+    spec = write(tmp_path, *["{", '{"input": "x", "label": null}'] * 25)
+    syntax, null = problems_of(SECTION, spec)
+    assert (syntax.count, null.count) == (25, 25)
+    assert syntax.places == tuple(f"{spec}:{line}" for line in (1, 3, 5, 7, 9))
+    assert null.where == f"{spec}:2"
+
+
+def test_faults_beyond_twenty_are_counted(tmp_path: Path) -> None:
+    lines = [f'{{"input": "x", "label": "y", "metadata": {{"k{i}": Infinity}}}}' for i in range(25)]
+    problems = problems_of(SECTION, write(tmp_path, *lines))
     assert len(problems) == 21
-    assert problems[-1].message == "5 more bad rows"
+    assert problems[-1].message == "5 more problems"
 
 
 def test_a_line_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:

@@ -24,10 +24,9 @@ _ANSWER = re.compile(r"answer(?:\s+is)?\s*:?\s*(.*)", re.IGNORECASE)
 
 def compare(label: str, response: str) -> Literal["right", "wrong", "bad-label"]:
     """Whether the response's last answer has the value of the label. Without a deadline."""
-    gold = parse_label(label)
-    words = _words(label)
-    if not gold and words is None:
+    if not is_usable(label):
         return "bad-label"
+    gold, words = _parse(as_math(_without_percent(_plain(label)))), _words(label)
     if words is not None and _words(_final_answer(response)) == words:
         return "right"
     if gold and _equal(gold, _parse(_without_percent(_plain(response)))):
@@ -39,15 +38,9 @@ def compare(label: str, response: str) -> Literal["right", "wrong", "bad-label"]
     return "wrong"
 
 
-def parse_label(label: str, seconds: int | None = None) -> list[Any]:
-    """What math-verify reads in a label; empty where that is not mathematics.
-
-    Args:
-        seconds: a deadline, which only the main thread may set.
-    """
-    text = _without_percent(_plain(label))
-    # Of signs alone, such as ???, math-verify returns the text.
-    return _parse(as_math(text), seconds) if any(character.isalnum() for character in text) else []
+def is_usable(label: str) -> bool:
+    """Whether a label can be compared: math-verify takes anything as text, even signs alone, such as ???."""
+    return any(character.isalnum() for character in _without_percent(_plain(label)))
 
 
 def is_word(label: str) -> bool:
@@ -62,10 +55,10 @@ def as_math(label: str) -> str:
     return f"${label.replace('$', '')}$"
 
 
-def _parse(text: str, seconds: int | None = None) -> list[Any]:
+def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    parsed: list[Any] = parse(text, parsing_timeout=seconds)
+    parsed: list[Any] = parse(text, parsing_timeout=None)
     return parsed
 
 

@@ -11,8 +11,16 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from relax_cli.data.reasoning_gym import INSTALL, MISSING
 from relax_cli.data.rewards.types import RewardInput, RewardResult
-from relax_cli.errors import ConfigError, Problem, RunError
+from relax_cli.errors import ConfigError, RunError, problem_kind
+
+ENTRY = problem_kind(
+    "reasoning-gym-entry",
+    "Reward",
+    "A row is not from reasoning-gym, or its task does not accept its own answer.",
+    option="--rm-type",
+)
 
 Scorer = Callable[[str, dict[str, Any]], float]
 
@@ -32,15 +40,8 @@ class ReasoningGymReward:
         try:
             from reasoning_gym import get_score_answer_fn
         except ImportError as error:
-            raise ConfigError(
-                Problem(
-                    id="reasoning-gym-missing",
-                    message="the reasoning_gym package is not installed",
-                    option="--rm-type",
-                    got="reasoning_gym",
-                    fix="pip install 'relax-cli[reasoning-gym]'",
-                )
-            ) from error
+            what = "the reasoning_gym package is not installed"
+            raise ConfigError(MISSING(what, option="--rm-type", got="reasoning_gym", fix=INSTALL)) from error
         self._make_scorer: Callable[[str], Scorer] = get_score_answer_fn
         self._scorers: dict[str, Scorer] = {}
 
@@ -99,10 +100,8 @@ def extract_answer(response: str, expected: str | None) -> str:
 
 def _error(sample: RewardInput, message: str) -> RunError:
     return RunError(
-        Problem(
-            id="reasoning-gym-entry",
-            message=message,
-            option="--rm-type",
+        ENTRY(
+            message,
             where=sample.describe(),
             got=str(sample.metadata)[:200],
             expected="metadata of a reasoning-gym entry",

@@ -27,8 +27,8 @@ REWARD_REMOTE = problem_kind(
     "reward-remote",
     "Reward",
     "The server of `--rm-url` did not answer, or not in the [agreed form](rewards.md#a-server-that-judges).\n"
-    "Connection faults, HTTP 429 and 5xx are tried again, at most 5 times and for 10 minutes in all; other answers\n"
-    "are not.",
+    "Connection faults, HTTP 429 and 5xx are tried again, at most 5 times and for 10 minutes in all; other answers"
+    " are not.",
     option="--rm-url",
 )
 

@@ -1,0 +1,208 @@
+"""Rows of JSON Lines and Parquet files, plain or compressed; what a file is, its first bytes say."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+from relax_cli.data.rows import bad_row
+from relax_cli.data.values import printable
+from relax_cli.errors import MACHINE_THEME, ConfigError, Problem, problem_kind
+
+MOST_LINE_BYTES = 64 << 20
+"""A longer line is most likely a JSON array."""
+MOST_ROWS = 5_000_000
+"""The run keeps all prompts in memory, some 500 bytes each."""
+MOST_ROWS_PER_BYTE = 100
+"""Of a Parquet file with more than a million rows; no prompts are that alike."""
+ROWS_PER_REPORT = 2048
+"""Rows between two calls of `progress`."""
+BATCH_ROWS = 1024
+
+Progress = Callable[[str, float], None]
+Row = tuple[str, dict[str, Any]]
+"""`file:line` and the row."""
+
+UNREADABLE = problem_kind(
+    "prompt-data-unreadable",
+    "Data",
+    "The file is missing, damaged, not a regular file, in another encoding than UTF-8, or of a kind that is not read.",
+    option="--prompt-data",
+)
+TOO_LARGE = problem_kind(
+    "prompt-data-too-large",
+    "Data",
+    f"The file has more than {MOST_ROWS:,} rows, or is a Parquet file that unfolds to far more rows than it has bytes.",
+    option="--prompt-data",
+)
+PARQUET_MISSING = problem_kind(
+    "parquet-missing", MACHINE_THEME, "pyarrow, which reads Parquet, is not installed.", option="--prompt-data"
+)
+
+_COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
+    b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": lambda raw: _zstandard(raw),
+}
+_REFUSED = {
+    b"PK": ("a zip file", "unzip it first"),
+    b"ARROW1": ("an Arrow file", "write it as Parquet or JSON Lines"),
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
+    b"[": ("a JSON array", "jq -c '.[]' FILE > NEW.jsonl"),
+}
+PARQUET = b"PAR1"
+
+
+def read_rows(
+    path: Path, needed: Sequence[str], optional: Sequence[str], progress: Progress | None
+) -> Iterator[Row | Problem]:
+    """Every row of a file, one after the other in memory.
+
+    Args:
+        needed: the keys that every row must have; with the optional ones all that is read where a format allows it.
+        progress: called now and then with the file's name and the part of it that is read.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            kind = "a folder" if path.is_dir() else "not a regular file"
+            raise _unreadable(path, f"prompt data cannot be read: it is {kind}", "give a file")
+        with path.open("rb") as file:
+            head = file.read(64)
+        if head.startswith(PARQUET) or path.suffix.lower() == ".parquet":
+            yield from _parquet(path, needed, optional, progress)
+        else:
+            _refuse(path, head)
+            yield from _json_lines(path, head, progress)
+    # What decompressors raise of damaged files is in part no OSError.
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _unreadable(path, f"prompt data cannot be read: {reason}", "--prompt-data FILE.jsonl") from error
+
+
+def _json_lines(path: Path, head: bytes, progress: Progress | None) -> Iterator[Row | Problem]:
+    size = max(1, path.stat().st_size)
+    with ExitStack() as stack:
+        raw: IO[bytes] = stack.enter_context(path.open("rb"))
+        file = raw
+        opener = next((opener for magic, opener in _COMPRESSED.items() if head.startswith(magic)), None)
+        if opener is not None:
+            file = stack.enter_context(opener(raw))
+        for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), 1):
+            if progress is not None and number % ROWS_PER_REPORT == 0:
+                progress(str(path), raw.tell() / size)
+            if len(line) == MOST_LINE_BYTES:
+                got = f"more than {MOST_LINE_BYTES >> 20} MiB without a line break"
+                yield bad_row(f"{path}:{number}", "line is too long", got, "one JSON object a line")
+                return
+            if number > MOST_ROWS:
+                raise _too_large(path, f"more than {MOST_ROWS:,} lines")
+            if line.strip():
+                yield _parsed(line, f"{path}:{number}")
+
+
+def _parsed(line: bytes, where: str) -> Row | Problem:
+    try:
+        row = json.loads(line, object_pairs_hook=_without_doubles)
+    except _DoubleKey as error:
+        return bad_row(where, f"the key {printable(str(error))!r} is given twice", _start(line), "each key once")
+    except UnicodeDecodeError:
+        return bad_row(where, "line is not UTF-8", _start(line), "one JSON object a line")
+    except (ValueError, RecursionError) as error:
+        return bad_row(where, "line is not JSON", f"{_start(line)} ({error})", "one JSON object a line")
+    if not isinstance(row, dict):
+        return bad_row(where, "line is not a JSON object", _start(line), '{"input": …}')
+    return where, row
+
+
+class _DoubleKey(Exception):
+    """An object has one key twice."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DoubleKey(next(name for name in names if names.count(name) > 1))
+    return row
+
+
+def _parquet(path: Path, needed: Sequence[str], optional: Sequence[str], progress: Progress | None) -> Iterator[Row]:
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        what = "the pyarrow package, which reads Parquet, is not installed"
+        raise ConfigError(PARQUET_MISSING(what, got=str(path), fix="pip install 'relax-cli[parquet]'")) from error
+    try:
+        with ParquetFile(path) as file:
+            total, size = file.metadata.num_rows, path.stat().st_size
+            if total > MOST_ROWS or (total > 1_000_000 and total > MOST_ROWS_PER_BYTE * size):
+                raise _too_large(path, f"{total:,} rows in {size:,} bytes")
+            names = file.schema_arrow.names
+            columns = {key if key in names else key.partition(".")[0] for key in (*needed, *optional)}
+            # A row that lacks a key shows the ones that it has.
+            complete = all({key, key.partition(".")[0]} & {*names} for key in needed)
+            number = 0
+            for batch in file.iter_batches(
+                BATCH_ROWS, columns=[n for n in names if n in columns] if complete else None
+            ):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", row
+                if progress is not None:
+                    progress(str(path), number / max(1, total))
+    except ConfigError:
+        raise
+    # ValueError: a value that Python's types do not have, such as a date after the year 9999.
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        what = f"prompt data cannot be read: {printable((str(error).splitlines() or [''])[0])}"
+        raise _unreadable(path, what, "--prompt-data FILE.parquet") from error
+
+
+def _refuse(path: Path, head: bytes) -> None:
+    start = head.lstrip()
+    for magic, (kind, fix) in _REFUSED.items():
+        if start.startswith(magic):
+            fix = fix.replace("FILE", str(path))
+            raise _unreadable(path, f"the data file is {kind}", fix)
+    if b"\x00" in head and not any(head.startswith(magic) for magic in _COMPRESSED):
+        fix = f"iconv -f UTF-16 -t UTF-8 {path} > NEW.jsonl, if it is UTF-16"
+        raise _unreadable(path, "the data file is not UTF-8 text: it contains NUL bytes", fix)
+
+
+def _zstandard(raw: IO[bytes]) -> IO[bytes]:
+    try:
+        import pyarrow
+    except ImportError as error:
+        what = "the pyarrow package, which reads zstandard, is not installed"
+        raise ConfigError(PARQUET_MISSING(what, got=raw.name, fix="pip install 'relax-cli[parquet]'")) from error
+    stream: IO[bytes] = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd"))
+    return stream
+
+
+def _start(line: bytes) -> str:
+    return printable(line[:240].decode(errors="replace").strip()[:80])
+
+
+def _unreadable(path: Path, message: str, fix: str) -> ConfigError:
+    return ConfigError(UNREADABLE(message, got=str(path), expected="a file of JSON Lines or Parquet", fix=fix))
+
+
+def _too_large(path: Path, got: str) -> ConfigError:
+    fix = "split the file, and give the part to train on"
+    expected = f"at most {MOST_ROWS:,} rows, and a Parquet file of prompts that differ"
+    return ConfigError(TOO_LARGE("the data file is too large", where=str(path), got=got, expected=expected, fix=fix))

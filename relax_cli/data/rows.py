@@ -1,0 +1,171 @@
+"""One row of a data file as a prompt, or what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relax_cli.config.schema import DataSection
+from relax_cli.data.values import Unusable, label_of, metadata_of, printable, shown, text_of
+from relax_cli.errors import Problem, problem_kind
+
+MOST_CHARACTERS = 4 << 20
+"""Of a prompt: a tokenizer needs 150 bytes for each."""
+TOO_LONG = f"has more than {MOST_CHARACTERS:,} characters"
+MOST_KEYS = 20
+"""Keys of a row that a message names."""
+
+Messages = list[dict[str, str]]
+
+BAD_ROW = problem_kind(
+    "prompt-data-row",
+    "Data",
+    "A row cannot become a prompt: it is not a JSON object, lacks a key, has one twice, or a value has a type without"
+    " a [meaning](data.md). Every row of every file is read; rows with the same fault are one problem with a count and"
+    " the first places.",
+    option="--prompt-data",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One thing to respond to."""
+
+    content: str | Messages
+    """Text, or chat messages with `role` and `content`."""
+    label: str | None
+    """What the reward compares with."""
+    metadata: dict[str, Any]
+    """Free-form plain JSON, handed to the reward."""
+    source: str
+    """`file:line`, or the reasoning-gym task and index."""
+
+
+class _Absent(Exception):
+    """A row has no such key."""
+
+
+def prompt_of_row(section: DataSection, row: Mapping[str, Any], where: str) -> Prompt | Problem:
+    """The prompt of a row; keys may lead into objects: `reward_model.ground_truth`."""
+    try:
+        content: str | Messages = _content(_look_up(row, section.input_key))
+    except _Absent:
+        return missing_key("--input-key", section.input_key, row, where)
+    except Unusable as error:
+        return bad_row(where, f"{section.input_key!r} {error}", shown(row.get(section.input_key)), CONTENT)
+    label = None
+    if section.label_key is not None:
+        try:
+            label = label_of(_look_up(row, section.label_key))
+        except _Absent:
+            return missing_key("--label-key", section.label_key, row, where, besides=section.input_key)
+        except Unusable as error:
+            return bad_row(
+                where, f"{section.label_key!r} {error}", shown(row.get(section.label_key)), "text or a number"
+            )
+    try:
+        metadata = metadata_of(row.get(section.metadata_key))
+    except Unusable as error:
+        return bad_row(
+            where, f"{section.metadata_key!r} {error}", shown(row.get(section.metadata_key)), "a JSON object"
+        )
+    return Prompt(content, label, metadata, where)
+
+
+USUAL_KEYS = {
+    "--input-key": ("input", "prompt", "question", "problem", "instruction", "query", "messages"),
+    "--label-key": ("label", "answer", "solution", "ground_truth", "target", "final_answer", "gold"),
+}
+"""What data sets call the two."""
+CONTENT = 'text, or [{"role": "user", "content": "…"}]'
+
+
+def bad_row(where: str, message: str, got: str, expected: str) -> Problem:
+    """The problem of one row. Its message says nothing that differs from row to row: equal ones are counted."""
+    return BAD_ROW(message, where=where, got=got, expected=expected, fix="correct or remove the row")
+
+
+def missing_key(option: str, key: str, row: Mapping[str, Any], where: str, besides: str | None = None) -> Problem:
+    """A row without `key`. What is offered is a key of a like name, never just another one: that would train.
+
+    Args:
+        besides: a key that has another use.
+    """
+    keys = [name for name in _paths(row) if name != besides]
+    inner = [name for name in keys if name.rpartition(".")[2] == key]
+    usual = [name for name in USUAL_KEYS[option] if name in keys]
+    nearest = inner or difflib.get_close_matches(key, keys, n=1) or usual
+    names = [printable(str(name)) for name in list(row)[:MOST_KEYS]]
+    return BAD_ROW(
+        f"row has no key {key!r}",
+        option=option,
+        where=where,
+        got=", ".join(names) + (", …" if len(row) > MOST_KEYS else "") or "no keys",
+        expected=key,
+        fix=f"{option} {nearest[0]}" if nearest else f"{option} with the key that the rows have for it",
+    )
+
+
+def _look_up(row: Mapping[str, Any], key: str) -> Any:
+    if key in row:
+        return row[key]
+    value: Any = row
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise _Absent
+        value = value[name]
+    return value
+
+
+def _paths(row: Mapping[str, Any], depth: int = 2) -> Iterator[str]:
+    for name, value in row.items():
+        yield str(name)
+        if depth and isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in _paths(value, depth - 1))
+
+
+def _content(content: Any) -> str | Messages:
+    if isinstance(content, list):
+        messages = [_message(message, number) for number, message in enumerate(content, 1)]
+        if not messages:
+            raise Unusable("has no messages")
+        if messages[-1]["role"] == "assistant":
+            raise Unusable("ends with the assistant's message: the model would be shown the answer")
+        size = sum(len(message["content"]) for message in messages)
+    else:
+        if not isinstance(content, str | bytes):
+            raise Unusable("is neither text nor chat messages")
+        try:
+            text = text_of(content)
+        except Unusable as error:
+            raise Unusable(f"is neither text nor chat messages: it {error}") from error
+        if not text:
+            raise Unusable("is empty: neither text nor chat messages")
+        if len(text) > MOST_CHARACTERS:
+            raise Unusable(TOO_LONG)
+        return text
+    if size > MOST_CHARACTERS:
+        raise Unusable(TOO_LONG)
+    return messages
+
+
+def _message(message: Any, number: int) -> dict[str, str]:
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        raise Unusable(f"is neither text nor chat messages: message {number} lacks role or content")
+    try:
+        # Arrow gives every message of a file the keys of all, null where there is none.
+        kept = {name: _part(name, value) for name, value in message.items() if value is not None}
+    except Unusable as error:
+        raise Unusable(f"is neither text nor chat messages: in message {number} {error}") from error
+    if not kept.get("role") or "content" not in kept:
+        raise Unusable(f"is neither text nor chat messages: message {number} has no role or content")
+    return kept
+
+
+def _part(name: str, value: Any) -> str:
+    try:
+        return text_of(value)
+    except Unusable as error:
+        raise Unusable(f"{name!r} {error}") from error

@@ -1,0 +1,123 @@
+"""What values of a data file mean: the same from JSON Lines and from Parquet, which has more types."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterator
+from datetime import date, datetime, time
+from decimal import Decimal
+from math import isfinite, isinf, isnan
+from typing import Any
+
+DEEPEST = 64
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Unusable(Exception):
+    """A value that has no meaning here; the text is a predicate: `is true`."""
+
+
+def text_of(value: Any) -> str:
+    """Text as it is, and bytes that are UTF-8.
+
+    Raises:
+        Unusable: it is neither, or has half a surrogate pair, which no tokenizer and no file takes.
+    """
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as error:
+            raise Unusable("is bytes that are not UTF-8") from error
+    if not isinstance(value, str):
+        raise Unusable(f"is not text, but {_kind(value)}")
+    if not value.isascii() and _SURROGATE.search(value):
+        raise Unusable("has half a surrogate pair, which is not a character")
+    return value
+
+
+def label_of(value: Any) -> str:
+    """A label as text: a number as people write it (46.0 is `46`, 1e-7 is `0.0000001`), a date in ISO form.
+
+    Raises:
+        Unusable: it is null, true or false, not a finite number, a list or an object.
+    """
+    if isinstance(value, bool) or value is None:
+        raise Unusable(f"is not text or a number, but {_kind(value)}")
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float | Decimal):
+        number = Decimal(repr(value)) if isinstance(value, float) else value
+        if not number.is_finite():
+            raise Unusable(f"is not text or a number, but {_kind(value)}")
+        return format(number.normalize() if number else Decimal(0), "f")
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return text_of(value)
+
+
+def metadata_of(value: Any) -> dict[str, Any]:
+    """Metadata as plain JSON: dates are ISO text, decimals numbers, and NaN, pandas' missing value, is null.
+
+    Raises:
+        Unusable: it is not an object, or something in it has no JSON form; the text then begins with its key.
+    """
+    plain = {} if value is None else _plain(value, "", 0)
+    if not isinstance(plain, dict):
+        raise Unusable(f"is not an object, but {_kind(value)}")
+    return plain
+
+
+def shown(value: Any) -> str:
+    """A value of a file in one short line without control characters."""
+    return printable(value[:80] if isinstance(value, str) else reprlib.repr(value)[:80])
+
+
+def printable(text: str) -> str:
+    """Text in which control characters and half surrogate pairs are spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _plain(value: Any, key: str, depth: int) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        if isinf(value):
+            raise Unusable(f"{key or 'it'} is {_kind(value)}, which JSON does not have")
+        return None if isnan(value) else value
+    if isinstance(value, Decimal):
+        if not value.is_finite():
+            raise Unusable(f"{key or 'it'} is {_kind(value)}, which JSON does not have")
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if depth == DEEPEST:
+        raise Unusable(f"{key} is nested more than {DEEPEST} deep")
+    if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):
+        # A map of Arrow.
+        value = dict(value)
+    if isinstance(value, dict):
+        return {name: _plain(item, f"{key}.{name}" if key else name, depth + 1) for name, item in _texts(value, key)}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{key}[{index}]", depth + 1) for index, item in enumerate(value)]
+    try:
+        return text_of(value)
+    except Unusable as error:
+        raise Unusable(f"{key or 'it'} {error}") from error
+
+
+def _texts(value: dict[Any, Any], key: str) -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        try:
+            yield label_of(name), item
+        except Unusable as error:
+            raise Unusable(f"a key of {key or 'it'} {error}") from error
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float | Decimal) and not isfinite(value):
+        return "NaN" if isnan(value) else "infinite"
+    names = {dict: "an object", list: "a list", bytes: "bytes", int: "a number", float: "a number"}
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,343 @@
+"""Values, encodings and shapes of data files: each has a stated meaning, or is refused by file and row."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_cli.config.schema import DataSection
+from relax_cli.data import formats, rows
+from relax_cli.data.prompts import Prompt, load_prompts
+from relax_cli.errors import ConfigError, Problem
+
+SECTION = DataSection(label_key="label")
+LINE = '{"input": "12+34=", "label": "46"}\n'
+
+
+def jsonl(folder: Path, *lines: str) -> str:
+    path = folder / "data.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="surrogatepass")
+    return str(path)
+
+
+def parquet(folder: Path, rows: Any, schema: Any = None) -> str:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the `parquet` extra")
+    from pyarrow import parquet
+
+    table = rows if schema is None else pyarrow.Table.from_pylist(rows, schema=schema)
+    table = pyarrow.Table.from_pylist(rows) if isinstance(table, list) else table
+    parquet.write_table(table, folder / "data.parquet")
+    return str(folder / "data.parquet")
+
+
+def problem_of(spec: str, section: DataSection = SECTION) -> Problem:
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(section, spec)
+    (problem,) = caught.value.problems
+    assert problem.message
+    assert problem.fix
+    assert all(part.isprintable() for part in (problem.message, problem.got, problem.where, problem.fix))
+    return problem
+
+
+LABELS = {
+    '"46"': "46",
+    "46": "46",
+    "46.0": "46",
+    "-0.0": "0",
+    "4.60": "4.6",
+    "1e-7": "0.0000001",
+    "1e22": "10000000000000000000000",
+    "1.5e10": "15000000000",
+    '" a\\n"': " a\n",
+    '"\\ud835\\udc00"': "\U0001d400",
+    '""': "",
+}
+BAD_LABELS = ["NaN", "Infinity", "-Infinity", "1e999", "true", "false", "null", "[1]", "{}", '{"a": 1}',
+              '"\\ud835"', '"a\\udc00b"', "9" * 5000]  # fmt: skip
+
+
+@pytest.mark.parametrize("literal", LABELS)
+def test_a_label_becomes_the_text_people_write(tmp_path: Path, literal: str) -> None:
+    (prompt,) = load_prompts(SECTION, jsonl(tmp_path, f'{{"input": "x", "label": {literal}}}'))
+    assert prompt.label == LABELS[literal]
+
+
+@pytest.mark.parametrize("literal", BAD_LABELS)
+def test_a_label_without_meaning_is_refused(tmp_path: Path, literal: str) -> None:
+    spec = jsonl(tmp_path, '{"input": "x", "label": "y"}', f'{{"input": "x", "label": {literal}}}')
+    assert problem_of(spec).where == f"{spec}:2"
+
+
+PARQUET_LABELS = [
+    (46.0, "46"),
+    (Decimal("18.90"), "18.9"),
+    (Decimal("46.00"), "46"),
+    (date(2026, 1, 2), "2026-01-02"),
+    (datetime(2026, 1, 2, 3, 4, 5), "2026-01-02T03:04:05"),
+    (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"),
+    (time(12, 30), "12:30:00"),
+    (b"46", "46"),
+    (2**62, str(2**62)),
+]
+
+
+@pytest.mark.parametrize(("value", "label"), PARQUET_LABELS)
+def test_a_parquet_label_becomes_text_too(tmp_path: Path, value: Any, label: str) -> None:
+    (prompt,) = load_prompts(SECTION, parquet(tmp_path, [{"input": "x", "label": value}]))
+    assert prompt.label == label
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, b"\xff", timedelta(1), [1.0], {"a": 1}, None])
+def test_a_parquet_label_without_meaning_is_refused(tmp_path: Path, value: Any) -> None:
+    spec = parquet(tmp_path, [{"input": "x", "label": value}])
+    assert problem_of(spec).where == f"{spec}: row 1"
+
+
+def test_a_column_of_floats_with_a_gap_names_the_gap(tmp_path: Path) -> None:
+    spec = parquet(tmp_path, [{"input": "x", "label": value} for value in (46.0, None, float("nan"))])
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(SECTION, spec)
+    assert [p.where for p in caught.value.problems] == [f"{spec}: row 2", f"{spec}: row 3"]
+
+
+METADATA = [
+    (datetime(2026, 1, 2), "2026-01-02T00:00:00"),
+    (Decimal("1.5"), 1.5),
+    (Decimal("2.0"), 2),
+    (b"x", "x"),
+    (float("nan"), None),
+    ([1.0, float("nan")], [1.0, None]),
+    ({"deep": {"when": date(2026, 1, 2)}}, {"deep": {"when": "2026-01-02"}}),
+    (True, True),
+]
+
+
+@pytest.mark.parametrize(("value", "plain"), METADATA)
+def test_metadata_is_plain_json(tmp_path: Path, value: Any, plain: Any) -> None:
+    (prompt,) = load_prompts(SECTION, parquet(tmp_path, [{"input": "x", "label": "y", "metadata": {"k": value}}]))
+    assert prompt.metadata == {"k": plain}
+    json.dumps(prompt.metadata, allow_nan=False)
+
+
+@pytest.mark.parametrize("value", [b"\xff", float("inf"), timedelta(1), ["a", "\ud835"], {"\ud835": 1}])
+def test_metadata_without_json_form_is_refused_by_key(tmp_path: Path, value: Any) -> None:
+    section = DataSection(label_key="label")
+    row = {"input": "x", "label": "y", "metadata": {"outer": {"price": value}}}
+    found = rows.prompt_of_row(section, row, "data.parquet: row 1")
+    assert isinstance(found, Problem)
+    assert "outer.price" in found.message
+
+
+def test_an_arrow_map_is_an_object(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    schema = pyarrow.schema(
+        [("input", pyarrow.string()), ("label", pyarrow.string()),
+         ("metadata", pyarrow.map_(pyarrow.string(), pyarrow.int64()))]
+    )  # fmt: skip
+    spec = parquet(tmp_path, [{"input": "x", "label": "y", "metadata": [("a", 1), ("b", 2)]}], schema)
+    assert load_prompts(SECTION, spec)[0].metadata == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("metadata", ["[1]", '"text"', "1", "true", "[" * 100 + "]" * 100])
+def test_metadata_that_is_not_an_object_is_refused(tmp_path: Path, metadata: str) -> None:
+    line = f'{{"input": "x", "label": "y", "metadata": {metadata}}}'
+    assert "metadata" in problem_of(jsonl(tmp_path, line)).message
+
+
+def chat(*messages: dict[str, Any]) -> str:
+    return json.dumps({"input": list(messages), "label": "y"})
+
+
+USER = {"role": "user", "content": "1+2="}
+BAD_CHATS = [
+    ([], "no messages"),
+    ([{"role": "user"}], "message 1"),
+    ([{"content": "x"}], "message 1"),
+    ([{"from": "human", "value": "x"}], "message 1"),
+    (["text"], "message 1"),
+    ([USER, {"role": "user", "content": None}], "message 2"),
+    ([USER, {"role": None, "content": "x"}], "message 2"),
+    ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "'content' is not text, but a list"),
+    ([{**USER, "tool_calls": [{"id": 1}]}], "'tool_calls' is not text, but a list"),
+    ([{**USER, "weight": 1}], "'weight'"),
+    ([{"role": "user", "content": "\ud835"}], "surrogate"),
+    ([USER, {"role": "assistant", "content": "3"}], "ends with the assistant"),
+    ([{"role": "assistant", "content": "3"}], "ends with the assistant"),
+    ([USER, {"role": "assistant", "content": ""}], "ends with the assistant"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), BAD_CHATS)
+def test_a_chat_that_is_no_prompt_is_refused(tmp_path: Path, messages: list[Any], message: str) -> None:
+    spec = jsonl(tmp_path, chat(USER), chat(*messages))
+    problem = problem_of(spec)
+    assert problem.where == f"{spec}:2"
+    assert message in problem.message
+
+
+def test_nulls_in_chats_are_dropped_from_both_formats(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "7", "name": None}, {**USER, "name": "u"}]
+    expected = [{"role": "system", "content": "7"}, {**USER, "name": "u"}]
+    both = [jsonl(tmp_path, chat(*messages)), parquet(tmp_path, [{"input": messages, "label": "y"}])]
+    assert [load_prompts(SECTION, spec)[0].content for spec in both] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('{"input": "x", "label": "47", "label": "46"}', "label"),
+        ('{"input": "1", "input": "2", "label": "5"}', "input"),
+        ('{"input": "x", "label": "y", "metadata": {"a": 1, "a": 2}}', "a"),
+        ('{"input": "x", "label": "y", "unused": [{"b": 1, "b": 1}]}', "b"),
+        ('{"input": "x", "label": "y", "\\u001b[2J": 1, "\\u001b[2J": 1}', "x1b[2J"),
+    ],
+)
+def test_a_key_given_twice_is_refused(tmp_path: Path, line: str, key: str) -> None:
+    spec = jsonl(tmp_path, LINE.strip(), line)
+    problem = problem_of(spec)
+    assert problem.where == f"{spec}:2"
+    assert key in problem.message
+
+
+KEYS = [
+    ({"input": "x", "label": "y"}, {"label_key": "lable"}, "--label-key label"),
+    ({"input": "x", "answer": "y"}, {"label_key": "label"}, "--label-key answer"),
+    ({"input": "x", "extra": "y"}, {"label_key": "label"}, None),
+    ({"label": "x", "text": "y"}, {"label_key": "label"}, None),
+    ({"prompt": "x", "label": "y"}, {"label_key": "label"}, "--input-key prompt"),
+    ({"prompt": "x", "rm": {"ground_truth": "y"}}, {"input_key": "prompt", "label_key": "ground_truth"},
+     "--label-key rm.ground_truth"),
+    ({"input": "x"}, {"label_key": "label"}, None),
+    ({"input": "x"}, {"label_key": "inputs"}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "keys", "fix"), KEYS)
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_wrong_key_offers_the_nearest_once(
+    tmp_path: Path, row: dict[str, Any], keys: dict[str, str], fix: str | None, form: str
+) -> None:
+    spec = jsonl(tmp_path, *[json.dumps(row)] * 9) if form == "jsonl" else parquet(tmp_path, [row] * 9)
+    problem = problem_of(spec, DataSection(**keys))
+    assert problem.count == 9
+    assert all(key in problem.got for key in row)
+    assert problem.fix == fix if fix else problem.fix.endswith("with the key that the rows have for it")
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_key_with_dots_leads_into_objects(tmp_path: Path, form: str) -> None:
+    row = {"prompt": "x", "reward_model": {"ground_truth": "46"}, "a.b": "plain", "unused": 1}
+    spec = jsonl(tmp_path, json.dumps(row)) if form == "jsonl" else parquet(tmp_path, [row])
+    for key, label in (("reward_model.ground_truth", "46"), ("a.b", "plain")):
+        assert load_prompts(DataSection(input_key="prompt", label_key=key), spec)[0].label == label
+
+
+PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", [*PACKED, "zst"])
+@pytest.mark.parametrize("name", ["data.jsonl.{}", "data.{}", "data.jsonl"])
+def test_compressed_files_are_read_whatever_their_name(tmp_path: Path, suffix: str, name: str) -> None:
+    path = tmp_path / name.format(suffix)
+    if suffix == "zst":
+        pyarrow = pytest.importorskip("pyarrow")
+        with pyarrow.output_stream(str(path), compression="zstd") as stream:
+            stream.write(LINE.encode() * 3)
+    else:
+        path.write_bytes(PACKED[suffix](LINE.encode() * 3))
+    assert [prompt.source for prompt in load_prompts(SECTION, str(path))] == [f"{path}:{n}" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_damaged_compressed_file_is_one_problem(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"data.jsonl.{suffix}"
+    path.write_bytes(PACKED[suffix](os.urandom(5000).hex().encode() + b"\n")[:-40])
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(SECTION, str(path))
+    assert caught.value.problems[0].id in ("prompt-data-unreadable", "prompt-data-row")
+
+
+REFUSED = {
+    "utf-16": LINE.encode("utf-16"),
+    "utf-16-le": LINE.encode("utf-16-le"),
+    "utf-16-be": LINE.encode("utf-16-be"),
+    "utf-32": LINE.encode("utf-32"),
+    "zip": b"PK\x03\x04" + bytes(60),
+    "arrow": b"ARROW1\x00\x00",
+    "array": b'[\n  {"input": "x", "label": "y"}\n]',
+    "zeros": bytes(1000),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_kinds_of_files_are_refused_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(REFUSED[kind])
+    assert problem_of(str(path)).id == "prompt-data-unreadable"
+
+
+@pytest.mark.parametrize(
+    "body", [b"\xef\xbb\xbf" + LINE.encode(), LINE.replace("\n", "\r\n").encode(), LINE.encode()[:-1]]
+)
+def test_a_bom_and_other_line_ends_are_accepted(tmp_path: Path, body: bytes) -> None:
+    (tmp_path / "data.jsonl").write_bytes(body)
+    assert load_prompts(SECTION, str(tmp_path / "data.jsonl"))[0].label == "46"
+
+
+@pytest.mark.parametrize(
+    "line", [b"\x1b[2J\x1b]0;pwned\x07", b"\x9b31m", b'{"\x1b[2J": 1}', b'{"input": "\x07"', b"\xff\xfe\x00"]
+)
+def test_control_bytes_of_a_file_are_spelled_out(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "data.jsonl").write_bytes(LINE.encode() + line + b"\n")
+    problem_of(str(tmp_path / "data.jsonl"))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".PARQUET", ".jsonl", ""])
+def test_parquet_is_known_by_its_content(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"other{suffix}"
+    Path(parquet(tmp_path, [{"input": "x", "label": "y"}])).rename(path)
+    assert load_prompts(SECTION, str(path))[0].label == "y"
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder.parquet").mkdir()
+    for name in (tmp_path / "pipe", tmp_path / "folder.parquet", "/dev/zero", tmp_path / "absent"):
+        assert problem_of(str(name)).id == "prompt-data-unreadable"
+
+
+def test_absurd_sizes_have_limits_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = jsonl(tmp_path, json.dumps({"input": "x" * 2000, "label": "y"}))
+    chats = tmp_path / "chat.jsonl"
+    chats.write_text(chat({"role": "user", "content": "x" * 2000}))
+    assert load_prompts(SECTION, spec)
+    monkeypatch.setattr(rows, "MOST_CHARACTERS", 1000)
+    assert "characters" in problem_of(spec).message
+    assert "characters" in problem_of(str(chats)).message
+    monkeypatch.setattr(formats, "MOST_ROWS", 3)
+    for name in (jsonl(tmp_path, *[LINE.strip()] * 4), jsonl(tmp_path, *[""] * 9)):
+        assert problem_of(name).id == "prompt-data-too-large"
+    assert problem_of(parquet(tmp_path, [{"input": "x", "label": "y"}] * 4)).id == "prompt-data-too-large"
+
+
+def test_a_parquet_bomb_is_refused_at_once(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1_500_000, pyarrow.int32()), ["x"])
+    spec = parquet(tmp_path, pyarrow.table({"input": column, "label": column}))
+    assert Path(spec).stat().st_size < 15_000
+    assert problem_of(spec).id == "prompt-data-too-large"
+
+
+def test_columns_that_nothing_needs_are_not_read(tmp_path: Path) -> None:
+    spec = parquet(tmp_path, [{"input": "x", "label": "y", "wait": timedelta(1), "raw": b"\xff"}])
+    assert load_prompts(SECTION, spec) == [Prompt("x", "y", {}, f"{spec}: row 1")]
