@@ -14,6 +14,8 @@ from relax_cli.models.families import completed, unsupported
 from relax_cli.models.files import CONFIG_FILE, read_json
 from relax_cli.models.rotary import RopeScaling, rotary
 
+KNOWN = Path(__file__).parent / "known"
+
 INDIVISIBLE = problem_kind(
     "tensor-parallel-indivisible",
     "Roles, devices, parallelism",
@@ -117,6 +119,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         ConfigError: it is not a readable JSON object.
     """
     return read_json(folder / CONFIG_FILE)
+
+
+def known_folder(hf_checkpoint: str) -> Path | None:
+    """A folder with nothing but the `config.json` of a model that bundled recipes name; None for other models.
+
+    By the last part of the path, so that plan and memory of a recipe are known where the model is not.
+    """
+    folder = KNOWN / Path(hf_checkpoint).name
+    return folder if hf_checkpoint and folder.parent == KNOWN and (folder / CONFIG_FILE).is_file() else None
 
 
 def config_of(folder: Path) -> dict[str, Any]:

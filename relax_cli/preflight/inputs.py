@@ -17,7 +17,7 @@ from relax_cli.models.files import irregular_files
 from relax_cli.models.headers import weight_problems
 from relax_cli.models.hybrid import language_config, read_any_spec
 from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
-from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, ModelSpec, config_of
+from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, ModelSpec, config_of, known_folder
 from relax_cli.preflight.data_reader import DataReader
 from relax_cli.preflight.memory.sizes import Lengths
 
@@ -74,15 +74,11 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
     Args:
         progress: told now and then which file is being read, and the part of it that is read.
     """
-    folder, spec = known(lambda: _model_folder(config)), None
-    problems: list[Problem] = []
+    folder = known(lambda: _model_folder(config))
+    described = folder or known(lambda: known_folder(config.model.hf_checkpoint))
+    model_config = {} if described is None else config_of(described)
+    spec, problems = _spec(described, model_config)
     harmful: list[Problem] = []
-    model_config = {} if folder is None else config_of(folder)
-    if folder is not None and model_config.get("model_type") in (*FAMILIES, *BRIDGE_FAMILIES):
-        try:
-            spec = read_any_spec(folder)
-        except ConfigError as error:
-            problems += error.problems
     if folder is not None:
         problems += weight_problems(folder, spec)
         chat = bool(known(lambda: config.data.apply_chat_template))
@@ -100,6 +96,16 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
     read = RunInputs(spec, longest=longest, model_config=model_config, problems=tuple(problems))
     seen = reader.summaries.get(known(lambda: config.data.prompt_data) or "")
     return read if seen is None else replace(read, prompts=seen.prompts, prompt_lens=seen.lengths)
+
+
+def _spec(folder: Path | None, model_config: Mapping[str, Any]) -> tuple[ModelSpec | None, list[Problem]]:
+    """What `config.json` means, or why it cannot be used; a rule reports a family that is not supported."""
+    if folder is None or model_config.get("model_type") not in (*FAMILIES, *BRIDGE_FAMILIES):
+        return None, []
+    try:
+        return read_any_spec(folder), []
+    except ConfigError as error:
+        return None, list(error.problems)
 
 
 def prompt_sources(config: Config) -> Iterator[tuple[str, str]]:

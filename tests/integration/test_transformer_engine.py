@@ -6,10 +6,8 @@ around it, computed by torch, stand in its place: everything of ours that is spe
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,9 +19,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from relax_cli.backends.device import select_device
-from relax_cli.backends.megatron import layers, model
+from relax_cli.backends.megatron import layers, model, te_import
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import HfWeights
+from relax_cli.models.spec import read_spec
+from relax_cli.quickstart.task import MODEL
 from tests.support.tiny_models import save_tiny_model
 from tests.support.training_runs import Run, build, loss_fn, micro_batches, train
 
@@ -216,17 +216,51 @@ def test_every_fused_name_has_a_local_one() -> None:
         assert layers.local_name(f"decoder.layers.3.{fused}") == f"decoder.layers.3.{local}"
 
 
-def test_it_is_used_where_it_imports_and_named_where_missing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "not installed"),
+        ("", None),
+        ("import no_such_module", "no_such_module"),
+        ("raise OSError('libcudart.so.13: cannot open shared object file')", "libcudart"),
+        ("assert False", "AssertionError"),
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("import sys; sys.exit(3)", "exit code 3"),
+        ("while True: pass", "takes more than 2 s"),
+    ],
+)
+def test_its_import_is_judged_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, reason: str | None
 ) -> None:
+    monkeypatch.setattr(te_import, "DEADLINE", 2.0 if reason and "takes" in reason else 60.0)
+    if content is not None:
+        (tmp_path / "transformer_engine").mkdir()
+        (tmp_path / "transformer_engine" / "__init__.py").write_text("")
+        (tmp_path / "transformer_engine" / "pytorch.py").write_text(content)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     cpu = select_device("cpu")
     cuda = replace(cpu, kind="cuda")
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    assert layers.layer_kind("local", cuda) == layers.layer_kind("auto", cpu) == "local"
+    if reason is None:
+        assert layers.layer_kind("auto", cuda) == layers.layer_kind("transformer_engine", cuda) == "transformer_engine"
+        return
     assert layers.layer_kind("auto", cuda) == "local"
     with pytest.raises(EnvironmentFault) as caught:
         layers.layer_kind("transformer_engine", cuda)
-    assert caught.value.problems[0].id == "transformer-engine-missing"
-    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
-    assert layers.layer_kind("auto", cuda) == layers.layer_kind("transformer_engine", cuda) == "transformer_engine"
-    assert layers.layer_kind("local", cuda) == layers.layer_kind("auto", cpu) == "local"
+    (problem,) = caught.value.problems
+    assert problem.id == "transformer-engine-missing"
+    assert reason in problem.message
+
+
+def test_rotary_tables_are_fp32_for_bf16_models() -> None:
+    spec = read_spec(MODEL)
+    table = layers.RotaryTable(spec)
+    x_SBnd = torch.randn(900, 1, 1, spec.head_dim).bfloat16()
+    cos, sin = table(x_SBnd)
+    assert (cos.dtype, sin.dtype) == (torch.float32, torch.float32)
+    turned = layers._Rotate.apply(x_SBnd, cos, sin)  # type: ignore[no-untyped-call]
+    exact = layers._Rotate.apply(x_SBnd.float(), cos, sin)  # type: ignore[no-untyped-call]
+    assert turned.dtype == torch.bfloat16
+    # Rounded once, at the end.
+    assert torch.equal(turned, exact.bfloat16())

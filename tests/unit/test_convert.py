@@ -219,12 +219,15 @@ def test_written_folders_read_back_bitwise(tmp_path: Path, max_bytes: int, monke
     template.mkdir()
     write_config(template, torch_dtype="bfloat16")
     (template / "tokenizer.json").write_text("{}")
+    (template / "additional_chat_templates").mkdir()
+    (template / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     (template / hf.SINGLE_FILE).write_bytes(b"old weights")
     weights = random_weights(read_spec(template))
     write_hf(tmp_path / "out", weights.items(), template)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in read_weights(tmp_path / "out"))
     assert {name for name, _ in read_weights(tmp_path / "out")} == set(weights)
     assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
     assert (tmp_path / "out" / hf.INDEX_FILE).exists() == (max_bytes == 600)
 

@@ -17,6 +17,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+import relax_cli
+from relax_cli.config.schema import Config
 from relax_cli.data import tokenizer_trial
 from relax_cli.data.light_tokenizer import load_light
 from relax_cli.data.prompts import Prompt
@@ -28,7 +30,8 @@ from relax_cli.models.files import irregular_files, read_json
 from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, expected_shapes, weight_problems
 from relax_cli.models.hf import HfWeights, inverse_frequencies, read_weights
 from relax_cli.models.hybrid import read_any_spec
-from relax_cli.models.spec import ModelSpec, read_spec
+from relax_cli.models.spec import ModelSpec, known_folder, read_spec
+from relax_cli.preflight.inputs import read_inputs
 from relax_cli.quickstart.task import MODEL
 
 TINY: dict[str, Any] = {
@@ -556,3 +559,30 @@ def test_files_that_libraries_would_read_are_regular(
 def test_stop_ids_that_cannot_be_are_refused(tmp_path: Path, ids: object) -> None:
     folder = write(tokenizer_files(tmp_path), TINY | {"eos_token_id": ids})
     assert refused(lambda: stop_token_ids(folder, load_light(folder))).id == "model-folder"
+
+
+# -- models of the bundled recipes -----------------------------------------------------------------
+
+
+def models_of_recipes() -> set[str]:
+    texts = [path.read_text() for path in Path(relax_cli.__file__).parent.rglob("recipes/*.yaml")]
+    found = {name for text in texts for name in re.findall(r"hf_checkpoint: \S*/(Qwen\S+)", text)}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(models_of_recipes()))
+def test_sizes_of_recipe_models_are_known_without_them(name: str) -> None:
+    folder = known_folder(f"/not/there/{name}")
+    assert folder is not None
+    billions = float(re.findall(r"-([\d.]+)B", name)[0])
+    spec = read_any_spec(folder)
+    assert spec.parameters / 1e9 == pytest.approx(billions, rel=0.12)
+    config = Config.model_validate({"model": {"hf_checkpoint": f"/not/there/{name}"}})
+    inputs = read_inputs(config)
+    assert (inputs.model, inputs.problems) == (spec, ())
+
+
+@pytest.mark.parametrize("name", ["", "model", "Qwen3-4B-mine", "/", ".", "..", "Qwen3-4B/..", "known"])
+def test_other_models_are_not_known(name: str) -> None:
+    assert known_folder(name) is None

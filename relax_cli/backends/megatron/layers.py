@@ -9,7 +9,6 @@ Legend: `S` positions, `B` samples, `H` hidden, `n` heads, `d` head size.
 from __future__ import annotations
 
 import functools
-import importlib
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,16 +25,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from relax_cli.backends.device import Device
-from relax_cli.errors import MACHINE_THEME, EnvironmentFault, problem_kind
+from relax_cli.backends.megatron import te_import
+from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import inverse_frequencies
 from relax_cli.models.spec import ModelSpec
-
-NO_TRANSFORMER_ENGINE = problem_kind(
-    "transformer-engine-missing",
-    MACHINE_THEME,
-    "`--transformer-impl transformer_engine`, but TransformerEngine does not import on this machine.",
-    option="--transformer-impl",
-)
 
 LayerKind = Literal["local", "transformer_engine"]
 
@@ -54,20 +47,12 @@ def layer_kind(wanted: Literal["auto", "local", "transformer_engine"], device: D
     """
     if wanted == "local" or device.kind == "cpu":
         return "local"
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:  # an OSError is a shared library of another CUDA version
-        if wanted == "auto":
-            return "local"
-        raise EnvironmentFault(
-            NO_TRANSFORMER_ENGINE(
-                f"TransformerEngine does not import: {str(error).splitlines()[0]}",
-                fix="pip install 'relax-cli[gpu]', or --transformer-impl local",
-                got=wanted,
-                expected="auto or local on this machine",
-            )
-        ) from error
-    return "transformer_engine"
+    trouble = te_import.trouble()
+    if trouble is None:
+        return "transformer_engine"
+    if wanted == "auto":
+        return "local"
+    raise EnvironmentFault(trouble)
 
 
 def local_name(name: str) -> str:
@@ -143,12 +128,12 @@ class RotaryTable:
         self._cos = self._sin = torch.empty(0)
 
     def __call__(self, x_SBnd: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables `[S, 1, 1, d]` in the type and on the device of `x_SBnd`."""
+        """Tables `[S, 1, 1, d]` in fp32 on the device of `x_SBnd`: in bf16, neighbouring positions would look alike."""
         length = x_SBnd.size(0)
-        if self._cos.size(0) < length or self._cos.device != x_SBnd.device or self._cos.dtype != x_SBnd.dtype:
+        if self._cos.size(0) < length or self._cos.device != x_SBnd.device:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self._inv_freq)[:, None, None, :]
-            self._cos = torch.cat([angles.cos(), angles.cos()], -1).to(x_SBnd)
-            self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(x_SBnd)
+            self._cos = torch.cat([angles.cos(), angles.cos()], -1).to(x_SBnd.device)
+            self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(x_SBnd.device)
         return self._cos[:length], self._sin[:length]
 
 
@@ -195,17 +180,22 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
 
 
 class _Rotate(torch.autograd.Function):
-    """`x·cos + rotate_half(x)·sin`; the gradient is the rotation backwards."""
+    """`x·cos + rotate_half(x)·sin` in fp32, in the type of `x`; the gradient is the rotation backwards."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return (x * cos).addcmul_(x.roll(x.size(-1) // 2, -1), sin)
+        return _rotated(x, cos, sin, 1).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return (grad * cos).addcmul_(grad.roll(grad.size(-1) // 2, -1), sin, value=-1), None, None
+        return _rotated(grad, cos, sin, -1).to(grad.dtype), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    return (wide * cos).addcmul_(wide.roll(x.size(-1) // 2, -1), sin, value=direction)
 
 
 class RmsNorm(torch.nn.Module):
