@@ -231,7 +231,7 @@ def test_relax_json_is_plain_json(qwen3: Path, tmp_path: Path) -> None:
     store.write(trained("value", qwen3, steps=0), tmp_path, 1, "critic", META)
     raw = json.loads((layout.temporary_folder(tmp_path, 1) / layout.META_FILE).read_text())
     assert raw["role"] == "critic"
-    assert raw["extra"] == {"data_position": 17}
+    assert raw["extra"] == {"data_position": {"rollouts": 17}}
     assert {entry["path"] for entry in raw["files"]} >= {"common.pt", "metadata.json", ".metadata"}
 
 

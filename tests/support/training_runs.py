@@ -18,7 +18,7 @@ from tests.support.tiny_models import VOCAB
 PROMPT_LENS = (3, 5, 2, 4, 6, 3)
 RESPONSE_LENS = (4, 2, 6, 5, 1, 3)
 ROWS = list(range(6))
-META = {"weight_version": 4, "seeds": {"seed": 1}, "config_hash": "abc", "data_position": 17}
+META = {"weight_version": 4, "seeds": {"seed": 1}, "config_hash": "abc", "data_position": {"rollouts": 17}}
 """What a checkpoint says besides its tensors."""
 
 
