@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from typing import Literal
 
-from relax_cli.config.versions import SETS, SGLANG_CONTRACTS
+from relax_cli.config.versions import SETS, SGLANG_CONTRACTS, installed_version
 from relax_cli.preflight.machine import NVIDIA_SMI_SECONDS
 
 PAIRED = ("torch", "megatron-core", "sglang")
@@ -41,14 +41,6 @@ def version_checks(has_gpu: bool) -> list[Check]:
     checks += [check for name in PINNING for check in broken_requirements(name)]
     checks += allocator_conflict(os.environ, has_gpu=has_gpu)
     return checks
-
-
-def installed_version(name: str) -> str | None:
-    """Version of a distribution; None where it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def tested_pair(python: tuple[int, int], installed: Mapping[str, str]) -> Check:

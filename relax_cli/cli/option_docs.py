@@ -37,6 +37,9 @@ Recipes are sparse YAML 1.2: only what differs from the defaults. `${VAR}` and `
 `${RECIPE_DIR}` is the folder of the recipe, `$${` is a plain `${`. An unknown key, a key that stands twice or a
 variable that is not set is an error with file and line. `relax recipes schema` prints a JSON schema for editors.
 
+The `config.json` of a run folder is also a recipe, without its `run_dir`: `relax train --recipe RUN/config.json` runs
+it again in a new folder. It also records the command line and the versions of the libraries.
+
 What must hold between options is in [rules.md](rules.md).
 
 Secrets are never printed or written: values of options that are named like one (`…_key`, `…_token`, `…password…`,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from relax_cli.config.model import options_by_name, section_model
+from relax_cli.config.model import flag, options_by_name, section_model
+from relax_cli.config.redact import HIDDEN
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem, problem_kind
 
@@ -50,6 +52,14 @@ UNKNOWN_KEY = problem_kind(
     THEME,
     "The section has no such key; the nearest valid one, or the section it belongs to, is given.",
 )
+
+SECRET_LEFT_OUT = problem_kind(
+    "recipe-secret",
+    THEME,
+    "The recipe is the `config.json` of a run, in which secrets are `<redacted>`; the option has to be given again.",
+)
+RUN_RECORD = frozenset({"config", "origins"})
+"""Keys by which the `config.json` of a run is known."""
 
 _VARIABLE = re.compile(r"\$(?P<escape>\$)?\{(?P<name>[^}:]*)(?P<default>:-[^}]*)?(?P<rest>[^}]*)(?P<close>\})?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -115,6 +125,8 @@ def read_recipe(path: Path, env: Mapping[str, str], model: type[Config]) -> tupl
         return [], [_unreadable(path, error)]
     if document is None:
         return [], []
+    if isinstance(document, CommentedMap) and document.keys() >= RUN_RECORD:
+        return _read_record(document["config"], path, model)
     if not isinstance(document, CommentedMap):
         message = f"recipe {path} is not a mapping of sections"
         return [], [SYNTAX(message, where=f"{path}:1", fix="write `section:` and indented keys")]
@@ -136,6 +148,31 @@ def read_recipe(path: Path, env: Mapping[str, str], model: type[Config]) -> tupl
         elif body is not None:
             message = f"section {section} is a single value instead of keys"
             problems.append(SYNTAX(message, where=where, fix=f"indent keys under `{section}:`"))
+    return settings, problems
+
+
+def _read_record(config: Any, path: Path, model: type[Config]) -> tuple[list[Setting], list[Problem]]:
+    """The settings of a run's `config.json`: what differs from the defaults, without its folder, which is its own."""
+    settings: list[Setting] = []
+    problems: list[Problem] = []
+    sections = config if isinstance(config, CommentedMap) else CommentedMap()
+    defaults = model().model_dump(mode="json")
+    for section, body in sections.items():
+        for key, raw in body.items() if isinstance(body, CommentedMap) and section in defaults else ():
+            where, value = f"{path}:{body.lc.key(key)[0] + 1}", plain(raw)
+            if key not in defaults[section]:
+                problems.append(unknown_key(section, key, where, model))
+            elif HIDDEN in json.dumps(value, default=str):
+                secret = SECRET_LEFT_OUT(
+                    f"{section}.{key} had a secret, which config.json does not keep",
+                    fix=f"give {flag(key)} after --recipe",
+                    option=flag(key),
+                    where=where,
+                )
+                settings.append(Setting(section, key, value, where, is_text=False, problems=(secret,)))
+            # A run with a number of rollouts has it from its passes over the data, if those were given.
+            elif key not in ("run_dir", "num_epoch") and value != defaults[section][key]:
+                settings.append(Setting(section, key, value, where, is_text=False))
     return settings, problems
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,11 @@ CPU_MEGATRON = ("0.16.0", "0.16.1", "0.19.2")
 """Versions of megatron-core that train the same numbers on a CPU, bit by bit (`backends/megatron/cpu_support.py`)."""
 NEWEST_MEGATRON = CPU_MEGATRON[-1] if sys.version_info >= (3, 12) else "0.16.1"
 """The newest of them for this Python."""
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a distribution; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

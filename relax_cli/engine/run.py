@@ -18,6 +18,7 @@ from relax_cli.checkpoint.fingerprint import RunIdentity, identify
 from relax_cli.config.redact import shell_join
 from relax_cli.config.schema import Config
 from relax_cli.engine.locks import claimed, written_folders
+from relax_cli.engine.run_folder import new_run_folder, run_record
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import RunReport, Trainer
@@ -75,10 +76,10 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         # Decided again now that nobody else can write: a run may have ended since.
         start = decide_run(config, has_critic="critic" in graph)
         first = start.decision.iteration or 0
-        write_config(run_dir, checked.dump(config))
+        write_config(run_dir, run_record(checked, config))
         drop_samples(run_dir, first)
         display = stack.enter_context(StepDisplay(console, config.batch.num_rollout or 0))
-        for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *device_notes(checked)]:
+        for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *start_notes(checked)]:
             display.note(note)
         writers = metric_writers(stack, config, run_dir, first)
         model = model_folder(config.model.hf_checkpoint, display)
@@ -146,10 +147,13 @@ def metric_writers(
     return writers
 
 
-def device_notes(checked: CheckedRun) -> list[str]:
-    """What `--device auto` became."""
+def start_notes(checked: CheckedRun) -> list[str]:
+    """What `--device auto` became, and that nothing will be saved."""
     chosen = (change for change in checked.changes if change.option == "--device")
-    return [f"--device {change.before} is {change.after} here: {change.why}" for change in chosen]
+    notes = [f"--device {change.before} is {change.after} here: {change.why}" for change in chosen]
+    if checked.config.checkpoint.save is None:
+        notes.append("no checkpoints will be saved, so this run cannot be resumed: --save DIR saves them")
+    return notes
 
 
 @dataclass(frozen=True)
@@ -183,13 +187,12 @@ class Recorder:
 
 
 def prepare_run(checked: CheckedRun) -> tuple[Config, Path]:
-    """Fill in what depends on the clock and the data: the run folder's name, the number of rollouts."""
+    """Fill in what depends on the clock and the data: the run folder, the number of rollouts."""
     config = checked.config
-    name = f"{config.algorithm.advantage_estimator}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = Path(config.run.run_dir or f"runs/{name}").absolute()
+    run_dir = new_run_folder(config.algorithm.advantage_estimator) if config.run.run_dir is None else config.run.run_dir
     batch = config.batch.model_copy(update={"num_rollout": checked.inputs.rollouts(config)})
-    run = config.run.model_copy(update={"run_dir": str(run_dir)})
-    return config.model_copy(update={"batch": batch, "run": run}), run_dir
+    run = config.run.model_copy(update={"run_dir": os.path.abspath(run_dir)})
+    return config.model_copy(update={"batch": batch, "run": run}), Path(os.path.abspath(run_dir))
 
 
 def model_folder(name: str, display: StepDisplay) -> Path:
@@ -280,7 +283,7 @@ def resume_command(config: Config, checked: CheckedRun, report: RunReport) -> st
         places |= {"--load": config.checkpoint.save, "--critic-load": config.critic.critic_save}
     elif report.first == 0:
         return None
-    words = ["relax", "train", *without_options(checked.command, {*places, "--num-rollout"})]
+    words = ["relax", "train", *without_options(checked.command, {*places, "--num-rollout", "--num-epoch"})]
     return shell_join([*words, *(word for name, value in places.items() if value for word in (name, str(value)))])
 
 
