@@ -169,4 +169,4 @@ class EnvironmentFault(RelaxError, ValueError):
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived; like KeyboardInterrupt no error, so nothing but the end of the run may catch it."""
+    """SIGTERM or SIGHUP arrived; like KeyboardInterrupt no error, so nothing but the end of the run may catch it."""

@@ -29,7 +29,8 @@ from relax_cli.errors import RunError, problem_kind
 STORAGE_FAILED = problem_kind(
     "storage-failed",
     "Folders and checkpoints",
-    "Writing a checkpoint failed. The previous one is intact. `--on-save-error` decides whether the run ends.",
+    "Writing a checkpoint failed. The previous one is intact, unless its folder was removed. `--on-save-error` decides "
+    "whether the run ends.",
 )
 
 
@@ -215,10 +216,13 @@ def _disk_errors() -> Iterator[None]:
 def storage_failed(error: BaseException, where: Path) -> RunError:
     """What to say when a checkpoint could not be written."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    fix = "make room or repair the permissions of the folder; the previous checkpoint is intact"
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        fix = "leave the save folder where it is during a run; something removed or renamed it, or a part of it"
     return RunError(
         STORAGE_FAILED(
             f"writing the checkpoint failed: {reason}",
-            fix="make room or repair the permissions of the folder; the previous checkpoint is intact",
+            fix=fix,
             where=str(where),
         )
     )

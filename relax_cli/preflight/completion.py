@@ -56,6 +56,24 @@ def beside(folder: str) -> str:
     return f"{folder.rstrip('/')}-critic"
 
 
+LEFT_BY_A_START = frozenset(
+    {".lock", ".config.json.tmp", "config.json", "logs", "metrics.jsonl", "rollouts", "tb", "weights"}
+)
+"""What a run writes into its folder before its first step has finished."""
+
+
+def holds_a_run(run_dir: Path) -> bool:
+    """Whether a run has finished a step in this folder, or something else is there."""
+    names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    return not names <= LEFT_BY_A_START or has_metrics(run_dir)
+
+
+def has_metrics(run_dir: Path) -> bool:
+    """Whether a run has finished a step in this folder."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
 def has_checkpoints(folder: str) -> bool:
     """Whether a save folder has a tracker that says something."""
     tracker = Path(folder) / TRACKER_FILE

@@ -15,6 +15,7 @@ from relax_cli.checkpoint.fingerprint import RunIdentity, differences, folder_of
 from relax_cli.checkpoint.resume import ResumeReport, examine_resume
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem, ResumeError
+from relax_cli.preflight.completion import has_metrics
 
 
 def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = None) -> ResumeReport:
@@ -82,6 +83,6 @@ def _new_run_problems(config: Config) -> list[Problem]:
     if config.algorithm.needs_reference and config.model.ref_load is None:
         found.append(problems_of.other_reference(config.model.hf_checkpoint))
     run_dir = config.run.run_dir
-    if run_dir is not None and (Path(run_dir) / "metrics.jsonl").exists():
+    if run_dir is not None and has_metrics(Path(run_dir)):
         found.append(problems_of.run_dir_in_use(run_dir))
     return found

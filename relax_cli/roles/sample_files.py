@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from relax_cli.roles.run_folder import run_folder_errors
 
 
 class SampleWriter:
     """Writes the samples of each step."""
 
     def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._folder = run_dir / "rollouts"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        with run_folder_errors(run_dir):
+            self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, samples: Iterable[Mapping[str, Any]], *, append: bool = False) -> Path:
         """Write one JSON object per sample; returns the file.
@@ -24,9 +29,11 @@ class SampleWriter:
         """
         path = self._folder / f"step_{step:06d}.jsonl"
         text = "".join(json_line(sample) for sample in samples)
-        # Not flushed to the disk as metrics are: nothing resumes from samples, and every step waits for it.
-        with path.open("a" if append else "w", encoding="utf-8") as file:
+        with run_folder_errors(self._run_dir), path.open("a" if append else "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            # Like the step's metrics, on the disk before a checkpoint counts.
+            os.fsync(file.fileno())
         return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -63,7 +64,12 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        # What could not be written before cannot be written now, either: the first failure is the one to report.
+        with contextlib.suppress(OSError):
+            self.close()
 
 
 class TensorBoardWriter:

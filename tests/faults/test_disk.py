@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,3 +156,69 @@ def test_a_full_run_folder_ends_the_run_clearly_and_it_resumes(
     filler.unlink()
     assert zygote.run(small_disk.root, arguments(fault_task, small_disk, *moved)).code == 0
     assert_pair(small_disk, 3)
+
+
+PLACES = {
+    "config": "run/.config.json.tmp",
+    "metrics": "run/metrics.jsonl",
+    "folder-of-samples": "run/rollouts",
+    "samples": "run/rollouts/step_000000",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_fails_before_its_first_step_can_be_started_again(
+    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, place: str
+) -> None:
+    folders = Folders(tmp_path)
+    argv = arguments(fault_task, folders, "--num-rollout", "1")[:-6]
+    argv += ["--num-rollout", "1"]
+    ended = zygote.run(tmp_path, argv, fault=("eio", PLACES[place], 1))
+    assert ended.code == 1, ended.err
+    assert "[run-folder-failed]" in ended.err
+    assert "Input/output error" in ended.err
+    assert "bug" not in ended.err
+    again = zygote.run(tmp_path, argv)
+    assert again.code == 0, again.err
+    assert folders.metrics() == straight.metrics()[:1]
+
+
+def test_a_run_folder_that_goes_away_ends_the_run_with_a_command_that_works(
+    zygote: Zygote, fault_task: Path, tmp_path: Path
+) -> None:
+    folders = Folders(tmp_path)
+    argv = arguments(fault_task, folders, "--num-rollout", "3")
+    ended = zygote.run(tmp_path, argv, fault=(f"move {folders.run}", "run/rollouts/step_000001", 1))
+    assert ended.code == 1, ended.err
+    assert "[run-folder-failed]" in ended.err
+    assert "removed or renamed" in ended.err
+    assert "bug" not in ended.err
+    assert resumed(zygote, tmp_path, ended).code == 0
+    assert_pair(folders, 3)
+
+
+@pytest.mark.parametrize(
+    ("moved", "place"),
+    [
+        ("actor", "actor/.iter_0000002.tmp/common.pt"),
+        ("actor", "critic/.iter_0000002.tmp/common.pt"),
+        ("critic", "critic/.iter_0000002.tmp/common.pt"),
+    ],
+)
+def test_a_save_folder_that_goes_away_is_not_called_intact(
+    zygote: Zygote, fault_task: Path, tmp_path: Path, moved: str, place: str
+) -> None:
+    folders = Folders(tmp_path)
+    gone = folders.actor if moved == "actor" else folders.critic
+    ended = zygote.run(tmp_path, arguments(fault_task, folders, "--num-rollout", "3"), fault=(f"move {gone}", place, 1))
+    assert ended.code == 1, ended.err
+    assert "bug" not in ended.err
+    assert "intact" not in ended.err
+    assert str(gone) in ended.err
+    assert "there is nothing to resume from" in ended.err
+
+
+def resumed(zygote: Zygote, root: Path, ended: Ended) -> Ended:
+    """The run after the command that an interrupted one printed."""
+    (line,) = [line for line in ended.err.splitlines() if line.strip().startswith("relax train")]
+    return zygote.run(root, shlex.split(line)[1:])

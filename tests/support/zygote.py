@@ -100,6 +100,7 @@ class Fault:
     - `eio`: the operation fails as a broken disk does.
     - `fill FILE`: FILE takes all the room there is, until the save of another iteration begins.
     - `stay-full FILE`: the same, for good.
+    - `move FOLDER`: FOLDER gets another name.
     - `count`: nothing; every operation is named on stderr.
     """
 
@@ -133,6 +134,9 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "eio":
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        if self.kind == "move":
+            os.rename(self.filler, self.filler + ".moved")
+            return
         if not self.filler:
             for name in self.kind.split(","):
                 os.kill(os.getpid(), signal.Signals[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 
 from relax_cli.config.schema import BatchSection, CheckpointSection, Config
 from relax_cli.engine.groups import Ranks, Roles, TrainedGroup, recorded
-from relax_cli.engine.run import disk_errors
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer
 from relax_cli.errors import Problem, RunError
+from relax_cli.roles.run_folder import run_folder_errors
+from relax_cli.tracking.writers import MetricsWriter
 
 Calls = list[tuple[str, str]]
 
@@ -178,8 +180,43 @@ def test_a_pair_whose_metrics_cannot_be_written_is_taken_back() -> None:
 
 
 def test_a_full_disk_under_the_run_folder_is_a_run_error() -> None:
-    with pytest.raises(RunError, match="No space left") as caught, disk_errors(Path("/run")):
+    with pytest.raises(RunError, match="No space left") as caught, run_folder_errors(Path("/run")):
         Full().step(0, {})
     assert caught.value.problems[0].where == "/run/metrics.jsonl"
-    with pytest.raises(FileNotFoundError), disk_errors(Path("/run")):
+    with pytest.raises(FileNotFoundError), run_folder_errors(Path("/run")):
         raise FileNotFoundError(errno.ENOENT, "no such file", "x")
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "said"),
+    [
+        (errno.ENOSPC, None, "cannot be written: No space left"),
+        (errno.ENOSPC, "{}/rollouts/x", "cannot be written: No space left"),
+        (errno.EDQUOT, "/elsewhere", "cannot be written"),
+        (errno.EROFS, "{}/metrics.jsonl", "cannot be written: Read-only"),
+        (errno.ENAMETOOLONG, "{}/metrics.jsonl", "cannot be written: File name too long"),
+        (errno.ENOENT, "{}/rollouts/step_000001.jsonl", "was removed or renamed"),
+        (errno.ENOTDIR, "{}/rollouts/step_000001.jsonl", "was removed or renamed"),
+    ],
+)
+def test_every_failure_of_the_run_folder_is_named(number: int, place: str | None, said: str, tmp_path: Path) -> None:
+    name = None if place is None else place.format(tmp_path)
+    with pytest.raises(RunError, match=said) as caught, run_folder_errors(tmp_path):
+        raise OSError(number, os.strerror(number), *([] if name is None else [name]))
+    (problem,) = caught.value.problems
+    assert problem.id == "run-folder-failed"
+    assert problem.where == (name or str(tmp_path))
+    assert problem.fix
+
+
+def test_a_metrics_file_that_cannot_be_written_is_the_failure_that_is_raised(tmp_path: Path) -> None:
+    def fail() -> None:
+        with MetricsWriter(tmp_path) as writer:
+            descriptor = os.open("/dev/full", os.O_WRONLY)
+            os.dup2(descriptor, writer._file.fileno())
+            os.close(descriptor)
+            writer._file.write("not yet on the disk")
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        fail()

@@ -54,6 +54,45 @@ def test_a_second_key_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said[-1] == "stopping now"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_hangup_is_like_sigterm(number: signal.Signals) -> None:
+    said: list[str] = []
+    stop = StopRequest(said.append)
+    with stop.listening():
+        with pytest.raises(Terminated):
+            send(number)
+        stop.doing = "finishing step 7, then saving"
+        send(number)
+    assert isinstance(stop.requested_stop, Terminated)
+    assert said == [f"{number.name}: finishing step 7, then saving; Ctrl-C stops now"]
+
+
+def test_under_nohup_a_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(print).listening():
+            send(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_has_gone_takes_no_output_and_breaks_nothing() -> None:
+    master, terminal = os.openpty()
+    kept = os.dup(1)
+    os.dup2(terminal, 1)
+    try:
+        stop = StopRequest(lambda _: None)
+        os.close(terminal)
+        os.close(master)
+        with stop.listening():
+            stop.doing = "finishing"
+            send(signal.SIGHUP)
+        assert os.write(1, b"lost") == 4
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def test_sigterm_asks_once_and_ctrl_c_may_follow_at_once() -> None:
     said: list[str] = []
     stop = StopRequest(said.append)

@@ -35,6 +35,7 @@ from relax_cli.engine.ray.start import check_resources, start_ray
 from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts
 from relax_cli.engine.session import Session
 from relax_cli.plugin.launch_plan import LaunchPlan
+from relax_cli.roles.run_folder import run_folder_errors
 
 WAITING_FOR_BUNDLES = 5.0
 """Seconds after which the screen says that others hold what the roles need."""
@@ -62,7 +63,8 @@ class RaySession(Session):
         self.built: dict[str, RayRanks[Any]] = {}
         self.watch = ProcessWatch(this_node())
         try:
-            self._start(plan)
+            with run_folder_errors(plan.run_dir):
+                self._start(plan)
         except BaseException:
             self.close()
             raise

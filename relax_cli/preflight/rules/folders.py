@@ -9,7 +9,7 @@ from pathlib import Path
 from relax_cli.checkpoint.resume_problems import RUN_DIR_IN_USE, SAVE_IN_USE
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection, RunSection
 from relax_cli.errors import MACHINE_THEME
-from relax_cli.preflight.completion import beside, has_checkpoints
+from relax_cli.preflight.completion import beside, has_checkpoints, holds_a_run
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Folders and checkpoints"
@@ -39,11 +39,11 @@ def critic_save_without_save(config: Config) -> Found:
 def run_dir_in_use(run: RunSection, checkpoint: CheckpointSection) -> Found:
     """A run folder is new or empty, unless its run is resumed."""
     path = None if run.run_dir is None else Path(run.run_dir)
-    if path is not None and path.is_dir() and any(path.iterdir()) and checkpoint.load is None:
+    if path is not None and checkpoint.load is None and holds_a_run(path):
         save = checkpoint.save
         resume = f", or resume with --load {save}" if save is not None and has_checkpoints(save) else ""
         yield Finding(
-            "the run folder is not empty",
+            "the run folder holds a run or other files",
             got=str(run.run_dir),
             expected="a new or empty folder",
             fix=f"--run-dir {unused_name(str(run.run_dir))}{resume}",
