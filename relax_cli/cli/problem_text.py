@@ -26,7 +26,10 @@ def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDT
     places = problem.where
     if problem.count > 1:
         rest = problem.count - len(problem.places)
-        places = ", ".join(problem.places) + (f" and {rest:,} more" if rest else "")
+        # The first in full, of the others what differs: data.jsonl:1, :5, :9.
+        file = problem.where.rpartition(":")[0]
+        short = [place.removeprefix(file).removeprefix(": ") for place in problem.places[1:]]
+        places = ", ".join([problem.where, *short]) + (f" and {rest:,} more" if rest else "")
     where = " from ".join(dict.fromkeys(part for part in (problem.option, places) if part))
     parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": fix}
     lines = [(f"{label or problem.severity}: {problem.message}  [{problem.id}]", "  ")]

@@ -61,7 +61,8 @@ def run_apart(
             _end_group(process)
         if not answer.exists():
             raise Unanswered(f"ended its process with {_ending(code)}")
-        return [Problem(**fields) for fields in json.loads(answer.read_text("utf-8"))]
+        found = json.loads(answer.read_text("utf-8"))
+        return [Problem(**{**fields, "places": tuple(fields["places"])}) for fields in found]
 
 
 def main(answer: str, most_bytes: str, function: str, *arguments: str) -> None:

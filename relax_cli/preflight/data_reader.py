@@ -76,15 +76,15 @@ class DataReader:
         seen = _Seen(RepeatedProblems())
         while chunk := list(islice(rows, CHUNK)):
             self._check(chunk, seen)
-        self.summaries[spec] = PromptSummary(
-            seen.count, tuple(seen.lengths), seen.longest.source if seen.longest else ""
-        )
+        longest = seen.longest.source if seen.longest else ""
+        if seen.count and not seen.has_bad_rows:
+            self.summaries[spec] = PromptSummary(seen.count, tuple(seen.lengths), longest)
         problems = [*seen.problems.all(), *self._too_long(seen)]
         if not seen.count and not problems:
             problems = [empty(spec)]
         if problems:
             raise ConfigError(problems)
-        store_summary(key, (seen.count, seen.lengths, self.summaries[spec].longest))
+        store_summary(key, (seen.count, seen.lengths, longest))
 
     def _load_tokenizer(self) -> None:
         if self._loaded or self._folder is None:
@@ -103,6 +103,8 @@ class DataReader:
                 seen.problems.add(problem)
             if isinstance(row, Prompt):
                 prompts.append(row)
+            else:
+                seen.has_bad_rows = True
         seen.count += len(prompts)
         if self._tokenizer is not None:
             self._count(prompts, seen)
@@ -155,6 +157,7 @@ class _Seen:
     lengths: list[int] = field(default_factory=list)
     most: int = 0
     longest: Prompt | None = None
+    has_bad_rows: bool = False
     over: int = 0
     """Prompts over `--rollout-max-prompt-len`."""
     over_places: list[str] = field(default_factory=list)

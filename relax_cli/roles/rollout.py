@@ -175,8 +175,8 @@ class RolloutRole:
         jobs = [(p * samples_per_prompt + s, prompts[p]) for p in range(first, last) for s in range(samples_per_prompt)]
         tokens = [self._encode(prompt) for _, prompt in jobs]
         requests = [
-            Request(tuple(ids), sample_seed(self.rollout.rollout_seed, stream, row))
-            for (row, _), ids in zip(jobs, tokens, strict=True)
+            Request(tuple(ids), sample_seed(self.rollout.rollout_seed, stream, row), prompt.source)
+            for (row, prompt), ids in zip(jobs, tokens, strict=True)
         ]
         generations = self.engine.generate(requests, self.sampling)
         return self.judge(

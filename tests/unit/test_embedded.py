@@ -306,8 +306,8 @@ def test_a_model_it_cannot_compute_is_refused(folder: Path, tmp_path: Path, key:
 @pytest.mark.parametrize("prompt", [(), (VOCAB,), (3, -1), (1,) * 121], ids=["empty", "above", "below", "too-long"])
 def test_prompts_the_model_cannot_take_are_refused(engine: EmbeddedEngine, prompt: tuple[int, ...]) -> None:
     with pytest.raises(RunError) as caught:
-        engine.generate([Request((1, 2), 0), Request(prompt, 1)], PLAIN)
-    assert caught.value.problems[0].id == "rollout-prompt"
+        engine.generate([Request((1, 2), 0), Request(prompt, 1, "data.jsonl:7")], PLAIN)
+    assert (caught.value.problems[0].id, caught.value.problems[0].where) == ("rollout-prompt", "data.jsonl:7")
 
 
 def test_generating_asleep_is_a_bug_and_waking_changes_nothing(engine: EmbeddedEngine) -> None:

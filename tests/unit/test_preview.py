@@ -205,6 +205,12 @@ LATE_FAULTS = {
 }  # fmt: skip
 
 
+def test_prompts_among_bad_rows_are_not_counted(tmp_path: Path) -> None:
+    for rows in ([{"input": "hello"}] * 3, [{"input": "hello", "label": "1"}, {"input": "hello"}]):
+        reader, problems = read_all(tmp_path, rows)
+        assert (len(problems), reader.summaries) == (1, {})
+
+
 @pytest.mark.parametrize("kind", LATE_FAULTS)
 def test_the_last_row_is_checked_like_the_first(tmp_path: Path, kind: str) -> None:
     row, rule, options = LATE_FAULTS[kind]

@@ -118,7 +118,10 @@ def test_an_object_is_a_reward_with_parts_or_parts_to_pick_from(server: Server) 
     assert refused(load_reward(section, {})).fix == "--reward-key form"
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", '"1.0"', "null", '{"reward": NaN}', '{"reward": 1, "x": "y"}'])
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "Infinity", '"1.0"', "null", "1" + "0" * 400, "1e400", '{"reward": NaN}', '{"reward": 1, "x": "y"}'],
+)
 def test_a_reward_that_is_not_finite_names_sample_and_url(server: Server, value: str) -> None:
     server.answers = [(200, b'{"rewards": [1, %s]}' % value.encode())]
     problem = refused(load_reward(RewardSection(rm_type="remote", rm_url=server.url()), {}))
@@ -136,6 +139,8 @@ def test_a_reward_that_is_not_finite_names_sample_and_url(server: Server, value:
         ((200, b"<html>busy</html>"), "not JSON", "<html>busy</html>"),
         ((200, b"\xff\xfe\x00"), "not JSON", "\ufffd"),
         ((200, b""), "not JSON", ""),
+        ((200, b"[" * 100_000), "not JSON", "[[["),
+        ((200, b'{"rewards": [1%s, 1]}' % (b"0" * 5000)), "not JSON", '{"rewards": [1000'),
         ((200, b"[1.0, 2.0]"), "without a list of rewards", "[1.0, 2.0]"),
         ((200, b'{"rewards": 1}'), "without a list of rewards", '{"rewards": 1}'),
         ((404, b"no such path"), "failed", "HTTP 404 Not Found: no such path"),
@@ -214,7 +219,34 @@ def dripping(handler: Handler) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("behaviour", [silent, dripping])
+def drip(handler: Handler, text: bytes) -> None:
+    """Send each byte in time, all of them never."""
+    for byte in text * 100:
+        try:
+            handler.wfile.write(bytes([byte]))
+            handler.wfile.flush()
+        except OSError:
+            return
+        time.sleep(0.05)
+
+
+def slow_status(handler: Handler) -> None:
+    drip(handler, b"HTTP/1.1 200 OK" + b" " * 200)
+
+
+def slow_headers(handler: Handler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    drip(handler, b"X-Wait: 1\r\n")
+
+
+def slow_fault(handler: Handler) -> None:
+    handler.send_response(400)
+    handler.send_header("Content-Length", "10000")
+    handler.end_headers()
+    drip(handler, b"wrong ")
+
+
+@pytest.mark.parametrize("behaviour", [silent, dripping, slow_status, slow_headers, slow_fault])
 def test_the_deadline_ends_a_batch_whose_answer_does_not_come(
     server: Server, behaviour: Callable[[Handler], None]
 ) -> None:
@@ -244,6 +276,12 @@ def test_user_and_password_are_sent_and_never_shown(server: Server) -> None:
     assert "127.0.0.1" in shown
     assert "s3cr3t" not in shown
     assert "hun%20ter2" not in shown
+
+
+def test_a_server_is_not_asked_about_nothing(server: Server) -> None:
+    reward = load_reward(RewardSection(rm_type="remote", rm_url=server.url()), {})
+    assert reward([]) == []
+    assert server.seen == []
 
 
 def test_remote_without_a_usable_url_does_not_load() -> None:

@@ -19,6 +19,7 @@ from relax_cli.data.prompts import load_prompts
 from relax_cli.data.rewards import RewardInput, RewardResult, load_reward
 from relax_cli.data.rewards.custom import check_custom, find_custom
 from relax_cli.data.rewards.math import MathReward
+from relax_cli.data.rewards.math_answers import compare, is_usable
 from relax_cli.data.rewards.reasoning_gym import extract_answer
 from relax_cli.errors import ConfigError, Problem, RelaxError, RunError
 from relax_cli.plugin import apart
@@ -430,7 +431,7 @@ def test_a_reward_file_is_tried_in_a_process_of_its_own(
     file = tmp_path / "mine.py"
     file.write_text(body + "\n")
     found = check_custom(f"{file}:judge")
-    assert [problem.id for problem in found] == ([] if message is None else ["custom-reward"])
+    assert [problem.id for problem in dict.fromkeys(found)] == ([] if message is None else ["custom-reward"])
     assert message is None or message in found[0].message
 
 
@@ -453,6 +454,47 @@ def maths() -> Iterator[MathReward]:
 )
 def test_math_compares_values(maths: MathReward, response: str, label: str, expected: float) -> None:
     assert rewards(maths([sample(response, label)])) == [expected]
+
+
+PERCENT = (
+    ["\\boxed{28\\%}", "28 percent", "28%", "$28\\%$", "The answer is 28\\%.", "28 per cent", "28", "0.28"],
+    ["\\boxed{2.8}", "29%", "0.28%", "2800", ""],
+)
+DOLLARS = (["18.90", "$18.90", "\\$18.90", "$18.9$", "\\boxed{18.90}", "It costs \\$18.90."], ["18.91", "1890", ""])
+LETTER = (
+    ["B", "(B)", "\\boxed{B}", "The answer is B.", "Answer: **B**", "\\boxed{\\text{(B)}}", "**B**", "answer: (b)"],
+    ["C", "The answer is C.", "\\boxed{C}", "AB", "The answer is B or C.", ""],
+)
+WORD = (["yes", "Yes.", "\\boxed{yes}", "\\text{yes}", "The answer is yes"], ["no", "\\boxed{no}", "yes and no", ""])
+SPELLINGS = {
+    **dict.fromkeys(["28%", "28\\%", "$28\\%$", "$28%$", "28 percent", "28 \\text{ percent}"], PERCENT),
+    **dict.fromkeys(["\\$18.90", "$18.90", "18.90", "$\\$18.90$", "18.9"], DOLLARS),
+    **dict.fromkeys(["B", "(B)", "$B$", "\\text{B}"], LETTER),
+    **dict.fromkeys(["yes", "Yes", "\\text{yes}"], WORD),
+    "1e-7": (["0.0000001", "1e-7", "$10^{-7}$"], ["0.0000002", "1", "0"]),
+    "0.0000001": (["0.0000001", "1e-7"], ["0.0000002", "0"]),
+    "1234567.891": (["1234567.89"], ["1234667.89"]),
+    "1000001": (["1000001"], ["1000000", "1000000.5"]),
+    "0.5": (["\\frac{1}{2}", "1/2", ".5"], ["0.500002", "0.51"]),
+    "\\frac{1}{3}": (["0.3333333", "1/3"], ["0.33", "3"]),
+    "0.28": (["28%", "28\\%", "0.28"], ["28", "2.8"]),
+    "(1,2)": (["$(1,2)$", "\\boxed{(1,2)}"], ["$(2,1)$"]),
+    "x=5": (["$x=5$", "5"], ["6"]),
+    "1.5e10": (["15000000000", "1.5e10"], ["1.5"]),
+}
+
+
+@pytest.mark.parametrize("label", SPELLINGS)
+def test_math_takes_the_spellings_that_people_use(label: str) -> None:
+    right, wrong = SPELLINGS[label]
+    assert {response: compare(label, response) for response in right} == dict.fromkeys(right, "right")
+    assert {response: compare(label, response) for response in wrong} == dict.fromkeys(wrong, "wrong")
+
+
+@pytest.mark.parametrize("label", ["", " ", "???", "#", "$$", "\\$", "%"])
+def test_signs_alone_are_not_a_math_label(label: str) -> None:
+    assert compare(label, "3") == "bad-label"
+    assert not is_usable(label)
 
 
 def test_math_scores_zero_at_the_deadline_and_goes_on(maths: MathReward) -> None:

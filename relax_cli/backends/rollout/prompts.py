@@ -24,11 +24,14 @@ def check_prompts(requests: Sequence[Request], max_new_tokens: int, vocab_size: 
     for request in requests:
         prompt = request.prompt_tokens
         if not prompt:
-            raise _bad_prompt("a prompt has no tokens", "0 tokens", "at least 1 token")
+            raise _bad_prompt("a prompt has no tokens", "0 tokens", "at least 1 token", request.source)
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             bad = next(token for token in prompt if not 0 <= token < vocab_size)
             raise _bad_prompt(
-                f"prompt token id {bad} is outside the model's vocabulary", str(bad), f"0 to {vocab_size - 1}"
+                f"prompt token id {bad} is outside the model's vocabulary",
+                str(bad),
+                f"0 to {vocab_size - 1}",
+                request.source,
             )
         needed = len(prompt) + max_new_tokens
         if needed > max_positions:
@@ -36,15 +39,17 @@ def check_prompts(requests: Sequence[Request], max_new_tokens: int, vocab_size: 
                 f"a prompt of {len(prompt)} tokens leaves no room for {max_new_tokens} new ones",
                 f"{needed} positions",
                 f"at most {max_positions}",
+                request.source,
             )
 
 
-def _bad_prompt(message: str, got: str, expected: str) -> RunError:
+def _bad_prompt(message: str, got: str, expected: str, where: str) -> RunError:
     return RunError(
         ROLLOUT_PROMPT(
             message,
             fix="use the tokenizer that belongs to the model, and prompts that fit it",
             got=got,
             expected=expected,
+            where=where,
         )
     )

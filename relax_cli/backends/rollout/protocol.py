@@ -46,6 +46,8 @@ class Request:
     prompt_tokens: tuple[int, ...]
     seed: int
     """All randomness of this response comes from here, whatever else is in the batch."""
+    source: str = ""
+    """File and line of the prompt, for messages."""
 
 
 @dataclass

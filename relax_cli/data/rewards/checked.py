@@ -23,7 +23,9 @@ MOST_PART = 1e100
 """Parts are only averaged, in float64."""
 MOST_FRAMES = 4
 MOST_TEXT = 500
-"""Characters of an exception's text, or of a value, that are shown."""
+"""Characters of an exception's text that are shown."""
+MOST_VALUE = 100
+"""Characters of a value that are shown."""
 REWARD_FAILED = problem_kind(
     "reward-failed",
     "Reward",
@@ -198,10 +200,10 @@ def _locals_of(error: BaseException) -> Iterator[Any]:
 
 def _shown(value: object) -> str:
     try:
-        return _shortened(repr(value))
+        return _shortened(repr(value), MOST_VALUE)
     except Exception:  # noqa: BLE001 - a repr of the user's
         return f"a {type(value).__name__}"
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} …"
+def _shortened(text: str, most: int = MOST_TEXT) -> str:
+    return text if len(text) <= most else f"{text[:most]} …"
