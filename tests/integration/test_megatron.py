@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from relax_cli.backends.megatron import cpu_support, parallel
+from relax_cli.backends.megatron import cpu_support, layers, parallel
 from relax_cli.backends.megatron.micro_batch import ResponseIndex
+from relax_cli.backends.megatron.model import PolicyModel, ValueModel
 from relax_cli.backends.megatron.trainer import MicroBatch
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import HfWeights
@@ -276,3 +278,50 @@ def test_an_untested_megatron_version_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(EnvironmentFault) as caught:
         cpu_support.install()
     assert caught.value.problems[0].expected == "9.9.9"
+
+
+class NormedHeads(layers.RotaryAttention):
+    """Attention whose output is normed head by head with one weight for all heads, as linear attention does it."""
+
+    def __init__(self, config: Any, layer_number: int, **options: Any) -> None:
+        super().__init__(config, layer_number, **options)
+        self.out_norm = layers.RmsNorm(config, config.kv_channels)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = super().forward(*args, **kwargs)
+        heads = out.view(*out.shape[:2], -1, self.config.kv_channels)
+        return self.out_norm(heads).flatten(2)
+
+
+def train_normed(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
+    """What `parallel` leaves on this rank: every whole parameter after two steps, by name, and the losses."""
+    # In a process of this test's own.
+    layers.RotaryAttention = NormedHeads  # type: ignore[misc]
+    named = PolicyModel.parameters_by_name
+    known = lambda self: {name: p for name, p in named(self).items() if "out_norm" not in name}  # noqa: E731
+    PolicyModel.parameters_by_name = ValueModel.parameters_by_name = known  # type: ignore[method-assign]
+    model = build(run, rank, ranks, port)
+    results = [model.train_step(micro_batches(6, list(range(6))), loss_fn) for _ in range(2)]
+    whole = {
+        name: parameter.detach().numpy().copy()
+        for name, parameter in model.model.named_parameters()
+        if not getattr(parameter, "tensor_model_parallel", False)
+    }
+    if ranks > 1:
+        parallel.shutdown()
+    return {"whole": whole, "losses": [r.metrics["loss"] for r in results], "norms": [r.grad_norm for r in results]}
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("layout", [{}, {"sequence_parallel": True}])
+def test_whole_parameters_used_in_part_stay_equal(kind: Any, layout: dict[str, Any], qwen3: Path) -> None:
+    run = Run(kind, qwen3, lr=1e-2, warmup_iters=0)
+    (alone,) = on_ranks(1, train_normed, run)
+    split = replace(run, tensor_parallel=2, layout=layout)
+    first, second = on_ranks(2, train_normed, split)
+    assert any("out_norm" in name for name in first["whole"])
+    for name, value in first["whole"].items():
+        assert np.array_equal(value, second["whole"][name]), name
+        np.testing.assert_allclose(value, alone["whole"][name], rtol=1e-4, atol=1e-6, err_msg=name)
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert first["norms"] == pytest.approx(alone["norms"], rel=1e-4)

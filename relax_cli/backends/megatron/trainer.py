@@ -6,6 +6,7 @@ Legend: `B` samples, `S` prompt + response, `T` response tokens. Every rank of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -25,7 +26,7 @@ from relax_cli.backends.device import (
     free_unused_memory,
     peak_memory_bytes,
 )
-from relax_cli.backends.megatron import checkpointing, parallel, random_state, start_weights
+from relax_cli.backends.megatron import checkpointing, parallel, random_state, replicated, start_weights
 from relax_cli.backends.megatron.forward_only import forward_only, run_batch
 from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelOutput, TrainStep
 from relax_cli.backends.megatron.model import build_model
@@ -97,7 +98,7 @@ class TrainableModel:
         self.model.load_hf(HfWeights(model_folder), self.spec)
         config = self.model.config
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model)
-        config.finalize_model_grads_func = _sum_gradients
+        config.finalize_model_grads_func = partial(_sum_gradients, replicated.partly_used(self.model, config))
         self.optimizer = Optimizer(self.ddp, optimizer, lr, warmup_iters, decay_iters)
         self._parking = Parking()
 
@@ -251,9 +252,12 @@ class TrainableModel:
         return parallel.sum_metrics(sums)
 
 
-def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
+def _sum_gradients(
+    partly_used: Sequence[torch.nn.Parameter], model: list[Any], num_tokens: Tensor | None, **kwargs: Any
+) -> None:
     """Megatron's final reduction without its division by a token count: losses carry their denominators."""
     finalize_model_grads(model, None, **kwargs)
+    replicated.sum_gradients(partly_used)
 
 
 def _idle_batch(device: torch.device) -> MicroBatch:
