@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +13,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperOption
 
-from relax_cli.cli.console import LAYERS_PANEL
+from relax_cli.cli.console import LAYERS_PANEL, Format, Output
+from relax_cli.cli.words import word_problems
 from relax_cli.config.model import base_type, choices, flag, section_model
 from relax_cli.config.schema import Config
+from relax_cli.errors import ConfigError
 
 Recipes = Annotated[
     list[str] | None,
@@ -39,8 +42,18 @@ class ConfigCommand(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Put into a form that Typer has what it has no form for: pairs, and options with names of SGLang's."""
-        own = {name for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
-        return super().parse_args(ctx, join_pairs(gather_server_options(args, own)))
+        takes_value = {
+            name: not getattr(option, "is_flag", False)
+            for option in self.get_params(ctx)
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        words = join_pairs(gather_server_options(args, takes_value))
+        problems = list(word_problems(words, takes_value)) if not {"-h", "--help"} & set(words) else []
+        if problems:
+            is_json = "--format=json" in words or ("--format", "json") in pairwise(words)
+            ctx.find_root().obj = Output(Format.JSON if is_json else Format.TEXT)
+            raise ConfigError(problems)
+        return super().parse_args(ctx, words)
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """A section per panel; unlike Typer's own columns, these never cut a long flag off."""

@@ -46,12 +46,18 @@ def problems_data(problems: Sequence[Problem]) -> list[dict[str, Any]]:
     typed = (replace(problem, fix=with_program(problem.fix)) for problem in problems)
     return [
         {
-            name: scrubbed(value) if isinstance(value, str) else value
+            name: _without_secrets(value)
             for name, value in asdict(problem).items()
             if problem.count > 1 or name not in ("count", "places")
         }
         for problem in typed
     ]
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [scrubbed(item) for item in value]
+    return scrubbed(value) if isinstance(value, str) else value
 
 
 def problems_text(problems: Sequence[Problem], *, verdict_last: bool = False) -> str:

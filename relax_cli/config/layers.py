@@ -14,8 +14,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from relax_cli.config.model import base_type, flag, is_optional, options_by_name
+from relax_cli.config.names import meant_option, nearest
 from relax_cli.config.paths import PATH_OPTIONS, expand_path
-from relax_cli.config.recipes import THEME, UNKNOWN_SECTION, Setting, find_recipe, nearest, read_recipe, unknown_key
+from relax_cli.config.recipes import THEME, UNKNOWN_SECTION, Setting, find_recipe, read_recipe, unknown_key
 from relax_cli.config.redact import redacted
 from relax_cli.config.replaced import ended_options
 from relax_cli.config.schema import Config, Section
@@ -216,7 +217,8 @@ def _env_settings(
             name = by_variable[variable]
             settings.append(Setting(fields[name][0], name, text, variable, is_text=True))
             continue
-        guess = nearest(variable, [*by_variable, *NOT_OPTIONS])
+        option = meant_option(variable.removeprefix("RELAX_"), fields)
+        guess = f"RELAX_{option.upper()}" if option else nearest(variable, NOT_OPTIONS)
         message = f"environment variable {variable} is not an option of relax"
         fix = f"use {guess}, or `unset {variable}`" if guess else f"unset {variable}"
         problems.append(UNKNOWN_ENVIRONMENT(message, fix=fix, where=variable, got=variable, expected=guess))
@@ -230,20 +232,23 @@ def _override_settings(overrides: Sequence[str], model: type[Config], problems: 
         path, equals, text = override.partition("=")
         section, dot, key = path.strip().partition(".")
         if not equals or not dot:
-            owner = fields.get(path.strip())
-            fix = f"--set {owner[0]}.{path.strip()}={text}" if owner else "--set optimizer.lr=1e-5"
+            name = meant_option(path, fields)
+            fix = f"--set {fields[name][0]}.{name}={text}" if name and equals else "--set SECTION.KEY=VALUE"
             message = f"--set {override!r} is not section.key=value"
             problems.append(SET_SYNTAX(message, fix=fix, where="--set", got=override))
         elif section not in model.model_fields:
             guess = nearest(section, model.model_fields)
             sections = f"sections: {', '.join(model.model_fields)}"
-            fix = f"--set {fields[key][0]}.{key}={text}" if key in fields else sections
+            name = meant_option(key, fields)
+            fix = f"--set {fields[name][0]}.{name}={text}" if name else sections
             message = f"there is no section {section!r}"
             problems.append(
                 UNKNOWN_SECTION(message, fix=fix, option="--set", where="--set", got=section, expected=guess)
             )
         elif key not in fields or fields[key][0] != section:
-            problems.append(replace(unknown_key(section, key, "--set", model), option="--set"))
+            unknown = unknown_key(section, key, SET, model)
+            fix = f"--set {unknown.fix.removeprefix('use ')}={text}" if unknown.expected else unknown.fix
+            problems.append(replace(unknown, option=SET, fix=fix))
         else:
             settings.append(Setting(section, key, text, SET, is_text=True))
     return settings

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from relax_cli.config.model import flag, options_by_name, section_model
+from relax_cli.config.names import done_otherwise, meant_option, nearest, same_option
 from relax_cli.config.redact import HIDDEN
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem, problem_kind
@@ -80,11 +80,6 @@ class Setting:
     """Recipes count from 0, then the environment, `--set`, flags."""
     problems: tuple[Problem, ...] = ()
     """Why the value cannot be known, such as a variable that is not set. A later layer that replaces it ends them."""
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """The candidate spelt most like `name`, or an empty string."""
-    return next(iter(difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)), "")
 
 
 def bundled_recipes() -> dict[str, Path]:
@@ -186,12 +181,11 @@ def _setting(section: str, key: str, value: Any, where: str, variables: Mapping[
 def unknown_key(section: str, key: str, where: str, model: type[Config]) -> Problem:
     """The problem of a key that its section does not have, with the nearest valid place."""
     everywhere = {name: owner for name, (owner, _) in options_by_name(model).items()}
-    in_section = nearest(key, section_model(model, section).model_fields)
-    guess = key if key in everywhere else in_section or nearest(key, everywhere)
+    guess = meant_option(key, everywhere)
     if guess:
         fix = f"use {everywhere[guess]}.{guess}"
     else:
-        fix = f"keys of {section}: {', '.join(section_model(model, section).model_fields)}"
+        fix = done_otherwise(key) or f"keys of {section}: {', '.join(section_model(model, section).model_fields)}"
     message = f"section {section} has no key {key!r}"
     return UNKNOWN_KEY(message, fix=fix, where=where, got=f"{section}.{key}", expected=guess)
 
@@ -250,10 +244,11 @@ def _unreadable(path: Path, error: Exception) -> Problem:
 
 
 def _unknown_section(section: str, where: str, model: type[Config]) -> Problem:
-    owner = options_by_name(model).get(section)
+    options = options_by_name(model)
     guess = nearest(section, model.model_fields)
-    if owner is not None:
-        fix = f"put {section} under `{owner[0]}:`"
+    option = same_option(section, options) or ("" if guess else meant_option(section, options))
+    if option:
+        fix = f"put {option} under `{options[option][0]}:`"
     elif guess:
         fix = f"use `{guess}:`"
     else:

@@ -135,15 +135,18 @@ def _secrets(section: str, name: str, value: Any) -> Iterator[str]:
 
 def hide(problem: Problem, secrets: Collection[str]) -> Problem:
     """The problem without any of these values in its texts."""
-    changes = {}
-    for item in fields(problem):
-        text = shown = getattr(problem, item.name)
-        # The longest first, because one may be a part of another.
-        for secret in sorted(secrets, key=len, reverse=True):
-            shown = shown.replace(secret, HIDDEN)
-        if shown != text:
-            changes[item.name] = shown
-    return replace(problem, **changes) if changes else problem
+    # The longest first, because one may be a part of another.
+    longest_first = sorted(secrets, key=len, reverse=True)
+
+    def hidden(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(hidden, value))
+        if isinstance(value, str):
+            for secret in longest_first:
+                value = value.replace(secret, HIDDEN)
+        return value
+
+    return replace(problem, **{item.name: hidden(getattr(problem, item.name)) for item in fields(problem)})
 
 
 def placeholder(name: str) -> str:

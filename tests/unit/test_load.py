@@ -279,9 +279,9 @@ def test_set_values_are_yaml_and_null_unsets(tmp_path: Path) -> None:
     ("override", "rule", "fix"),
     [
         ("lr=1", "set-syntax", "--set optimizer.lr=1"),
-        ("optimizer.lr", "set-syntax", "--set optimizer.lr=1e-5"),
+        ("optimizer.lr", "set-syntax", "--set SECTION.KEY=VALUE"),
         ("optim.lr=1", "unknown-section", "--set optimizer.lr=1"),
-        ("optimizer.lrr=1", "unknown-key", "use optimizer.lr"),
+        ("optimizer.lrr=1", "unknown-key", "--set optimizer.lr=1"),
         ("parallel.colocate=on", "invalid-value", "write parallel.colocate: true (or false)"),
     ],
 )

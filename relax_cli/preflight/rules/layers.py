@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_cli.config.recipes import nearest
+from relax_cli.config.names import nearest
 from relax_cli.config.schema import ParallelSection
 from relax_cli.models.spec import BRIDGE_FAMILIES, INDIVISIBLE
 from relax_cli.preflight.inputs import RunInputs

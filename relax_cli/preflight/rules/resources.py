@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from relax_cli.config.names import nearest
 from relax_cli.config.placement import (
     QUEUE_CPUS,
     SERVICE_CPUS,
@@ -10,7 +11,6 @@ from relax_cli.config.placement import (
     shared_bundles,
     takes_bundles,
 )
-from relax_cli.config.recipes import nearest
 from relax_cli.config.schema import Config, ParallelSection, SglangSection
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.preflight.machine import Machine

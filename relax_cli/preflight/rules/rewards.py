@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_cli.config.recipes import nearest
+from relax_cli.config.names import nearest
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.rewards import REWARD_UNKNOWN

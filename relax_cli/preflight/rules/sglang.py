@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_cli.config.model import flag
+from relax_cli.config.names import nearest
 from relax_cli.config.placement import ranks_of, rollout_engine
-from relax_cli.config.recipes import nearest
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
 from relax_cli.config.sglang_options import RESERVED, installed_options, misspelt
 from relax_cli.errors import MACHINE_THEME
