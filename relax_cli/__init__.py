@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from relax_cli.config.schema import GaeOptions as GaeOptions
     from relax_cli.config.schema import GroupOptions as GroupOptions
     from relax_cli.config.schema import Section as Section
+    from relax_cli.data.rewards.types import RewardInput as RewardInput
+    from relax_cli.data.rewards.types import RewardResult as RewardResult
     from relax_cli.errors import Problem as Problem
     from relax_cli.errors import problem_kind as problem_kind
     from relax_cli.plugin.graph import RoleSpec as RoleSpec
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "relax_cli.algorithms.types": ("AdvantageInputs", "AdvantageOutputs", "LossInputs", "LossTerms"),
     "relax_cli.config.schema": ("ClipOptions", "ClipRange", "Config", "GaeOptions", "GroupOptions", "Section"),
+    "relax_cli.data.rewards.types": ("RewardInput", "RewardResult"),
     "relax_cli.errors": ("Problem", "problem_kind"),
     "relax_cli.plugin.graph": ("RoleSpec", "ServiceGraph"),
     "relax_cli.plugin.hookspecs": ("hookimpl",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,8 @@ from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
 from relax_cli.errors import ExitCode
+from relax_cli.plugin.references import broken_references
+from relax_cli.plugin.scaffold import Kind, write_package
 
 if TYPE_CHECKING:
     from relax_cli.plugin.installed import Plugin
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from relax_cli.plugin.records import Estimator
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="a plugin or an estimator; `relax plugins list` shows them")]
-NewName = Annotated[str, typer.Argument(metavar="NAME", help="of the estimator: lower-case letters, digits and _")]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="of the plugin: lower-case letters, digits and _")]
+KindOption = Annotated[Kind, typer.Option("--kind", help="what the package provides")]
 Directory = Annotated[
     Path | None, typer.Option("--dir", metavar="DIR", help="new or empty folder [default: relax-NAME]")
 ]
@@ -42,8 +45,7 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
     def list_plugins(ctx: typer.Context, fmt: FormatOption = Format.TEXT) -> None:
         """List every plugin found, broken ones with the reason."""
         output = _output(ctx, fmt)
-        # A reason is the text of somebody's exception.
-        rows = [asdict(row) | {"reason": scrubbed(row.reason)} for row in plugins.rows()]
+        rows = [_row(plugin) for plugin in plugins.installed()]
         columns = ("name", "kind", "distribution", "version", "status", "reason")
         text = table(columns, [[str(row[c] or "") for c in columns] for row in rows])
         output.result(rows, text)
@@ -72,23 +74,36 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
 
     @app.command("new")
     def new_plugin(
-        ctx: typer.Context, name: NewName, directory: Directory = None, fmt: FormatOption = Format.TEXT
+        ctx: typer.Context,
+        name: NewName,
+        kind: KindOption = "estimator",
+        directory: Directory = None,
+        fmt: FormatOption = Format.TEXT,
     ) -> None:
-        """Write a complete estimator package to start from: math, options, entry point, tests."""
+        """Write a complete package to start from: the formula or the reward, entry point, tests."""
         output = _output(ctx, fmt)
-        from relax_cli.plugin.scaffold import write_package
-
         folder = Path(f"relax-{name}") if directory is None else directory
-        written = write_package(name, folder, taken=taken_names(plugins))
+        written = write_package(name, folder, taken=taken_names(plugins), kind=kind)
+        chosen = {"estimator": "--advantage-estimator", "reward": "--label-key label --rm-type"}[kind]
         steps = [
             f"pip install -e {shlex.quote(str(folder))}",
             f"relax plugins check {name}",
-            f"relax train --advantage-estimator {name} ...",
+            f"relax train {chosen} {name} ...",
         ]
         data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
         output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
 
     return app
+
+
+def _row(plugin: Plugin) -> dict[str, Any]:
+    """The row of a plugin, `broken` also where what it refers to cannot be loaded."""
+    row = plugin.row
+    if row.status == "ok" and not plugin.is_ours:
+        reasons = [f"{problem.message}: {problem.got.splitlines()[0]}" for problem in broken_references(plugin)]
+        row = replace(row, status="broken", reason="; ".join(reasons)) if reasons else row
+    # A reason is the text of somebody's exception.
+    return asdict(row) | {"reason": scrubbed(row.reason)}
 
 
 def taken_names(plugins: Plugins) -> dict[str, str]:

@@ -92,7 +92,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         trainer = Trainer(
             session,
             config,
-            Recorder(writers, display, plugins),
+            Recorder(writers, display, plugins, config, run_dir),
             stop,
             first=first,
             dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)],
@@ -155,6 +155,8 @@ class Recorder:
     writers: list[MetricsWriter | TensorBoardWriter]
     display: StepDisplay
     plugins: Plugins
+    config: Config
+    run_dir: Path
 
     def step(self, rollout_id: int, metrics: dict[str, Any]) -> None:
         """See `trainer.Watcher`."""
@@ -162,8 +164,8 @@ class Recorder:
         for writer in self.writers:
             writer.write(record)
         self.display.show(record)
-        for warning in self.plugins.step_end(rollout_id, metrics):
-            self.warn(warning.message)
+        for warning in self.plugins.step_end(rollout_id, metrics, self.config, self.run_dir):
+            self.warn(f"{warning.message}: {warning.got}")
 
     def warn(self, message: str) -> None:
         """See `trainer.Watcher`."""

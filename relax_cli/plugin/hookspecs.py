@@ -7,6 +7,7 @@ arguments it does not need. Importing a plugin must import no torch: name functi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -53,5 +54,5 @@ def relax_rewards() -> list[Reward]:  # type: ignore[empty-body]
 
 
 @hookspec
-def relax_step_end(step: int, metrics: Mapping[str, float]) -> None:
-    """Called after every step with its metrics."""
+def relax_step_end(step: int, metrics: Mapping[str, float], config: Config, run_dir: Path) -> None:
+    """Called after every step with its metrics; `run_dir` is the folder of the run."""

@@ -47,6 +47,11 @@ class Plugin:
     """The other plugins, each without its own `others`."""
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it comes with relax: such code is not under suspicion."""
+        return self.row.distribution == "relax-cli"
+
+    @property
     def title(self) -> str:
         """For messages: `'mine' (relax-mine)`."""
         return f"{self.row.name!r} ({self.row.distribution})"

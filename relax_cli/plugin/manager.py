@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pluggy
@@ -17,11 +18,11 @@ from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.installed import Plugin, PluginRow
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.records import Estimator, Normalized, Reward, unusable
+from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
 GROUP = "relax.plugins"
 HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("relax_"))
-_OURS = "relax-cli"
 _KINDS = {
     "relax_estimators": "estimator",
     "relax_rewards": "reward",
@@ -177,6 +178,22 @@ class Plugins:
         except ConfigError as error:
             return list(error.problems)
 
+    def broken_references(self, config: Config) -> list[Problem]:
+        """What the chosen estimator and reward name and cannot be loaded, tried in another process; not for our own."""
+        chosen = (config.algorithm.advantage_estimator, config.reward.rm_type)
+        return [
+            problem
+            for plugin, _ in self._working()
+            if not plugin.is_ours
+            for problem in broken_references(
+                plugin,
+                [
+                    *(e for e in plugin.estimators if e.name == chosen[0]),
+                    *(r for r in plugin.rewards if r.name == chosen[1]),
+                ],
+            )
+        ]
+
     # -- hooks of every plugin ---------------------------------------------------------------------
 
     def launch(self, plan: LaunchPlan) -> Any:
@@ -186,7 +203,7 @@ class Plugins:
             RelaxError: the launch failed; where the plugin itself is to blame, a `RunError` that names it.
         """
         for plugin, hook in self._working():
-            if plugin.row.distribution == _OURS:
+            if plugin.is_ours:
                 session = hook.relax_launch(plan=plan)
             else:
                 try:
@@ -198,13 +215,20 @@ class Plugins:
                 return session
         return None
 
-    def step_end(self, step: int, metrics: Mapping[str, float]) -> list[Problem]:
-        """Tell every plugin that a step ended; returns a warning for each one that failed."""
+    def step_end(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        config: Config | None = None,
+        run_dir: Path | None = None,
+    ) -> list[Problem]:
+        """Tell every plugin that a step ended; returns a warning for each one that failed. Each gets its own copies."""
         failures = []
         for plugin, hook in self._working():
             try:
                 with user_code(passes=()):
-                    hook.relax_step_end(step=step, metrics=dict(metrics))
+                    own = None if config is None else config.model_copy(deep=True)
+                    hook.relax_step_end(step=step, metrics=dict(metrics), config=own, run_dir=run_dir)
             except UserCodeError as error:
                 failures.append(replace(_failure(plugin, "relax_step_end", error), severity="warning"))
         return failures

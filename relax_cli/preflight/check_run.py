@@ -126,6 +126,8 @@ def check_run(
     inputs = RunInputs() if skip_files else read_inputs(config, progress)
     context = RuleContext(config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}))
     problems = [*resolved.problems, *run_rules(context, skip_files=skip_files)]
+    if not skip_files:
+        problems += known(lambda: plugins.broken_references(config)) or []
     notes = [p for p in problems if is_about_machine(p)]
     problems = [p for p in problems if not is_about_machine(p)]
     graph = _graph(plugins, config, problems)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from relax_cli import RewardInput
 from relax_cli.errors import ConfigError
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.scaffold import package_files
@@ -86,6 +87,21 @@ def test_new_writes_a_package_and_says_what_to_do_next(relax: Relax, tmp_path: P
     }
     assert all(Path(path).is_file() for path in data["files"])
     assert data["next"][1] == "relax plugins check mine"
+
+
+def test_a_new_reward_keeps_the_rules_and_judges(relax: Relax, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = relax("plugins", "new", "blue", "--kind", "reward", "--dir", str(tmp_path), "--format", "json")
+    assert json.loads(new.stdout)["next"][2] == "relax train --label-key label --rm-type blue ..."
+    info = tmp_path / "relax_blue-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: relax-blue\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[relax.plugins]\nblue = relax_blue\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    checks = json.loads(relax("plugins", "check", "blue", "--format", "json").stdout)["checks"]
+    assert {check["check"]: check["status"] for check in checks}["references"] == "ok"
+    assert all(check["status"] == "ok" for check in checks)
+    sample = RewardInput("What is above?", "a sky", "blue sky", {}, truncated=False, group=0)
+    assert load_plugins().rewards()["blue"].load()([sample]) == [0.5]
 
 
 def test_a_new_packages_own_code_is_about_forty_lines() -> None:

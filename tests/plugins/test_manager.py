@@ -18,38 +18,17 @@ from relax_cli.errors import ConfigError, Problem, RunError
 from relax_cli.plugin.graph import base_graph
 from relax_cli.plugin.manager import Plugins, installed_plugins, load_plugins
 from relax_cli.plugin.records import Estimator, load_reference
+from tests.support.plugin_files import estimator_source, write_plugin
 
 BUILT_IN = {"cispo", "gspo", "grpo", "ppo", "sapo"}
-Install = Callable[..., None]
+Install = Callable[..., Path]
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Install a distribution with one plugin module, the way pip leaves it on disk."""
+    """Install a distribution with one plugin module."""
     monkeypatch.syspath_prepend(str(tmp_path))
-
-    def write(name: str, source: str, *, distribution: str = "") -> None:
-        distribution = distribution or f"dist-{name}"
-        module = f"plugin_of_{distribution}_{tmp_path.name}".replace("-", "_")
-        (tmp_path / f"{module}.py").write_text(dedent(source))
-        info = tmp_path / f"{distribution.replace('-', '_')}-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
-        (info / "entry_points.txt").write_text(f"[relax.plugins]\n{name} = {module}\n")
-
-    return write
-
-
-def estimator_source(name: str, extra: str = "") -> str:
-    return dedent(
-        f"""
-        from relax_cli import ClipOptions, Estimator, hookimpl
-
-        @hookimpl
-        def relax_estimators():
-            return [Estimator("{name}", "s", "p", ClipOptions, "m:advantages", "m:policy_loss")]
-        """
-    ) + dedent(extra)
+    return lambda name, source, **more: write_plugin(tmp_path, name, source, **more)
 
 
 def config(estimator: str = "ppo", **changes: object) -> Config:

@@ -1,0 +1,55 @@
+"""Whether what a plugin names as `"module:function"` can be loaded: tried in a process of its own, with a deadline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from relax_cli.errors import ConfigError, Problem
+from relax_cli.plugin.apart import Unanswered, run_apart
+from relax_cli.plugin.installed import Plugin
+from relax_cli.plugin.records import REFERENCE, Estimator, Reward, load_reference
+
+
+def broken_references(plugin: Plugin, records: Sequence[Estimator | Reward] | None = None) -> list[Problem]:
+    """What these records of a plugin, or all of them, name and cannot be loaded."""
+    chosen: Sequence[Estimator | Reward] = [*plugin.estimators, *plugin.rewards] if records is None else records
+    references: list[tuple[str, str]] = []
+    for record in chosen:
+        if isinstance(record, Estimator):
+            references += [(x, f"estimator {record.name}") for x in (record.advantages, record.policy_loss)]
+        else:
+            references.append((record.function, f"reward {record.name}"))
+    if not references:
+        return []
+    try:
+        return run_apart(f"{__name__}:load_all", json.dumps([sys.path, references]))
+    except Unanswered as error:
+        names = ", ".join(reference for reference, _ in references)
+        return [
+            REFERENCE(
+                f"what plugin {plugin.title} refers to {error}",
+                got=names,
+                expected="modules that can be imported",
+                fix=f"update or remove {plugin.row.distribution}",
+            )
+        ]
+
+
+def load_all(asked: str) -> None:
+    """The part of `broken_references` that runs in the other process.
+
+    Raises:
+        ConfigError: has one problem for each reference that cannot be loaded.
+    """
+    path, references = json.loads(asked)
+    sys.path[:] = path
+    problems: list[Problem] = []
+    for reference, owner in references:
+        try:
+            load_reference(reference, owner)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
