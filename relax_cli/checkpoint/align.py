@@ -119,6 +119,18 @@ def apply(alignment: Alignment) -> None:
             layout.write_tracker(move.folder, move.after)
 
 
+def settle(save_dir: Path, iteration: int | None) -> None:
+    """Finish what a run was killed in: unfinished folders go, and the tracker moves to `iteration`.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    for leftover in layout.list_leftovers(save_dir):
+        layout.remove_tree(leftover)
+    if iteration is not None and layout.read_tracker(save_dir).iteration != iteration:
+        layout.write_tracker(save_dir, iteration)
+
+
 def why_no_pair(actor: Path, critic: Path, iteration: int, *, deep: bool = False) -> str | None:
     """Why actor and critic cannot both resume from `iteration`; None when they can."""
     metas = []

@@ -147,10 +147,10 @@ def load(model: Saveable, folder: Path) -> dict[str, Any]:
     return {"role": meta.role, "iteration": meta.iteration, **known, **meta.extra}
 
 
-def rotate(save_dir: Path, current: int, keep: int | None) -> None:
+def rotate(save_dir: Path, current: int, keep: int | None, protected: int | None = None) -> None:
     """Drop what is older than the newest `keep` complete checkpoints up to `current` (None: keep all).
 
-    What interrupted writes left goes in any case.
+    What interrupted writes left goes in any case, the iteration `protected` in none.
 
     Raises:
         RunError: the disk refused.
@@ -164,7 +164,8 @@ def rotate(save_dir: Path, current: int, keep: int | None) -> None:
         complete = [folder for folder in folders if layout.is_complete(folder)]
         if len(complete) > keep:
             for folder in folders[: folders.index(complete[-keep])]:
-                layout.remove_checkpoint(folder)
+                if protected is None or folder != layout.iteration_folder(save_dir, protected):
+                    layout.remove_checkpoint(folder)
 
 
 def is_first_rank() -> bool:
@@ -236,7 +237,10 @@ def _remove_leftovers(save_dir: Path) -> None:
 def _make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True)
+    for path in made:
+        layout.fsync_folder(path.parent)
 
 
 def _finish(folder: Path, meta: CheckpointMeta, hashed: list[FileEntry]) -> None:

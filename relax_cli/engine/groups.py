@@ -187,9 +187,9 @@ class TrainedGroup(SleepingGroup):
         """See `TrainingRole.publish_checkpoint`."""
         self.ranks.on(0, lambda role: role.publish_checkpoint(iteration))
 
-    def rotate_checkpoints(self, current: int, keep: int | None) -> None:
+    def rotate_checkpoints(self, current: int, keep: int | None, protected: int | None = None) -> None:
         """See `TrainingRole.rotate_checkpoints`."""
-        self.ranks.on(0, lambda role: role.rotate_checkpoints(current, keep))
+        self.ranks.on(0, lambda role: role.rotate_checkpoints(current, keep, protected))
 
     def withdraw_checkpoint(self, iteration: int) -> None:
         """See `TrainingRole.withdraw_checkpoint`."""

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 from rich.console import Console
 
 from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.align import settle
 from relax_cli.checkpoint.fingerprint import RunIdentity, identify
+from relax_cli.checkpoint.resume import ResumeReport
 from relax_cli.config.redact import shell_join
 from relax_cli.config.schema import Config
 from relax_cli.engine.locks import claimed, written_folders
@@ -68,6 +70,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         # Decided again now that nobody else can write: a run may have ended since.
         start = decide_run(config, has_critic="critic" in graph)
         first = start.decision.iteration or 0
+        finish_interrupted_save(start, config)
         write_config(run_dir, run_record(checked, config))
         drop_samples(run_dir, first)
         display = stack.enter_context(StepDisplay(console, config.batch.num_rollout or 0))
@@ -108,6 +111,15 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         resume=resume_command(config, checked, trainer.report),
         ended_by=ended_by,
     )
+
+
+def finish_interrupted_save(start: ResumeReport, config: Config) -> None:
+    """What a run was killed before: both trackers at the pair that is resumed, and no unfinished folders."""
+    own = {config.checkpoint.save, config.critic.critic_save} - {None}
+    for side in start.sides:
+        if side.folder is not None and str(side.folder) in own:
+            with suppress(OSError):  # The next save tells of a disk that refuses.
+                settle(side.folder, side.iteration if side.meta is not None else None)
 
 
 def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: CheckedRun) -> BaseException | None:

@@ -40,6 +40,10 @@ class PairSaver:
         self.meta = meta
         self.saved: int | None = None
         """Iteration of the newest pair of this run that counts."""
+        self.good: int | None = None
+        """Newest pair of this run whose policy was seen alive afterwards."""
+        self.keeps_good = False
+        """Whether `good` stays, however old: the policy has died since."""
         self.warn = warn
         self._prepared: int | None = None
 
@@ -75,7 +79,7 @@ class PairSaver:
                 role.publish_checkpoint(iteration)
             self.saved = iteration
         if self.saved == iteration:
-            self._rotate(iteration)
+            self.rotate(iteration)
 
     def abandon(self) -> None:
         """Take back a pair that was prepared, since it shall not count."""
@@ -83,11 +87,13 @@ class PairSaver:
             self._withdraw(self._prepared)
             self._prepared = None
 
-    def _rotate(self, current: int) -> None:
+    def rotate(self, current: int) -> None:
         """Drop what is too old; the new pair counts already, so a disk that refuses this ends nothing."""
+        if self.section.save is None:
+            return
         try:
             for role in self.roles:
-                role.rotate_checkpoints(current, self.section.keep_checkpoints)
+                role.rotate_checkpoints(current, self.section.keep_checkpoints, self.good if self.keeps_good else None)
         except RunError as error:
             self.warn(f"old checkpoints could not be removed: {storage_failure(error)}")
 

@@ -31,13 +31,16 @@ def closing_lines(run: FinishedRun) -> list[str]:
     total = config.batch.num_rollout
     lines = [""]
     if run.ended_by is None:
-        lines.append(f"Done: {report.steps} steps in {report.seconds:.0f} s.")
+        finished = f" The {report.first} rollouts were finished before." if not report.steps else ""
+        lines.append(f"Done: {report.steps} steps in {report.seconds:.0f} s.{finished}")
     else:
         lines.append(f"Stopped after {report.steps} finished steps of {total}.")
     if len(report.rewards) > 1:
         lines += ["", "Mean reward per step", *curve(report.rewards, width=60, height=6)]
     for before, after in before_and_after(run):
-        found = f"mean reward {before.reward.mean:.3f} before, {after.reward.mean:.3f} after"
+        found = f"mean reward {after.reward.mean:.3f}"
+        if before is not after:
+            found = f"mean reward {before.reward.mean:.3f} before, {after.reward.mean:.3f} after"
         lines += ["", f"Held-out set `{before.name}`: {found}"]
         lines += [f"  ({before.reward.count} samples at temperature {config.rollout.rollout_temperature:g})"]
         lines += example_lines(before, after)
@@ -56,11 +59,11 @@ def next_lines(run: FinishedRun) -> list[str]:
 
 
 def before_and_after(run: FinishedRun) -> list[tuple[Evaluation, Evaluation]]:
-    """First and last evaluation of each held-out set."""
+    """First and last evaluation of each held-out set; the same one twice where there was nothing left to train."""
     found = run.report.evaluations
     names = {e.name: None for e in found}
     by_name = [[e for e in found if e.name == name] for name in names]
-    return [(evals[0], evals[-1]) for evals in by_name if len(evals) > 1]
+    return [(evals[0], evals[-1]) for evals in by_name if len(evals) > 1 or not run.report.steps]
 
 
 def example_lines(before: Evaluation, after: Evaluation) -> list[str]:

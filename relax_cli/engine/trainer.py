@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from relax_cli.config.schema import Config
+from relax_cli.engine.health import PolicyHealth
 from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
@@ -88,6 +89,7 @@ class Trainer:
         self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=watcher.warn)
         self.report = RunReport(first=first)
         self.head_moved = False
+        self.health = PolicyHealth()
 
     def run(self) -> RunReport:
         """Train; the report is complete up to the last finished step even if this raises.
@@ -99,6 +101,8 @@ class Trainer:
         """
         self.session.publish_weights(version=self.first)
         self._evaluate(self.first)
+        if self.first == self.last:
+            self.saver.rotate(self.last)  # A run that was killed after its last save may have left more than it keeps.
         for rollout_id in range(self.first, self.last):
             self.stop.doing = f"finishing step {rollout_id + 1}, then {self._ending}"
             started = time.perf_counter()
@@ -167,6 +171,7 @@ class Trainer:
         self.report.rewards.append(record.metrics["reward/mean"])
         self.watcher.step(record.rollout_id, metrics)
         self._watch_value_head(record)
+        self._watch_policy(record)
 
     def _watch_value_head(self, record: StepRecord) -> None:
         """One warning when the first rollouts left the value head where it was: the critic does not learn."""
@@ -177,6 +182,17 @@ class Trainer:
                 f"the critic's value head has not moved in {HEAD_MOVES_WITHIN} rollouts: look at "
                 "critic/lr, critic/grad_norm and critic/skipped_steps (--critic-lr, --critic-lr-warmup-iters)"
             )
+
+    def _watch_policy(self, record: StepRecord) -> None:
+        """Warn of a policy that has died, and keep the newest pair from before that."""
+        steps = self.config.batch.steps_per_rollout
+        warning = self.health.observe(record.rollout_id, record.metrics, steps)
+        if self.health.is_alive and self.config.checkpoint.keep_checkpoints != 1:
+            self.saver.good = self.report.saved_iteration
+        self.saver.keeps_good = not self.health.is_alive
+        if warning is not None:
+            kept = "" if self.saver.good is None else f"; iteration {self.saver.good} was saved before and is kept"
+            self.watcher.warn(warning + kept)
 
     def _evaluate(self, done: int) -> None:
         for name, _ in self.config.eval.sets:

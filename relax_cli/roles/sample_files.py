@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from relax_cli.checkpoint.layout import fsync_folder
 from relax_cli.roles.run_folder import run_folder_errors
 
 
@@ -34,6 +35,8 @@ class SampleWriter:
             file.flush()
             # Like the step's metrics, on the disk before a checkpoint counts.
             os.fsync(file.fileno())
+            if not append:
+                fsync_folder(self._folder)
         return path
 
 

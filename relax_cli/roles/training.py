@@ -209,9 +209,9 @@ class TrainingRole(ModelRole[TrainableModel]):
         """Move the tracker to `iteration`."""
         store.publish(self.save_dir, iteration)
 
-    def rotate_checkpoints(self, current: int, keep: int | None) -> None:
+    def rotate_checkpoints(self, current: int, keep: int | None, protected: int | None = None) -> None:
         """Drop the checkpoints beyond the newest `keep`."""
-        store.rotate(self.save_dir, current, keep)
+        store.rotate(self.save_dir, current, keep, protected)
 
     def withdraw_checkpoint(self, iteration: int) -> None:
         """Take back what was written of `iteration`, since a part of the pair could not be saved."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from relax_cli.checkpoint.layout import replace_file
+from relax_cli.checkpoint.layout import fsync_folder, replace_file
 from relax_cli.errors import ResumeError, problem_kind
 from relax_cli.roles.sample_files import json_line
 
@@ -44,6 +44,7 @@ class MetricsWriter:
             if kept != text:
                 replace_file(self._path, kept)
         self._file = self._path.open("a", encoding="utf-8")
+        fsync_folder(run_dir)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one step, `record["step"]`, which must be the next; NaN and infinity become null (JSON)."""

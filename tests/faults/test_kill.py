@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from relax_cli.checkpoint import layout
 from tests.support.fault_runs import STEPS, Folders, Zygote, arguments, assert_resumable
 
 FIRST_SAVE = range(1, 70)
@@ -93,3 +95,24 @@ def test_thirty_kills_lose_no_finished_step_and_change_no_number(
 @pytest.mark.parametrize("seed", range(2, 7))
 def test_forty_more_kills(zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, seed: int) -> None:
     assert campaign(zygote, fault_task, straight, tmp_path, kills=40, seed=seed) >= 2
+
+
+def test_what_a_kill_after_the_last_save_left_is_finished(
+    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path
+) -> None:
+    folders = Folders(tmp_path)
+    shutil.copytree(straight.run, folders.run)
+    shutil.copytree(straight.root / "saves", tmp_path / "saves")
+    # Between the two trackers; one old checkpoint half removed, another not yet.
+    layout.write_tracker(folders.critic, STEPS - 1)
+    layout.iteration_folder(folders.actor, 1).rename(folders.actor / ".iter_0000001.tmp-old")
+    heldout = ["--eval-prompt-data", f"heldout={fault_task}/data/heldout.jsonl", "--keep-checkpoints", "2"]
+    ended = zygote.run(tmp_path, [*arguments(fault_task, folders), *heldout])
+    assert ended.code == 0, ended.err
+    assert "Held-out set `heldout`" in ended.err + ended.out
+    assert "0 steps" in ended.err + ended.out
+    for folder in (folders.actor, folders.critic):
+        assert layout.read_tracker(folder) == layout.Tracker(STEPS)
+        assert layout.list_iterations(folder) == [STEPS - 1, STEPS]
+        assert layout.list_leftovers(folder) == []
+    assert folders.metrics() == straight.metrics()

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from relax_cli.config.schema import BatchSection, CheckpointSection, Config
+from relax_cli.config.schema import BatchSection, CheckpointSection, Config, RunSection
 from relax_cli.engine.groups import Ranks, Roles, TrainedGroup, recorded
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
@@ -141,6 +141,53 @@ def test_without_a_save_folder_nothing_happens() -> None:
     pair.prepare(3)
     pair.publish()
     assert not calls
+
+
+class Quiet:
+    """A watcher that only keeps warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def step(self, rollout_id: int, metrics: dict[str, Any]) -> None: ...
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
+    def status(self, text: str) -> None: ...
+
+    def phase(self, name: str) -> None: ...
+
+
+def trained(rewards: list[tuple[float, float]], calls: Calls, watcher: Quiet, **checkpoint: Any) -> Trainer:
+    """The trainer after one rollout for each (lowest, highest) reward."""
+    role = Recorded("actor", calls)
+    section = CheckpointSection(save="actor", save_interval=1, **checkpoint)
+    config = Config(batch=BatchSection(num_rollout=len(rewards)), checkpoint=section, run=RunSection(run_dir="run"))
+    session = cast(Session, SimpleNamespace(roles=Roles.of({"rollout": role, "actor": role})))
+    stop = StopRequest(lambda _: None)
+    trainer = Trainer(session, config, watcher, stop, first=0, dump_fields=[], checkpoint_meta={})
+    for number, (low, high) in enumerate(rewards):
+        metrics = {"reward/mean": (low + high) / 2, "reward/min": low, "reward/max": high}
+        counts = {"tokens/total": 1.0, "tokens/response": 1.0}
+        record = StepRecord(number, lambda _: None, metrics | counts, {"rollout": 1.0})
+        trainer._end_step(record, time.perf_counter())
+    return trainer
+
+
+@pytest.mark.parametrize("dies_after", [2, 3, None])
+def test_the_last_pair_of_a_living_policy_is_kept(dies_after: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int | None] = []
+    monkeypatch.setattr(
+        TrainedGroup, "rotate_checkpoints", lambda self, current, keep, protected=None: kept.append(protected)
+    )
+    watcher, alive = Quiet(), dies_after or 6
+    trained([(0.0, 1.0)] * alive + [(0.0, 0.0)] * (6 - alive), [], watcher, keep_checkpoints=2)
+    # Iteration N was seen alive by rollout N: the pair saved after the last such rollout is dead already.
+    assert kept == [None] * alive + [alive - 1] * (6 - alive)
+    assert [f"iteration {alive - 1} was saved before" in warning for warning in watcher.warnings] == [True] * (
+        alive < 6
+    )
 
 
 class Full:
