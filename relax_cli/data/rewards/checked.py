@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_cli.data.rewards.types import REWARD, BatchReward, RewardInput, RewardResult
+from relax_cli.data.values import printable
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.settings_kept import settings_kept
 from relax_cli.plugin.user_code import UserCodeError, from_here, user_code
@@ -94,7 +95,8 @@ class CheckedReward:
             if self._key is not None:
                 raise self._error("returned one number, so there is no part to pick", _shown(score), self._key, sample)
             return RewardResult(self._number(score, sample, MOST_REWARD))
-        numbers = {str(name): self._number(value, sample, MOST_PART, name) for name, value in score.items()}
+        named = {printable(str(name)): value for name, value in score.items()}
+        numbers = {name: self._number(value, sample, MOST_PART, name) for name, value in named.items()}
         reward = self._pick(numbers, sample)
         parts = {name: number for name, number in numbers.items() if name != REWARD}
         return RewardResult(self._number(reward, sample, MOST_REWARD), parts)
@@ -153,10 +155,10 @@ class CheckedReward:
         whose = sample.describe() if sample is not None else f"a batch of {batch} samples" if batch else ""
         return RunError(
             REWARD_FAILED(
-                f"the reward {self._name} {what}",
+                printable(f"the reward {self._name} {what}"),
                 where="; ".join(filter(None, (at, whose))),
-                got=got,
-                expected=expected,
+                got=printable(got),
+                expected=printable(expected),
                 fix=fix or f"correct the reward {self._name}",
             )
         )
