@@ -5,6 +5,7 @@ A sub-command is imported when it is used: `relax --help` needs neither the conf
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -187,6 +188,8 @@ def build_app(plugins: Plugins | None = None) -> typer.Typer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `relax` and return its exit code."""
+    # Here, because a library reads it when torch is imported: waiting OpenMP threads sleep instead of spinning.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A terminal that cannot show a character shows a question mark.

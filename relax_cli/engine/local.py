@@ -41,6 +41,8 @@ class LocalSession(Session):
     """All roles in this process, the queue a dictionary."""
 
     def __init__(self, plan: LaunchPlan) -> None:
+        # Before torch is imported: OpenMP reads it once, and its waiting threads would otherwise spin.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from relax_cli.engine.transfer import LocalQueue
 
         queue = LocalQueue(plan.graph)
