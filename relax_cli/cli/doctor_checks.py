@@ -22,7 +22,7 @@ from relax_cli.cli.console import table
 from relax_cli.cli.doctor_versions import Check, driver_check, version_checks
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.versions import NEWEST_MEGATRON
-from relax_cli.preflight.machine import gpu_count, total_memory, usable_cores
+from relax_cli.preflight.machine import gpu_count, ray_temp_folder, ray_temp_trouble, total_memory, usable_cores
 from relax_cli.preflight.memory.sizes import in_bytes
 
 if TYPE_CHECKING:
@@ -213,6 +213,9 @@ def _ray() -> Iterator[Check]:
     if address := os.environ.get("RAY_ADDRESS"):
         fix = "unset RAY_ADDRESS, to run on this machine alone"
         yield Check("Ray cluster", "note", f"runs join the one at {address}", fix)
+    elif trouble := ray_temp_trouble():
+        fix = "export RAY_TMPDIR=/tmp (or another short folder), or use --launcher local"
+        yield Check("Ray's temporary folder", "note", f"{ray_temp_folder()}: {trouble}", fix)
 
 
 def _disk() -> Iterator[Check]:

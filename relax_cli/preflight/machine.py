@@ -37,6 +37,31 @@ def total_memory() -> int:
     return min([int(psutil.virtual_memory().total), *limits])
 
 
+RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""What Ray appends to its temporary folder for the longest of its sockets."""
+MOST_SOCKET_BYTES = 107
+"""The longest path of a Unix socket."""
+
+
+def ray_temp_folder() -> Path:
+    """Where a Ray of the run's own puts sockets and logs."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+
+
+def ray_temp_trouble() -> str:
+    """Why Ray cannot start with its temporary folder; empty where it can."""
+    folder = ray_temp_folder()
+    length = len(os.fsencode(f"{folder}{RAY_SOCKET}"))
+    if length > MOST_SOCKET_BYTES:
+        return f"its sockets there have paths of {length} bytes, and Linux takes at most {MOST_SOCKET_BYTES}"
+    place = folder / "ray"
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        return f"this user cannot write {place}"
+    return ""
+
+
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

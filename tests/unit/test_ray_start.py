@@ -20,6 +20,8 @@ from relax_cli.engine.ray.start import check_resources, cluster_gpus, start_ray
 from relax_cli.errors import EnvironmentFault, ExitCode, Problem
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.rules import machine as machine_rules
+from relax_cli.preflight.rules.registry import RuleContext
 
 SLOW = "The current node timed out during startup.\nThis could happen because ..."
 
@@ -194,3 +196,43 @@ def test_ray_gets_a_token_where_none_is_given(
     start_ray(plan_of(tmp_path))
     made = os.environ.get("RAY_AUTH_TOKEN", "theirs")
     assert (len(made) == 64) == (given is None)
+
+
+@pytest.mark.parametrize(
+    ("said", "fix", "shown"),
+    [
+        ("AF_UNIX path length cannot exceed 107 bytes: /x", "RAY_TMPDIR=/tmp", "AF_UNIX"),
+        ("[Errno 13] Permission denied: '/.ray'", "export HOME and RAY_TMPDIR", "/.ray"),
+        ("starting\n[Errno 30] Read-only file system: '/tmp/ray'", "RAY_TMPDIR", "Read-only"),
+        ("[Errno 28] No space left on device", "df -h", "No space"),
+        ("The configured object store size (10 GB) exceeds /dev/shm", "df -h /dev/shm", "/dev/shm"),
+        ("worker was killed due to the node running low on memory", "free memory", "low on memory"),
+        ("[Errno 24] Too many open files", "ulimit -n", "Too many"),
+        ("Version mismatch: The cluster was started with: Ray: 2.1", "pip install", "Version mismatch"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Exception, RuntimeError])
+def test_each_cause_of_a_failed_start_has_its_own_fix(
+    said: str, fix: str, shown: str, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(monkeypatch, kind(said))
+    with pytest.raises(EnvironmentFault) as caught:
+        start_ray(plan_of(tmp_path))
+    problem = problem_of(caught)
+    assert fix in problem.fix
+    assert shown in problem.got
+    assert "busy" not in problem.fix
+
+
+@pytest.mark.parametrize(("name", "other"), [("RAY_TMPDIR", "TMPDIR"), ("TMPDIR", "RAY_TMPDIR")])
+def test_a_temporary_folder_that_ray_cannot_use_is_refused_before_it_starts(
+    name: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(other, raising=False)
+    context = RuleContext(Config(parallel=ParallelSection(launcher="ray")))
+    local = RuleContext(Config(parallel=ParallelSection(launcher="local")))
+    for folder, fine in (("/tmp", True), (f"/tmp/{'x' * 80}", False), (__file__, False)):
+        monkeypatch.setenv(name, folder)
+        assert list(machine_rules.ray_temp_folder.problems(local)) == []
+        found = list(machine_rules.ray_temp_folder.problems(context))
+        assert [problem.id for problem in found] == ([] if fine else ["ray-temp-folder"])

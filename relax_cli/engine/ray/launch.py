@@ -28,12 +28,14 @@ from relax_cli.engine.build import WorkerSpec, cpu_environment, worker_specs
 from relax_cli.engine.groups import Roles
 from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
 from relax_cli.engine.ray.guardian import Guardian
+from relax_cli.engine.ray.problems import start_failed
 from relax_cli.engine.ray.processes import children_named
 from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
 from relax_cli.engine.ray.start import check_resources, start_ray
 from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts
 from relax_cli.engine.session import Session
+from relax_cli.errors import EnvironmentFault
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.roles.run_folder import run_folder_errors
 
@@ -65,6 +67,9 @@ class RaySession(Session):
         try:
             with run_folder_errors(plan.run_dir):
                 self._start(plan)
+        except ray.exceptions.RayError as error:
+            self.close()
+            raise EnvironmentFault(start_failed("local" if self.owns_ray else "auto", error)) from error
         except BaseException:
             self.close()
             raise

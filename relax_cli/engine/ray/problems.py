@@ -9,6 +9,7 @@ from relax_cli.config.placement import QUEUE_CPUS, ranks_of
 from relax_cli.engine.ray import LOOPBACK_SWITCH
 from relax_cli.errors import EnvironmentFault, Problem, problem_kind
 from relax_cli.plugin.launch_plan import LaunchPlan
+from relax_cli.preflight.machine import ray_temp_folder
 from relax_cli.preflight.rules.resources import ray_cpus
 
 CONNECTING_SECONDS = 20.0
@@ -16,8 +17,8 @@ CONNECTING_SECONDS = 20.0
 RAY_START_FAILED = problem_kind(
     "ray-start-failed",
     "This machine",
-    "Ray did not start in time, which happens on a busy machine, or the cluster of `RAY_ADDRESS` does not answer. "
-    "Ray's own logs are in `/tmp/ray/session_latest/logs`.",
+    "Ray did not start, or the cluster of `RAY_ADDRESS` does not answer. The fix depends on the cause: a busy machine, "
+    "a path too long for a socket, a folder that cannot be written, a full disk, too little memory, another version.",
 )
 RAY_NOT_LOCAL = problem_kind(
     "ray-not-local",
@@ -47,23 +48,63 @@ def check_reachable(address: str | None) -> None:
         raise EnvironmentFault(start_failed(address, error)) from error
 
 
+CAUSES = (
+    (
+        ("AF_UNIX", "File name too long"),
+        "export RAY_TMPDIR=/tmp (or another short folder): Ray's sockets need short paths",
+    ),
+    (
+        ("Permission denied", "Read-only file system", "Errno 13", "Errno 30"),
+        "export HOME and RAY_TMPDIR as folders that this user can write, or use --launcher local",
+    ),
+    (
+        ("No space left", "Errno 28", "Disk quota", "/dev/shm", "object store"),
+        "make room: df -h /dev/shm {folder}; RAY_TMPDIR names another disk",
+    ),
+    (
+        ("low on memory", "OutOfMemory", "Cannot allocate memory", "SIGKILL"),
+        "free memory (free -h shows it), or use fewer ranks in --resource; --launcher local needs the least",
+    ),
+    (("Too many open files", "Errno 24"), "ulimit -n 65536, then start again"),
+    (("Resource temporarily unavailable", "Errno 11"), "ulimit -u 16384, then start again"),
+    (
+        ("Version mismatch", "version mismatch"),
+        "install the Ray and Python versions of the cluster here: pip install 'ray==VERSION'",
+    ),
+)
+"""What Ray says in its different troubles, and what helps."""
+
+
 def start_failed(address: str | None, error: Exception) -> Problem:
-    """The problem of a `ray.init` that raised.
+    """The problem of a Ray that did not start, by its cause.
 
     Args:
         address: what it was told: `local`, or the cluster that RAY_ADDRESS names.
     """
-    local = address == "local"
-    again = "end what keeps this machine busy and start again"
-    cluster = f"see whether it runs: ray status --address {address}; unset RAY_ADDRESS starts a Ray of the run's own"
-    logs = "Ray's logs are in /tmp/ray/session_latest/logs, and `ray stop` ends every Ray that you left running here"
+    local, folder, said = address == "local", ray_temp_folder(), f"{type(error).__name__}: {error}"
+    known = [advice for words, advice in CAUSES if any(word in said for word in words)]
+    if known:
+        fix = known[0].format(folder=folder)
+    elif local:
+        fix = "end what keeps this machine busy and start again; `ray stop` ends every Ray that you left running here"
+    else:
+        fix = f"ray status --address {address} shows whether it runs; unset RAY_ADDRESS starts a Ray of the run's own"
+    if local:
+        fix += f"; Ray's logs are in {folder}/ray/session_latest/logs"
     return RAY_START_FAILED(
         "Ray did not start" if local else "the Ray cluster of RAY_ADDRESS cannot be joined",
         where="this machine" if local else f"RAY_ADDRESS={address}",
-        got=f"{type(error).__name__}: {error}".splitlines()[0][:300],
+        got=_telling_line(said),
         expected="a Ray that answers",
-        fix=f"{again}; {logs}" if local else cluster,
+        fix=fix,
     )
+
+
+def _telling_line(said: str) -> str:
+    """The line that names the cause, or else the first one."""
+    lines = said.splitlines()
+    telling = [line for line in lines if any(word in line for words, _ in CAUSES for word in words)]
+    return (telling or lines)[0].strip()[:300]
 
 
 def not_local(address: str) -> Problem:

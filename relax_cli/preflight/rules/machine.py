@@ -8,7 +8,8 @@ from relax_cli.config.placement import rollout_engine, shared_bundles
 from relax_cli.config.schema import CheckpointSection, Config, ParallelSection, RunSection, SglangSection
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.preflight.inputs import RunInputs
-from relax_cli.preflight.machine import Machine
+from relax_cli.preflight.machine import Machine, ray_temp_trouble
+from relax_cli.preflight.machine import ray_temp_folder as folder_of_ray
 from relax_cli.preflight.memory.estimate import checkpoint_bytes, kept_checkpoints
 from relax_cli.preflight.memory.sizes import in_bytes
 from relax_cli.preflight.rules.registry import Finding, Found, rule
@@ -99,3 +100,17 @@ def tensorboard_missing(run: RunSection) -> Found:
     if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'relax-cli[tensorboard]', or drop --tensorboard"
         yield Finding("the tensorboard package is not installed", fix)
+
+
+@rule("ray-temp-folder", MACHINE_THEME, option="--launcher", needs="machine")
+def ray_temp_folder(parallel: ParallelSection, machine: Machine) -> Found:
+    """Ray keeps its sockets and logs in `RAY_TMPDIR`, `TMPDIR` or `/tmp`. That path is too long for a socket, or it
+    cannot be written."""
+    trouble = ray_temp_trouble()
+    if parallel.launcher == "ray" and not machine.ray_address and trouble:
+        yield Finding(
+            f"Ray cannot start with this temporary folder: {trouble}",
+            got=str(folder_of_ray()),
+            expected="a short path that can be written",
+            fix="export RAY_TMPDIR=/tmp (or another short folder), or use --launcher local",
+        )
