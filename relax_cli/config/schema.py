@@ -15,10 +15,22 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 Aggregation = Literal["sample-mean", "token-mean", "constant"]
 
 
+SMALLEST, LARGEST = 1e-20, 1e9
+"""Bounds of the absolute value of every number with a fraction, except 0."""
+
+
 class Section(BaseModel):
     """Base of every option group: frozen, unknown keys and numbers that are not finite refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _fits_float32(cls, value: Any) -> Any:
+        """Beyond these bounds products and squares overflow in the arithmetic of a run, or vanish."""
+        if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
+            raise ValueError(f"{value:g} is not between {SMALLEST:g} and {LARGEST:g}")
+        return value
 
 
 class ClipRange(Section):
@@ -112,7 +124,7 @@ class CriticSection(Section):
 
     value_clip: float = Field(0.2, gt=0, description="clip range of the value update around the old value")
     num_critic_only_steps: int = Field(0, ge=0, description="first rollouts that train the critic alone")
-    critic_lr: float | None = Field(None, gt=0, description="critic learning rate; follows --lr when unset")
+    critic_lr: float | None = Field(None, gt=0, le=1e3, description="critic learning rate; follows --lr when unset")
     critic_lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up for the critic")
     critic_updates_per_step: int = Field(1, ge=1, description="passes of value steps over each rollout's samples")
     critic_load: str | None = Field(
@@ -139,7 +151,7 @@ class ModelSection(Section):
 class OptimizerSection(Section):
     """Adam and the learning-rate schedule (Megatron's names)."""
 
-    lr: float = Field(1e-6, gt=0, description="learning rate")
+    lr: float = Field(1e-6, gt=0, le=1e3, description="learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of decay")
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="learning-rate decay")
     lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
@@ -217,7 +229,7 @@ class RolloutSection(Section):
     rollout_max_prompt_len: int | None = Field(
         None, ge=1, description="longest prompt in tokens; longer ones are an error"
     )
-    rollout_temperature: float = Field(1.0, gt=0, description="sampling temperature")
+    rollout_temperature: float = Field(1.0, ge=1e-4, description="sampling temperature")
     rollout_top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling mass")
     rollout_top_k: int = Field(-1, ge=-1, description="sample among the k likeliest tokens; -1 for all")
     rollout_stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="stop string (repeatable)")
@@ -324,10 +336,10 @@ class ParallelSection(Section):
         (), description="selective recomputation: parts of a layer (repeatable); core_attn when unset"
     )
     ray_num_cpus: int | None = Field(
-        None, ge=1, description="logical CPUs of a local Ray; as many as the roles need when unset"
+        None, ge=1, le=100_000, description="logical CPUs of a local Ray; as many as the roles need when unset"
     )
     threads_per_rank: int | None = Field(
-        None, ge=1, description="CPU threads of a worker; cores / ranks of the role when unset"
+        None, ge=1, le=1024, description="CPU threads of a worker; cores / ranks of the role when unset"
     )
 
 

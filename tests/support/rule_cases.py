@@ -99,6 +99,17 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"batch__rollout_batch_size": 1, "parallel__resource": roles(actor=[1, 2])},
         {"batch__rollout_batch_size": 2, "parallel__resource": roles(actor=[1, 2])},
     ),
+    (
+        "reward-key-unknown",
+        {"reward__reward_key": "score"},
+        {"reward__rm_type": "reasoning_gym", "reward__reward_key": "score"},
+    ),
+    (
+        "reward-key-unknown",
+        {"reward__rm_type": "math", "reward__reward_key": "corect"},
+        {"reward__rm_type": "math", "reward__reward_key": "correct"},
+    ),
+    ("reward-key-unknown", {"reward__rm_type": "math", "reward__reward_key": ""}, {**URL, "reward__reward_key": "any"}),
     ("reward-url-missing", {"reward__rm_type": "remote"}, URL),
     ("reward-url-unused", {"reward__rm_url": "http://host/judge"}, URL),
     *[
@@ -124,7 +135,7 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         },
         {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 4},
     ),
-    ("run-length-missing", {"batch__num_rollout": None}, {"batch__num_rollout": None, "batch__num_epoch": 1}),
+    ("run-length-missing", {"batch__num_rollout": None, "batch__num_epoch": None}, {"batch__num_rollout": None}),
     (
         "save-interval-without-save",
         {"checkpoint__save_interval": 2},

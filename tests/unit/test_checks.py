@@ -239,7 +239,12 @@ def test_without_files_only_the_configuration_is_judged(make: Callable[..., Conf
 
 
 def test_all_problems_are_reported_at_once(make: Callable[..., Config]) -> None:
-    config = make(model__hf_checkpoint="nowhere", batch__num_rollout=None, parallel__resource={"actor": [1, 1]})
+    config = make(
+        model__hf_checkpoint="nowhere",
+        batch__num_rollout=None,
+        batch__num_epoch=None,
+        parallel__resource={"actor": [1, 1]},
+    )
     assert ids(config) == ["resource-missing-role", "run-length-missing", "model-folder-missing"]
 
 

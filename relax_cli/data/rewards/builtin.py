@@ -14,6 +14,12 @@ BUILTIN_REWARDS: Mapping[str, str] = {
     REMOTE: "relax_cli.data.rewards.remote:RemoteReward",
 }
 """`"module:function"`, or a class whose instances are called (and closed, where they hold a pool)."""
+BUILTIN_PARTS: Mapping[str, tuple[str, ...]] = {
+    "exact": (),
+    "math": ("reward", "correct", "unjudged"),
+    "reasoning_gym": ("reward", "score", "correct"),
+}
+"""What `--reward-key` may pick; those of a server, a file or a plugin are known once it has judged."""
 LABEL_REWARDS = frozenset({"exact", "math"})
 """Rewards that compare the response with a label."""
 

@@ -6,7 +6,7 @@ from relax_cli.config.names import nearest
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.rewards import REWARD_UNKNOWN
-from relax_cli.data.rewards.builtin import LABEL_REWARDS, REMOTE, url_fault
+from relax_cli.data.rewards.builtin import BUILTIN_PARTS, LABEL_REWARDS, REMOTE, url_fault
 from relax_cli.data.rewards.types import NEEDS_LABEL
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
@@ -48,6 +48,20 @@ def reward_unknown(reward: RewardSection, rewards: frozenset[str]) -> Found:
             got=name,
             expected=", ".join(sorted(rewards)),
             fix=f"--rm-type {guess}" if guess else f"install its plugin, or use --custom-rm-path {PYTHON_SPEC}",
+        )
+
+
+@rule("reward-key-unknown", THEME, option="--reward-key")
+def reward_key_unknown(reward: RewardSection) -> Found:
+    """`--reward-key` picks a part of a reward that returns several. The built-in reward has no such part."""
+    key, parts = reward.reward_key, BUILTIN_PARTS.get(reward.rm_type or "")
+    if key is not None and reward.custom_rm_path is None and parts is not None and key not in parts:
+        guess = nearest(key, parts)
+        yield Finding(
+            f"the reward {reward.rm_type} {'has no part ' + repr(key) if parts else 'returns one number, not parts'}",
+            got=key,
+            expected=", ".join(parts),
+            fix=f"--reward-key {guess}" if guess else "drop --reward-key",
         )
 
 
