@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OLDEST_PYTHON = (3, 11)
 SMALL_SHARED_MEMORY = 1 << 30
-"""Ray's object store falls back to files where /dev/shm is smaller than what it holds."""
+"""Ray's object store falls back to files where /dev/shm is too small for it."""
 MUCH_LOCKED = 1 << 30
 FEW_FILES = 4096
 """Ray's processes open thousands of files and sockets."""

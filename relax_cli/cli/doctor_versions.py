@@ -16,7 +16,7 @@ from relax_cli.preflight.machine import NVIDIA_SMI_SECONDS
 PAIRED = ("torch", "megatron-core", "sglang")
 """Distributions whose versions depend on each other."""
 PINNING = ("sglang", "megatron-core", "megatron-bridge", "TransferQueue", "transformers")
-"""Distributions whose own requirements must hold beside the others: pip breaks them when packages come one by one."""
+"""Distributions whose own requirements must be satisfied together: pip breaks them when it installs one by one."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 

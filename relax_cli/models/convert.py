@@ -1,7 +1,7 @@
 """Hugging Face names and layouts to Megatron's (local layer spec) and back; both ways are exact copies.
 
 Megatron fuses `q_proj, k_proj, v_proj` into one matrix ordered by key-value group (the group's queries, its key, its
-value) and `gate_proj, up_proj` into one (gate first). Under tensor parallelism a rank holds whole groups, and its
+value) and `gate_proj, up_proj` into one (gate first). Under tensor parallelism a rank has whole groups, and its
 own slice of gate followed by its own slice of up. A vocabulary that does not divide gets rows of zeros at its end.
 """
 
@@ -89,7 +89,7 @@ def megatron_names(spec: ModelSpec) -> list[str]:
 
 
 def hf_tensors(name: str, full: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors, one or more, that the unsharded Megatron parameter `name` holds.
+    """The Hugging Face tensors, one or more, that the unsharded Megatron parameter `name` contains.
 
     They may be views of it. Also works on tensors of the `meta` device.
     """
@@ -109,7 +109,7 @@ def hf_tensors(name: str, full: Tensor, spec: ModelSpec) -> Iterator[tuple[str, 
 
 
 def shard_for_rank(name: str, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
-    """The part of an unsharded Megatron tensor that a tensor-parallel rank holds."""
+    """The part of an unsharded Megatron tensor of one tensor-parallel rank."""
     if tp_size == 1:
         return full
     match _partition_of(name):
@@ -145,7 +145,7 @@ def padded_vocab(spec: ModelSpec, tp_size: int) -> int:
 
 
 def is_sharded(name: str) -> bool:
-    """Whether tensor-parallel ranks hold different parts of a parameter; else each holds all of it."""
+    """Whether tensor-parallel ranks have different parts of a parameter; else each has all of it."""
     return _partition_of(name) != "none"
 
 

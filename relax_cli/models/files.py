@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def irregular_files(folder: Path) -> list[Problem]:
-    """Files beside `config.json` that libraries would read, and that would block them or fill the memory."""
+    """Files, besides `config.json`, that would block the libraries that read them, or fill the memory."""
     problems = []
     for path in sorted(folder.iterdir()):
         if path.suffix not in TEXT_SUFFIXES or path.name == CONFIG_FILE:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ MOST_HEADER_BYTES = 100 << 20
 """The limit of the safetensors library."""
 TYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Types that weights may have, and the bytes of a number."""
+EXPONENTS = {"F32": 0x7F80_0000, "BF16": 0x7F80, "F16": 0x7C00}
+"""Bits that are all set in NaN and infinity."""
+MOST_NUMBERS_BYTES = 4 << 30
+"""Weights that are looked through before a launch: a second or two."""
 SHOWN = 3
 CHUNK = 16 << 20
 ROTARY_TABLE = "rotary_emb.inv_freq"
@@ -45,6 +50,14 @@ TYPE = problem_kind(
     "model-weights-type",
     "Model",
     "A weight is not stored as float32, bfloat16 or float16. Quantised numbers mean something only with their scales.",
+    option="--hf-checkpoint",
+)
+
+NOT_FINITE = problem_kind(
+    "model-weights-not-finite",
+    "Model",
+    "A weight of the model is NaN or infinite. Models of up to 4 GB are looked through before a launch, larger ones"
+    " while they are loaded.",
     option="--hf-checkpoint",
 )
 
@@ -129,13 +142,13 @@ def shape_problems(found: Mapping[str, Shape], spec: ModelSpec) -> list[Problem]
     differing = [name for name, shape in wanted.items() if name in found and tuple(found[name]) != shape]
     if differing:
         name = differing[0]
-        message = f"tensor {_shown(differing)} does not have the shape that config.json describes"
+        message = f"config.json describes other shapes than the files have: {_shown(differing)}"
         problems.append(_mismatch(message, str(tuple(found[name])), str(wanted[name])))
     return problems
 
 
 def weight_problems(folder: Path, spec: ModelSpec | None) -> list[Problem]:
-    """What is wrong with the weights of a model folder, without reading the numbers (but a tied output layer's).
+    """What is wrong with the weights of a model folder; the numbers of a large model are not read.
 
     Args:
         spec: what `config.json` says; None where it is unusable, which other rules report.
@@ -159,7 +172,20 @@ def weight_problems(folder: Path, spec: ModelSpec | None) -> list[Problem]:
         problems += shape_problems({name: tensor.shape for name, tensor in stored.items()}, spec)
         if not problems and spec.tied and HEAD in stored and not _same_bytes(stored[HEAD], stored[EMBEDDING]):
             problems.append(tied_mismatch())
+    if not problems and sum(tensor.size for tensor in stored.values()) <= MOST_NUMBERS_BYTES:
+        problems += islice(_infinite(stored), 1)
     return problems
+
+
+def not_finite(name: str, path: Path, count: int, numbers: int) -> Problem:
+    """The problem of a weight with numbers that are NaN or infinite."""
+    return NOT_FINITE(
+        f"the weight {name} has numbers that are NaN or infinite: {count} of {numbers}",
+        fix="copy or convert the model again; these weights cannot be trained",
+        where=str(path),
+        got=f"{count} of {numbers}",
+        expected="finite numbers",
+    )
 
 
 def tied_mismatch() -> Problem:
@@ -225,6 +251,23 @@ def _entries(path: Path, header: Mapping[str, Any], origin: int) -> Iterator[tup
         yield name, Stored(path, str(entry["dtype"]), shape, origin + start, end - start)
 
 
+def _infinite(stored: Mapping[str, Stored]) -> Iterator[Problem]:
+    import numpy as np
+
+    for name, tensor in stored.items():
+        if tensor.dtype not in TYPES:
+            continue
+        mask, left, bad = EXPONENTS[tensor.dtype], tensor.size, 0
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.start)
+            while left > 0 and (chunk := file.read(min(CHUNK, left))):
+                bits = np.frombuffer(chunk, dtype=f"<u{TYPES[tensor.dtype]}")
+                bad += int(((bits & mask) == mask).sum())
+                left -= len(chunk)
+        if bad:
+            yield not_finite(name, tensor.file, bad, math.prod(tensor.shape))
+
+
 def _same_bytes(one: Stored, two: Stored) -> bool:
     if one.dtype != two.dtype:
         return True  # compared as numbers when they are loaded
@@ -247,5 +290,8 @@ def _shown(names: list[str]) -> str:
 
 def _mismatch(message: str, got: str = "", expected: str = "") -> Problem:
     return MISMATCH(
-        message, fix="check that config.json and the safetensors files belong together", got=got, expected=expected
+        message,
+        fix="use config.json and safetensors of one model; a size that config.json leaves out is transformers' default",
+        got=got,
+        expected=expected,
     )

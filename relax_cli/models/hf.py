@@ -13,17 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.errors import ConfigError
 from relax_cli.models.files import read_json
-from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, Shape, stored_tensors, unreadable
+from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, Shape, not_finite, stored_tensors, unreadable
 from relax_cli.models.spec import ModelSpec
 
-NOT_FINITE = problem_kind(
-    "model-weights-not-finite",
-    "Model",
-    "A weight of the model is NaN or infinite. Found when the weights are loaded.",
-    option="--hf-checkpoint",
-)
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder of the chat templates of a tokenizer beyond its default."""
 MORE_TEMPLATES = "additional_chat_templates"
@@ -71,16 +65,7 @@ class HfWeights(Mapping[str, Tensor]):
             raise unreadable(path, error) from error
         # The sum of usable weights is finite, and takes no memory.
         if not tensor.sum().isfinite() and not tensor.isfinite().all():
-            bad = int((~tensor.isfinite()).sum())
-            raise ConfigError(
-                NOT_FINITE(
-                    f"the weight {name} has {bad} numbers that are NaN or infinite",
-                    fix="copy or convert the model again; these weights cannot be trained",
-                    where=str(path),
-                    got=f"{bad} of {tensor.numel()}",
-                    expected="finite numbers",
-                )
-            )
+            raise ConfigError(not_finite(name, path, int((~tensor.isfinite()).sum()), tensor.numel()))
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -15,7 +15,7 @@ from relax_cli.errors import ConfigError, problem_kind
 
 UNWRITABLE = problem_kind("quickstart-folder", "Folders and checkpoints", "The quickstart folder cannot be written.")
 IN_USE = problem_kind(
-    "quickstart-folder-in-use", "Folders and checkpoints", "The quickstart folder holds something else."
+    "quickstart-folder-in-use", "Folders and checkpoints", "The quickstart folder contains something else."
 )
 
 MODEL = Path(__file__).parent / "model"
@@ -47,10 +47,10 @@ def jsonl(pairs: Iterable[tuple[int, int]]) -> str:
 def prepare(folder: Path, *, seed: int, steps: int) -> None:
     """Write `folder/{model,data,recipe.yaml}`, all or nothing.
 
-    A folder that was prepared before and holds nothing else only gets a new recipe.
+    A folder that was prepared before and contains nothing else only gets a new recipe.
 
     Raises:
-        ConfigError: the folder holds something else, or cannot be written.
+        ConfigError: the folder contains something else, or cannot be written.
     """
     recipe = RECIPE.read_text("utf-8").replace("STEPS", str(steps)).replace("SEED", str(seed))
     try:
@@ -100,7 +100,7 @@ def _require_untouched(folder: Path) -> None:
     changed = [name for name in expected if name in found and found[name].read_bytes() != expected[name]]
     if "recipe.yaml" in found and not re.fullmatch(pattern, found["recipe.yaml"].read_text("utf-8", errors="replace")):
         changed.append("recipe.yaml")
-    parts = {"also holds": strangers, "has changed": changed, "lacks": missing}
+    parts = {"also contains": strangers, "has changed": changed, "lacks": missing}
     if strangers or changed or missing:
         raise ConfigError(
             IN_USE(

@@ -24,6 +24,7 @@ from relax_cli.data.light_tokenizer import load_light
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.tokenise import encode_prompt, stop_token_ids
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.models import headers
 from relax_cli.models.convert import hf_to_megatron
 from relax_cli.models.families import BRIDGE_FAMILIES, FAMILIES
 from relax_cli.models.files import irregular_files, read_json
@@ -471,15 +472,29 @@ def test_types_that_are_plain_weights_pass(folder: Path, dtype: torch.dtype) -> 
     assert weight_problems(folder, read_spec(folder)) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["model.norm.weight", f"{LAYER}v_proj.weight"])
-def test_numbers_that_are_not_finite_are_named_with_their_file(folder: Path, name: str, value: float) -> None:
-    weights = dict(read_weights(folder))
+def test_numbers_that_are_not_finite_are_named_with_their_file(
+    folder: Path, name: str, value: float, dtype: torch.dtype
+) -> None:
+    weights = {key: tensor.to(dtype) for key, tensor in read_weights(folder)}
     weights[name].view(-1)[3] = value
     save_file(weights, folder / SINGLE_FILE)
-    problem = refused(lambda: hf_to_megatron(HfWeights(folder), read_spec(folder), 1, 0))
+    spec = read_spec(folder)
+    problem = refused(lambda: hf_to_megatron(HfWeights(folder), spec, 1, 0))
     assert (problem.id, problem.where) == ("model-weights-not-finite", str(folder / SINGLE_FILE))
     assert name in problem.message
+    # Before a launch, without torch, the same is said.
+    assert weight_problems(folder, spec) == [problem]
+
+
+def test_numbers_of_large_models_are_not_read_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = dict(read_weights(folder))
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / SINGLE_FILE)
+    monkeypatch.setattr(headers, "MOST_NUMBERS_BYTES", 100)
+    assert weight_problems(folder, read_spec(folder)) == []
 
 
 def test_large_finite_weights_whose_sum_overflows_pass(folder: Path) -> None:
@@ -487,6 +502,7 @@ def test_large_finite_weights_whose_sum_overflows_pass(folder: Path) -> None:
     weights["model.norm.weight"].fill_(3e38)
     save_file(weights, folder / SINGLE_FILE)
     assert torch.equal(HfWeights(folder)["model.norm.weight"], weights["model.norm.weight"])
+    assert weight_problems(folder, read_spec(folder)) == []
 
 
 # -- tokenizers and templates ----------------------------------------------------------------------

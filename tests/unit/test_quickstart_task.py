@@ -61,8 +61,8 @@ def test_preparing_an_untouched_folder_again_renews_the_recipe(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "content", "got"),
     [
-        ("notes.txt", "mine", "also holds notes.txt"),
-        ("run/metrics.jsonl", "{}", "also holds run/metrics.jsonl"),
+        ("notes.txt", "mine", "also contains notes.txt"),
+        ("run/metrics.jsonl", "{}", "also contains run/metrics.jsonl"),
         ("data/train.jsonl", "{}", "has changed data/train.jsonl"),
         ("recipe.yaml", "optimizer: {lr: 1}", "has changed recipe.yaml"),
     ],

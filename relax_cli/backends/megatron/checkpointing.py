@@ -122,7 +122,7 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def parallel_layout() -> dict[str, int]:
-    """Sizes that decide which rank holds what."""
+    """Sizes that decide which rank has what."""
     return {
         "tensor_parallel": parallel.tensor_parallel_size(),
         "data_parallel": parallel.data_parallel_size(),

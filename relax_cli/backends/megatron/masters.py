@@ -1,8 +1,8 @@
-"""The fp32 numbers that Adam updates: which of them this rank holds, and where.
+"""The fp32 numbers that Adam updates: which of them this rank has, and where.
 
 Parameters in fp32 are updated themselves. Parameters in lower precision have a master copy. With
 `--optimizer-cpu-offload` every parameter has one, in host memory, together with its moments. With
-`--use-distributed-optimizer` each data-parallel rank holds masters and moments of its share of the parameters only, and
+`--use-distributed-optimizer` each data-parallel rank has masters and moments of its share of the parameters only, and
 sends the updated parameters to the others.
 """
 
@@ -139,7 +139,7 @@ class Masters:
                 master.values.copy_(master.parameter.data)
 
     def _to_write(self, like: ShardedTensor | ShardedTensorFactory) -> ShardedTensor | ShardedTensorFactory:
-        """Every data-parallel rank writes what it alone holds, where otherwise the first one writes for all."""
+        """Every data-parallel rank writes what only it has, where otherwise the first one writes for all."""
         if not self.shared_out:
             return like
         return replace(like, replica_id=(*like.replica_id[:-1], 0))

@@ -160,7 +160,7 @@ class PolicyModel(_ResponseModel):
 class ValueModel(_ResponseModel):
     """Values of the states before response tokens: the policy's backbone under a scalar head.
 
-    Under tensor parallelism every rank holds the whole head and sees the same states, so its gradients agree without
+    Under tensor parallelism every rank has the whole head and sees the same states, so its gradients agree without
     communication, and so do those it hands down.
     """
 

@@ -95,7 +95,7 @@ def data_parallel_group() -> dist.ProcessGroup:
 
 
 def tensor_parallel_rank() -> int:
-    """Which slice of every layer this rank holds."""
+    """Which slice of every layer this rank has."""
     return int(mpu.get_tensor_model_parallel_rank())
 
 

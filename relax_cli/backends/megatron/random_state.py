@@ -73,7 +73,7 @@ def _read_twister(state: dict[str, Any]) -> tuple[list[int], int, float | None]:
     if len(words) != TWISTER_WORDS or type(position) is not int or not 0 <= position <= TWISTER_WORDS:
         raise ValueError("not a state of the Mersenne Twister")
     if gauss is not None and not isinstance(gauss, float):
-        raise ValueError("the second normal number is no number")
+        raise ValueError("the second normal number is not a number")
     return words, position, gauss
 
 

@@ -64,7 +64,7 @@ def as_buckets(named: Iterable[tuple[str, Tensor]], sizes: Sequence[int], limit:
 
 
 def hf_buckets(shards: Mapping[str, Tensor], spec: ModelSpec, limit: int) -> Iterator[Bucket]:
-    """All weights of the policy whose tensor-parallel part this rank holds.
+    """All weights of the policy, unsharded.
 
     Args:
         shards: this rank's part of every parameter, by Megatron's (local) names.
