@@ -60,6 +60,8 @@ REPLACEMENTS = (
     Replacement("rollout_engine", lambda value: value == "embedded", ("rollout_external",)),
     Replacement("rollout_external", _on, ("rollout_engine",)),
     Replacement("rollout_external", _off, ("rollout_external_engine_addrs",)),
+    Replacement("loss_aggregation", _given, ("calculate_per_token_loss",)),
+    Replacement("calculate_per_token_loss", _on, ("loss_aggregation",)),
     Replacement("device", lambda value: value == "cuda", ("overlap_updates",)),
 )
 

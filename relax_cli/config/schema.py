@@ -126,6 +126,9 @@ class CriticSection(Section):
     num_critic_only_steps: int = Field(0, ge=0, description="first rollouts that train the critic alone")
     critic_lr: float | None = Field(None, gt=0, le=1e3, description="critic learning rate; follows --lr when unset")
     critic_lr_warmup_iters: int = Field(0, ge=0, description="optimizer steps of linear warm-up for the critic")
+    value_head_init_std: float = Field(
+        0.02, ge=0, description="standard deviation of a new value head's weights; 0 starts with values of 0"
+    )
     critic_updates_per_step: int = Field(1, ge=1, description="passes of value steps over each rollout's samples")
     critic_load: str | None = Field(
         None, description="critic checkpoint folder to resume from; LOAD-critic, or else --load, when unset"

@@ -88,8 +88,9 @@ class RoleBuilder:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         plugins = load_plugins()
+        # First, so that a node which lacks the plugin is named with it; its section would be an unknown key below.
+        self.estimator: Estimator = plugins.estimator(spec.config["algorithm"]["advantage_estimator"], node=this_node())
         self.config: Config = rebuild_config(spec.config)
-        self.estimator: Estimator = plugins.estimator(self.config.algorithm.advantage_estimator, node=this_node())
         self.options = estimator_options(self.config, self.estimator)
         self.graph: ServiceGraph = plugins.service_graph(self.config)
         self.rewards = {name: reward.function for name, reward in plugins.rewards().items()}
@@ -141,6 +142,7 @@ class RoleBuilder:
             device=self._join_ranks(),
             seed=self.config.run.seed,
             temperature=self.config.rollout.rollout_temperature,
+            value_head_std=self.config.critic.value_head_init_std,
         )
 
     def _reference(self, queue: SampleQueue) -> Any:

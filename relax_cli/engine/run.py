@@ -29,7 +29,7 @@ from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun
-from relax_cli.preflight.start import decide_run
+from relax_cli.preflight.start import decide_run, schedule_of
 from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import drop_samples
 from relax_cli.tracking.live import StepDisplay
@@ -99,7 +99,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             stop,
             first=first,
             dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)],
-            checkpoint_meta=checkpoint_meta(identity, checked, graph),
+            checkpoint_meta=checkpoint_meta(identity, checked, graph) | {"schedule": schedule_of(config)},
         )
         ended_by = run_trainer(trainer, run_dir, stop, checked)
         if ended_by is not None:

@@ -5,17 +5,29 @@ The one function behind `train` and `validate-config`; `check-resume` asks `resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from relax_cli.algorithms.schedule import learning_rate
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint import resume_problems as problems_of
 from relax_cli.checkpoint.fingerprint import RunIdentity, differences, folder_of_model, identify
-from relax_cli.checkpoint.resume import ResumeReport, examine_resume
+from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume
 from relax_cli.config.schema import Config
-from relax_cli.errors import Problem, ResumeError
+from relax_cli.errors import Problem, ResumeError, problem_kind
 from relax_cli.preflight.completion import has_metrics
+from relax_cli.preflight.plan import optimizer_steps
+
+OTHER_SCHEDULE = problem_kind(
+    "resume-other-schedule",
+    "Folders and checkpoints",
+    "A warning: the learning rate decays over `--num-rollout`, which is not what it was when the checkpoint was saved. "
+    "The next step's rate is given for both. The rates of the steps already taken stay as they were.",
+    option="--num-rollout",
+    severity="warning",
+)
 
 
 def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = None) -> ResumeReport:
@@ -40,6 +52,7 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
     run = identify(config, folder_of_model(config.model.hf_checkpoint))
     report = _with(report, compare(report, run), config)
     last, iteration = num_rollout or config.batch.num_rollout, report.sides[0].iteration
+    report = report.refused(list(_other_schedule(config, report.sides[0], last, has_critic=has_critic)))
     if last is None or iteration is None or iteration <= last:
         return report
     return report.refused([problems_of.nothing_left(report.sides[0].checkpoint, iteration, last)])
@@ -65,6 +78,47 @@ def compare(report: ResumeReport, run: RunIdentity) -> list[Problem]:
             for problem in differences(run, side.meta, side.checkpoint):
                 found.setdefault(problem.id, problem)
     return list(found.values())
+
+
+def schedule_of(config: Config) -> dict[str, Any]:
+    """What a checkpoint says of the run's learning-rate schedule."""
+    return {"decay": config.optimizer.lr_decay_style, "rollouts": config.batch.num_rollout}
+
+
+def _other_schedule(config: Config, actor: Side, rollouts: int | None, *, has_critic: bool) -> Iterator[Problem]:
+    """A decay over another number of rollouts than before: what becomes of the rate. No error under `--strict`, where
+    the command that resumes with more rollouts must stay valid."""
+    saved = actor.meta.extra.get("schedule") if actor.meta is not None else None
+    section, iteration = config.optimizer, actor.iteration
+    if section.lr_decay_style == "constant" or not isinstance(saved, dict) or rollouts is None or iteration is None:
+        return
+    before = saved.get("rollouts")
+    if saved.get("decay") != section.lr_decay_style or not isinstance(before, int) or before == rollouts:
+        return
+    resting = config.critic.num_critic_only_steps if has_critic else 0
+    taken = max(0, iteration - resting) * config.batch.steps_per_rollout
+
+    def rate(total: int) -> str:
+        steps, _ = optimizer_steps(config, total, has_critic=has_critic)
+        value = learning_rate(
+            taken,
+            peak=section.lr,
+            floor=section.min_lr,
+            warmup=section.lr_warmup_iters,
+            total=steps,
+            decay=section.lr_decay_style,
+        )
+        return f"{value:.3g}"
+
+    yield OTHER_SCHEDULE(
+        f"the learning rate decays over {rollouts} rollouts now, over {before} when the checkpoint was saved",
+        where=str(actor.checkpoint),
+        got=f"the actor's next step has rate {rate(rollouts)}",
+        expected=f"{rate(before)} on the schedule of before",
+        fix=f"--num-rollout {before} keeps the schedule"
+        if iteration < before
+        else "accept it, or --lr-decay-style constant with the --lr to continue at",
+    )
 
 
 def _with(report: ResumeReport, problems: Sequence[Problem], config: Config) -> ResumeReport:

@@ -54,6 +54,8 @@ PAIRS: list[tuple[dict[str, Any], str, Any, dict[str, Any]]] = [
     ({"lr_decay_style": "cosine", "min_lr": 1e-7}, "lr_decay_style", "constant", {"min_lr": 0.0}),
     ({"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}, "use_kl_loss", False,
      {"kl_loss_coef": 0.0, "kl_loss_type": "k1"}),
+    ({"calculate_per_token_loss": True}, "loss_aggregation", "constant", {"calculate_per_token_loss": False}),
+    ({"loss_aggregation": "constant"}, "calculate_per_token_loss", True, {"loss_aggregation": None}),
     ({"use_tis": True, "tis_clip": 3.0}, "use_tis", False, {"tis_clip": 2.0}),
     ({"save": "c", "save_interval": 2, "critic_save": "d"}, "save", None, {"save_interval": None, "critic_save": None}),
     ({"eval_prompt_data": ["a=b"], "eval_interval": 2}, "eval_prompt_data", [], {"eval_interval": None}),

@@ -75,6 +75,50 @@ def examined(config: Config, *, has_critic: bool = False, num_rollout: int | Non
     return examine_run(config, has_critic=has_critic, num_rollout=num_rollout)
 
 
+DECAY = {"lr": 1e-3, "lr_decay_style": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "optimizer", "rollouts", "rates"),
+    [
+        ({"decay": "linear", "rollouts": 10}, DECAY, 20, ("0.0008", "0.0006")),
+        ({"decay": "linear", "rollouts": 20}, DECAY, 10, ("0.0006", "0.0008")),
+        ({"decay": "linear", "rollouts": 4}, DECAY, 8, ("0.0005", "0.00025")),
+        ({"decay": "cosine", "rollouts": 8}, DECAY | {"lr_decay_style": "cosine"}, 12, ("0.00075", "0.0005")),
+        ({"decay": "linear", "rollouts": 10}, DECAY, 10, None),
+        ({"decay": "linear", "rollouts": 10}, {"lr": 1e-3}, 20, None),
+        ({"decay": "constant", "rollouts": 10}, DECAY, 20, None),
+        (None, DECAY, 20, None),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_another_number_of_rollouts_says_what_the_rate_becomes(
+    config: Config,
+    tmp_path: Path,
+    saved: dict[str, Any] | None,
+    optimizer: dict[str, Any],
+    rollouts: int,
+    rates: tuple[str, str] | None,
+    strict: bool,
+) -> None:
+    meta = {"schedule": saved} if saved is not None else {}
+    identity = identify(config, tmp_path / "model", prompts=2).meta()
+    save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **meta, data_position=data_position(4, 8, 2))
+    places = {"load": str(tmp_path / "s"), "save": str(tmp_path / "s")}
+    sections = {"optimizer": optimizer, "batch": {"num_rollout": rollouts}, "run": {"strict": strict}}
+    report = examined(changed(config, checkpoint=places, **sections))
+    assert report.decision.verdict == "resume"
+    found = [problem for problem in report.warnings if problem.id == "resume-other-schedule"]
+    if rates is None:
+        assert found == []
+        return
+    (problem,) = found
+    assert problem.got.endswith(f"rate {rates[0]}")
+    assert problem.expected.startswith(rates[1])
+    fix = f"--num-rollout {saved['rollouts']} keeps" if saved and saved["rollouts"] > 4 else "accept it"
+    assert problem.fix.startswith(fix)
+
+
 def refused_id(config: Config) -> str:
     """Id of the one problem."""
     report = examined(config)
