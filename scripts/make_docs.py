@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-import re
 import textwrap
-from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -74,9 +72,9 @@ def all_kinds() -> dict[str, ProblemKind]:
     return {kind.id: kind for kind in declared_kinds()}
 
 
-def render_rules(kinds: Iterable[ProblemKind]) -> str:
+def render_rules() -> str:
     """The page of rules; within a theme, ids are in the order of the alphabet."""
-    page = [INTRODUCTION]
+    kinds, page = all_kinds().values(), [INTRODUCTION]
     for theme, introduction in THEMES.items():
         page.append(f"\n## {theme}\n{introduction}")
         of_theme = sorted((kind for kind in kinds if kind.theme == theme), key=lambda kind: kind.id)
@@ -89,22 +87,7 @@ def filled(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def kinds_of_the_page() -> list[ProblemKind]:
-    """Kinds as docs/rules.md has them; for ids that are not declared in the code yet."""
-    themes = re.split(r"^## (.*)\n", RULES.read_text("utf-8"), flags=re.MULTILINE)[1:]
-    return [
-        ProblemKind(id, theme, text.strip())
-        for theme, body in zip(themes[::2], themes[1::2], strict=True)
-        for id, text in re.findall(r"^### `(.+)`\n((?:(?!#).*\n?)*)", body, flags=re.MULTILINE)
-    ]
-
-
-def rules_page() -> str:
-    """docs/rules.md as it should be."""
-    return render_rules(({kind.id: kind for kind in kinds_of_the_page()} | all_kinds()).values())
-
-
 if __name__ == "__main__":
     CONFIGURATION.write_text(render_configuration(), encoding="utf-8")
-    RULES.write_text(rules_page(), encoding="utf-8")
+    RULES.write_text(render_rules(), encoding="utf-8")
     print(f"wrote {CONFIGURATION} and {RULES}")

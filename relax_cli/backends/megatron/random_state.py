@@ -12,7 +12,8 @@ import torch
 from megatron.core import tensor_parallel as megatron_tp
 from torch import Tensor
 
-from relax_cli.errors import Problem, ResumeError
+from relax_cli.checkpoint.layout import META_UNREADABLE
+from relax_cli.errors import ResumeError
 
 TWISTER_WORDS = 624
 """Words of the Mersenne Twister that Python and numpy use."""
@@ -53,9 +54,8 @@ def restore(state: dict[str, Any]) -> None:
             megatron_tp.get_cuda_rng_tracker().set_states(regions)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ResumeError(
-            Problem(
-                id="checkpoint-meta-unreadable",
-                message=f"the state of the random generators cannot be used: {error}",
+            META_UNREADABLE(
+                f"the state of the random generators cannot be used: {error}",
                 fix="resume from another iteration, or from a copy of this one",
                 where="random_state in relax.json",
             )
