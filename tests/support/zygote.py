@@ -18,6 +18,9 @@ from typing import Any
 # Before torch: a process whose OpenMP threads have run must not fork.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
+LARGEST_DISK = 1 << 30
+"""Bytes of the largest disk that a fault fills."""
+
 FILE_EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"})
 """Audit events of Python that come just before a file or folder is made, renamed or removed, or opened."""
 
@@ -143,6 +146,8 @@ class Fault:
                 time.sleep(0.4)  # longer than what counts as one key
             return
         free = os.statvfs(os.path.dirname(self.filler))
+        # A test that was interrupted has unmounted its small disk: never fill the one behind it.
+        assert free.f_blocks * free.f_frsize < LARGEST_DISK, self.filler
         with open(self.filler, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
 
