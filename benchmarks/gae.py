@@ -2,7 +2,7 @@
 
     python benchmarks/gae.py [--rows 256] [--tokens 8192] [--threads 1] [--holes] [--format text|json]
 
-Rows are ragged: lengths uniform in [tokens/4, tokens]. With --holes a block inside each row is masked, too,
+Rows are ragged: lengths uniform in [tokens/4, tokens]. With --holes a block inside each row is also masked,
 as a tool's output would be. The two are timed in turns, and the fastest run of each counts.
 """
 

@@ -3,7 +3,7 @@
     relax quickstart DIR --prepare-only
     relax train --recipe DIR/recipe.yaml --set reward.rm_type=null --custom-rm-path examples/shuffled_rewards.py:reward
 
-Held-out samples are shuffled, too, which leaves their mean as it is.
+Held-out samples are also shuffled, which leaves their mean unchanged.
 """
 
 import random

@@ -90,7 +90,7 @@ class RepeatedProblems:
 
 @dataclass(frozen=True)
 class ProblemKind:
-    """What all problems of one id share. Declared once, beside the code that finds them; `docs/rules.md` lists them.
+    """What all problems of one id share. Declared once, next to the code that finds them; `docs/rules.md` lists them.
 
     Calling it makes a `Problem` of this kind.
     """
@@ -134,7 +134,7 @@ def is_about_machine(problem: Problem) -> bool:
 
 
 class RelaxError(Exception):
-    """Root of the errors that users see; `problems` holds one or more four-part findings."""
+    """Root of the errors that users see; `problems` are one or more four-part findings."""
 
     exit_code = ExitCode.FAILED
 

@@ -153,7 +153,7 @@ def examine(folder: Path, iteration: int, role: str, *, deep: bool = False) -> t
     except ResumeError as error:
         return None, f"the {role}'s is damaged: {error.problems[0].message}"
     if meta.role != role:
-        return None, f"the {role}'s folder holds a checkpoint of the {meta.role}"
+        return None, f"the {role}'s folder contains a checkpoint of the {meta.role}"
     if meta.iteration != iteration:
         return None, f"the {role}'s says that it is of iteration {meta.iteration}"
     return meta, f"the {role}'s is damaged: {found[0]}" if found else None

@@ -174,7 +174,7 @@ def _parameters(saved: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[
 def _write(out: Path, named: Iterator[tuple[str, Tensor]], model_folder: Path) -> None:
     """Everything in a temporary folder inside `out` first; `config.json` leaves it last, when the rest is complete.
 
-    `out` itself is never replaced: it may be a link, a mount, or the folder somebody works in.
+    `out` itself is never replaced: it may be a link, a mount, or a folder in use.
     """
     temporary = out / UNFINISHED
     try:

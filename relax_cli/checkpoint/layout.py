@@ -8,7 +8,7 @@ An iteration is a number of finished rollouts. While it is written a checkpoint 
 final name is complete unless something damaged it later.
 
 What is read here may have been written by anybody: nothing is unpickled, no path leads out of the checkpoint, and
-neither a pipe nor a file of any size can hold the reader up.
+neither a pipe nor a huge file can block the reader.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def read_tracker(save_dir: Path) -> Tracker:
         return Tracker("release")
     if re.fullmatch(r"[0-9]{1,12}", text):
         return Tracker(int(text))
-    return Tracker(None, f"{path} holds {text[:40]!r}, neither a number nor `release`")
+    return Tracker(None, f"{path} contains {text[:40]!r}, neither a number nor `release`")
 
 
 def write_tracker(save_dir: Path, iteration: int) -> None:
@@ -141,7 +141,7 @@ class CheckpointMeta:
     seeds: dict[str, int]
     config_hash: str
     parallel: dict[str, PositiveInt]
-    """Parallel sizes it was written with; it loads at others too."""
+    """Parallel sizes it was written with; it also loads at others."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What else the run wants back; see `KnownExtra`."""
     files: tuple[FileEntry, ...] = ()
@@ -152,7 +152,7 @@ class CheckpointMeta:
 
 @with_config(ConfigDict(extra="allow", strict=True))
 class KnownExtra(TypedDict, total=False):
-    """The keys of `CheckpointMeta.extra` that somebody reads; older versions wrote fewer."""
+    """The keys of `CheckpointMeta.extra` that are read; older versions wrote fewer."""
 
     estimator: str
     fingerprints: dict[str, str | None]
@@ -229,7 +229,7 @@ def sha256_of(path: Path) -> str:
 
 
 def damages(folder: Path, *, deep: bool = False) -> list[str]:
-    """What is wrong with the files of a checkpoint, one sentence each; with `deep`, their hashes are checked too.
+    """What is wrong with the files of a checkpoint, one sentence each; with `deep`, also their hashes are checked.
 
     Raises:
         ResumeError: `relax.json` itself cannot be used.
@@ -258,7 +258,7 @@ def _damage(path: Path, entry: FileEntry, *, deep: bool) -> str | None:
 
 
 def strays(folder: Path) -> list[str]:
-    """Names in a checkpoint that are no files of it: links that lead out of the folder, pipes, devices.
+    """Names in a checkpoint that are not its own files: links that lead out of the folder, pipes, devices.
 
     The folder itself may be a link.
     """
@@ -291,7 +291,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a folder with all it holds."""
+    """Remove a file, a link or a folder with its content."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
@@ -302,7 +302,7 @@ def read_small_file(path: Path, most_bytes: int) -> bytes:
     """Content of a regular file of at most `most_bytes`.
 
     Raises:
-        OSError: also where it is no regular file, or larger.
+        OSError: also where it is not a regular file, or larger.
     """
     # Opening a pipe for reading would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

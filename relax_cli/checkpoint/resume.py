@@ -163,7 +163,7 @@ def inspect(role: str, option: str, folder: str | None, *, deep: bool = False, m
     """Read tracker and `relax.json` of one role.
 
     Args:
-        may_be_new: the folder need not be there, nor hold a checkpoint.
+        may_be_new: the folder may be missing, or empty.
     """
     if folder is None:
         return Side(role, option, None, None, None)
@@ -234,12 +234,12 @@ def _is_ours(save_dir: Path) -> bool:
 
 
 def layout_of_weights(checkpoint: Path) -> str | None:
-    """Why a folder without `relax.json` is no sharded checkpoint of Megatron's; None when it is one."""
+    """Why a folder without `relax.json` is not a sharded checkpoint of Megatron's; None when it is one."""
     for name in (".metadata", "metadata.json"):
         if not (checkpoint / name).is_file():
             return f"{checkpoint.name} has neither {layout.META_FILE} nor {name} of a sharded Megatron checkpoint"
     if not any(checkpoint.glob("*.distcp")):
-        return f"{checkpoint.name} holds no shards (*.distcp)"
+        return f"{checkpoint.name} has no shards (*.distcp)"
     return next(iter(layout.strays(checkpoint)), None)
 
 

@@ -27,7 +27,7 @@ NOT_A_SAVE_FOLDER = problem_kind(
     "`--load` or `--critic-load` names something other than a save folder: one checkpoint (`iter_0000040`) instead of "
     "the folder around it, the folder above, a model, training data, a run folder, or a folder without a checkpoint.",
 )
-WRONG_ROLE = problem_kind("resume-wrong-role", FOLDERS, "The folder holds the checkpoint of the other role.")
+WRONG_ROLE = problem_kind("resume-wrong-role", FOLDERS, "The folder contains the checkpoint of the other role.")
 CRITIC_LOST = problem_kind(
     "resume-critic-lost",
     FOLDERS,
@@ -48,7 +48,7 @@ NOTHING_LEFT = problem_kind(
     option="--num-rollout",
 )
 SAVE_IN_USE = problem_kind(
-    "save-in-use", FOLDERS, "The folder holds the checkpoints of another run, which would be overwritten."
+    "save-in-use", FOLDERS, "The folder contains the checkpoints of another run, which would be overwritten."
 )
 REFERENCE_NOT_START = problem_kind(
     "reference-not-start",
@@ -236,7 +236,7 @@ def nothing_left(where: Path | None, iteration: int, last: int) -> Problem:
 def would_overwrite(option: str, folder: str) -> Problem:
     """A run that starts at 0 would replace the checkpoints of another one."""
     return SAVE_IN_USE(
-        f"the run starts at rollout 0, and the folder of {option} holds other checkpoints",
+        f"the run starts at rollout 0, and the folder of {option} contains other checkpoints",
         fix=f"{option} {shlex.quote(folder.rstrip('/') + '-new')}",
         option=option,
         got=folder,
@@ -257,7 +257,7 @@ def other_reference(hf_checkpoint: str) -> Problem:
 def run_dir_in_use(run_dir: str) -> Problem:
     """A run that starts at 0 would drop the metrics of another one."""
     return RUN_DIR_IN_USE(
-        "the run starts at rollout 0, and the run folder already holds a run",
+        "the run starts at rollout 0, and the run folder already contains a run",
         fix=f"--run-dir {shlex.quote(run_dir.rstrip('/') + '-2')}",
         got=run_dir,
         expected="a new or empty folder",

@@ -1,4 +1,4 @@
-"""Reads torch's distributed checkpoints without running what somebody else may have written into them.
+"""Reads torch's distributed checkpoints without running code that others may have written into them.
 
 torch and Megatron unpickle three things when they load: `.metadata` (what lies where), objects among the shards, and
 `common.pt`. A pickle can run any code. Here `.metadata` becomes inert records, of which torch's own are then built
@@ -34,7 +34,7 @@ from relax_cli.errors import RelaxError, ResumeError, problem_kind
 UNSAFE = problem_kind(
     "checkpoint-unsafe",
     "Folders and checkpoints",
-    "The checkpoint holds what no checkpoint has a use for: code, a path out of its folder, a pipe. Nothing of it was "
+    "The checkpoint contains what no checkpoint needs: code, a path out of its folder, a pipe. Nothing of it was "
     "executed.",
 )
 UNLOADABLE = problem_kind(
@@ -87,18 +87,18 @@ KNOWN_NAMES = {
 
 
 def refuse_strays(folder: Path) -> None:
-    """Raises ResumeError where a name in a checkpoint leads out of it, or is no file."""
+    """Raises ResumeError where a name in a checkpoint leads out of it, or is not a file."""
     found = layout.strays(folder)
     if found:
         raise unsafe(folder, found[0])
 
 
 def unsafe(where: Path, reason: str) -> ResumeError:
-    """What to say of a checkpoint that holds what no checkpoint has a use for."""
+    """The error about a checkpoint that contains what no checkpoint needs."""
     return ResumeError(
         UNSAFE(
             f"the checkpoint is refused: {reason}",
-            fix="do not use this folder if somebody else made it; take a copy that you trust, or another iteration",
+            fix="do not use this folder if it is not yours; take a copy that you trust, or another iteration",
             where=str(where),
             got="nothing of it was executed",
         )
@@ -109,17 +109,17 @@ def load_plain(content: bytes, where: Path) -> Any:
     """Tensors and plain values that `torch.save` wrote; tensors on the CPU.
 
     Raises:
-        ResumeError: it holds something else, or is damaged.
+        ResumeError: it contains something else, or is damaged.
     """
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        reason = "it holds something other than tensors and plain values, or is damaged"
+        reason = "it contains something other than tensors and plain values, or is damaged"
         raise unsafe(where, f"{where.name}: {reason}") from error
 
 
 def load_common(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds once, next to the shards.
+    """What a checkpoint has once, next to the shards.
 
     Raises:
         ResumeError: see `load_plain`.
@@ -128,7 +128,7 @@ def load_common(folder: Path) -> dict[str, Any]:
     path = folder / COMMON_FILE
     common = load_plain(layout.read_small_file(path, MOST_COMMON_BYTES), path)
     if not isinstance(common, dict):
-        raise unsafe(path, f"{path.name} does not hold a dictionary")
+        raise unsafe(path, f"{path.name} is not a dictionary")
     return common
 
 
@@ -167,7 +167,7 @@ def taken_over_from(folder: Path, *further: type[Exception]) -> Iterator[None]:
         if isinstance(root, RelaxError):
             raise root from error
         if isinstance(root, pickle.UnpicklingError):
-            reason = "a shard holds something other than tensors, or is damaged"
+            reason = "a shard contains something other than tensors, or is damaged"
             raise unsafe(folder, reason) from error
         raise _unloadable(root, folder) from error
 
@@ -278,7 +278,7 @@ def _build_place(record: Any, folder: Path) -> _StorageInfo:
 
 def _state_of(record: Any, name: str) -> Any:
     if not isinstance(record, _Record) or type(record).__name__ != name:
-        raise TypeError(f"something is no {name}")
+        raise TypeError(f"something is not a {name}")
     return record.state
 
 
@@ -288,7 +288,7 @@ def _state(record: Any, name: str) -> dict[str, Any]:
 
 def _dictionary(value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise TypeError("something is no dictionary")
+        raise TypeError("something is not a dictionary")
     return value
 
 
@@ -300,11 +300,11 @@ def _size(record: Any) -> torch.Size:
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise TypeError("a length or an offset is no whole number")
+        raise TypeError("a length or an offset is not a whole number")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError("a name is no text")
+        raise TypeError("a name is not text")
     return value

@@ -44,10 +44,10 @@ class Saveable(Protocol):
         """Restore from shards."""
 
     def random_state(self) -> dict[str, Any]:
-        """State of this rank's random generators, anything JSON can hold."""
+        """State of this rank's random generators, as JSON values."""
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Undo `random_state`; raises ResumeError where it is no such state."""
+        """Undo `random_state`; raises ResumeError where it is not such a state."""
 
     def parallel_layout(self) -> dict[str, int]:
         """Sizes of the parallel groups."""
@@ -57,7 +57,7 @@ def write(model: Saveable, save_dir: Path, iteration: int, role: str, meta: dict
     """Write everything of `iteration` under its temporary name. Every rank calls this.
 
     Args:
-        meta: what `load` returns again, anything JSON can hold. `weight_version` (follows `iteration`), `seeds` and
+        meta: what `load` returns again, as JSON values. `weight_version` (follows `iteration`), `seeds` and
             `config_hash` have places of their own in `relax.json`.
 
     Raises:

@@ -50,7 +50,7 @@ variable like `${RELAX_RM_URL:?…}` stands for the option's value, and the shel
 KINDS = {bool: "on/off", int: "integer", float: "number", str: "text", tuple: "list of text", dict: "JSON object"}
 LIMITS = (("ge", ">= "), ("gt", "> "), ("le", "<= "), ("lt", "< "))
 VARIABLE = {"type": "string", "pattern": r"\$\{.+\}"}
-"""What may stand in a recipe for a value that is no text."""
+"""What may stand in a recipe for a value that is not text."""
 
 
 def configuration_markdown(model: type[Config]) -> str:

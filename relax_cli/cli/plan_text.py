@@ -55,7 +55,7 @@ def _steps(plan: Plan) -> list[str]:
         lines.append("  rollouts: as many as --num-epoch gives; the data were not read")
     else:
         steps = ", ".join(f"{count} of the {role}" for role, count in s.optimizer_steps.items())
-        resumed = f", going on at {s.first_rollout}" if s.first_rollout else ""
+        resumed = f", resuming at {s.first_rollout}" if s.first_rollout else ""
         lines += wrapped(f"  the run: {s.rollouts} rollouts{resumed}; optimizer steps: {steps}")
     lines += wrapped(
         f"  tokens of a rollout: at most {s.samples_per_rollout} x ({s.longest_prompt} prompt + {s.longest_response}"

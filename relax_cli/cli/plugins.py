@@ -102,7 +102,7 @@ def _row(plugin: Plugin) -> dict[str, Any]:
     if row.status == "ok" and not plugin.is_ours:
         reasons = [f"{problem.message}: {problem.got.splitlines()[0]}" for problem in broken_references(plugin)]
         row = replace(row, status="broken", reason="; ".join(reasons)) if reasons else row
-    # A reason is the text of somebody's exception.
+    # A reason is the text of an exception in user code.
     return asdict(row) | {"reason": scrubbed(row.reason)}
 
 

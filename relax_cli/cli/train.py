@@ -47,7 +47,7 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
         """Train a model.
 
         Values come from: defaults < recipes, left to right < RELAX_* environment < --set < the flags below.
-        Everything that can be known to be wrong is reported, all at once, before anything starts.
+        Everything that can be known to be wrong is reported together, before anything starts.
         """
         output = output_of(ctx, fmt)
         layers = Layers(recipe or (), os.environ, set_values or (), flags)

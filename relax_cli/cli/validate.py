@@ -45,7 +45,7 @@ def validate_command(model: type[Config], plugins: Plugins) -> Callable[..., Non
     ) -> None:
         """Check a configuration without Ray or a GPU, and show what its run will do.
 
-        The checks are those of `train`. All problems are reported at once; exit code 0, or 2 where there are errors.
+        The checks are those of `train`. All problems are reported together; exit code 0, or 2 where there are errors.
         """
         layers = Layers(recipe or (), os.environ, set_values or (), flags)
         output = output_of(ctx, fmt)

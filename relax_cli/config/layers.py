@@ -25,7 +25,7 @@ from relax_cli.errors import ConfigError, Problem, problem_kind
 UNKNOWN_ENVIRONMENT = problem_kind(
     "unknown-environment",
     THEME,
-    "A `RELAX_*` variable is no option. A typing error there would otherwise change nothing, silently.",
+    "A `RELAX_*` variable is not an option. A typing error there would otherwise change nothing, silently.",
 )
 SET_SYNTAX = problem_kind("set-syntax", THEME, "`--set` takes `SECTION.KEY=VALUE`.", option="--set")
 INVALID_VALUE = problem_kind(

@@ -28,7 +28,7 @@ def section_model(model: type[Config], section: str) -> type[Section]:
 
 
 def option_value(config: Config, name: str) -> Any:
-    """The value of an option by its field name, whichever section holds it."""
+    """The value of an option by its field name, from any section."""
     section, _ = options_by_name(type(config))[name]
     return getattr(getattr(config, section), name)
 

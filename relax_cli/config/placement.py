@@ -19,7 +19,7 @@ SERVICE_CPUS = 1
 def rollout_engine(
     rollout: RolloutSection, sglang: SglangSection, parallel: ParallelSection
 ) -> Literal["embedded", "sglang"]:
-    """What generates, whichever way `--rollout-engine` says it."""
+    """The engine that generates, `--rollout-engine auto` resolved."""
     if rollout.rollout_engine != "auto":
         return rollout.rollout_engine
     return "sglang" if parallel.device == "cuda" or sglang.rollout_external else "embedded"

@@ -82,7 +82,7 @@ def redacted(section: str, name: str, value: Any) -> Any:
 
 
 def _in_object(section: str, key: str, value: Any) -> Any:
-    # Free-form objects have no types: a number may be a password, too.
+    # Free-form objects have no types: a number may also be a password.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and is_secret_name(section, key) and not key.lower().endswith("tokens"):
         return HIDDEN

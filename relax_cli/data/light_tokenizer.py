@@ -1,6 +1,6 @@
 """A model folder's tokenizer without `transformers`, which may import torch: enough to count tokens before a launch.
 
-The run itself uses `data.tokenise.load_tokenizer`; a test holds that both give the same ids.
+The run itself uses `data.tokenise.load_tokenizer`; a test checks that both give the same ids.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _render(tokenizer: Any, prompt: Prompt) -> str:
         raise _prompt_error(prompt, "the tokenizer has no chat template", fix="leave out --apply-chat-template")
     try:
         text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # A template is somebody's program: besides TemplateError it raises what its expressions do.
+    # A template is a program of the user's: besides TemplateError it raises what its expressions do.
     except Exception as error:
         what = f"the chat template refuses the messages: {str(error) or type(error).__name__}"
         raise _prompt_error(prompt, what, fix="correct or remove the row") from error

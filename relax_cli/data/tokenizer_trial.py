@@ -77,7 +77,7 @@ def use(folder: str, chat: str) -> None:
             messages = [{"role": "user", "content": PROBE}]
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             tokenizer(text, add_special_tokens=False)
-    # A template is somebody's program, which may raise anything.
+    # A template is a program of the user's, which may raise anything.
     except Exception as error:
         if isinstance(error, MemoryError):
             raise

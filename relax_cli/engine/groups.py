@@ -55,7 +55,7 @@ def recorded(request: Callable[[Any], Any]) -> Call:
 
 
 class Ranks(ABC, Generic[Role]):
-    """All ranks of one role, wherever they live.
+    """All ranks of one role, in any process.
 
     A request such as `lambda critic: critic.predict(7)` is checked against the role's class. Launchers either call it
     with the role or send what it calls (`recorded`) to another process.

@@ -72,7 +72,7 @@ class LocalSession(Session):
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now."""
+    """A TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""One run, one folder: locks that end with the process, however it ends.
+"""One run, one folder: locks that end with the process, also after a kill.
 
 Not `filelock`: where a file system has no locks it leaves a marker file, which would outlive a killed run.
 """

@@ -67,7 +67,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         unpacked_model(config.model.hf_checkpoint)
     with run_folder_errors(run_dir), ExitStack() as stack:
         stack.enter_context(claimed(written_folders(config)))
-        # Decided again now that nobody else can write: a run may have ended since.
+        # Decided again now that no other process can write: a run may have ended since.
         start = decide_run(config, has_critic="critic" in graph)
         first = start.decision.iteration or 0
         finish_interrupted_save(start, config)
@@ -289,10 +289,10 @@ def resume_lines(config: Config, resume: str | None, *, complete: bool) -> list[
     if resume is None and config.checkpoint.save:
         return [f"No checkpoint of this run is in {config.checkpoint.save}: there is nothing to resume from."]
     if resume is None:
-        return ["Nothing was saved: add --save DIR to be able to go on from here."]
+        return ["Nothing was saved: add --save DIR to be able to resume."]
     if complete:
-        return ["Go on with more steps:", f"  {resume} --num-rollout {2 * total}"]
-    return ["Go on from the last checkpoint:", f"  {resume} --num-rollout {total}"]
+        return ["Train for more steps:", f"  {resume} --num-rollout {2 * total}"]
+    return ["Resume from the last checkpoint:", f"  {resume} --num-rollout {total}"]
 
 
 def without_options(words: Sequence[str], names: Collection[str]) -> list[str]:

@@ -33,7 +33,7 @@ class PairSaver:
 
         Args:
             meta: what every checkpoint says about the run.
-            warn: shows what went wrong while the run goes on.
+            warn: shows what went wrong while the run continues.
         """
         self.roles = roles
         self.section = section
@@ -106,7 +106,9 @@ class PairSaver:
             self._withdraw(iteration)
             if self.section.on_save_error == "stop":
                 raise
-            self.warn(f"iteration {iteration} is not saved: {reason}; the previous pair still counts, the run goes on")
+            self.warn(
+                f"iteration {iteration} is not saved: {reason}; the previous pair still counts, the run continues"
+            )
 
     def _withdraw(self, iteration: int) -> None:
         for role in self.roles:

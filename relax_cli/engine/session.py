@@ -1,4 +1,4 @@
-"""A running set of roles, however they were launched: the schedule sees only this."""
+"""A running set of roles under any launcher: the schedule sees only this."""
 
 from __future__ import annotations
 

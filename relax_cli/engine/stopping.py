@@ -15,7 +15,7 @@ from relax_cli.errors import Terminated
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SAME_PRESS = 0.3
-"""Seconds within which a second SIGINT is the same key: programs that started relax often pass on what it got too."""
+"""Seconds within which a second SIGINT is the same key: a parent often passes on a signal that relax also got."""
 
 
 class StopRequest:
@@ -32,7 +32,7 @@ class StopRequest:
         self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.doing = ""
         self.requested_stop: KeyboardInterrupt | Terminated | None = None
-        """What the run should end as; None while it may go on."""
+        """What the run should end as; None while it may continue."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:

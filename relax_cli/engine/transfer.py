@@ -66,7 +66,7 @@ class LocalQueue:
                 samples.setdefault(row, {})[name] = value
 
     def get(self, rollout_id: int, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Tensor]]:
-        """See `SampleQueue.get`; nobody else can write meanwhile, so what is missing is missing for good."""
+        """See `SampleQueue.get`; no other process writes meanwhile, so what is missing stays missing."""
         samples = self.partitions.get(rollout_id, {})
         absent = [name for name in names if any(name not in samples.get(row, {}) for row in rows)]
         if absent:
@@ -79,7 +79,7 @@ class LocalQueue:
 
 
 class TransferQueueStore:
-    """The same over TransferQueue; every role process holds one."""
+    """The same over TransferQueue; every role process has one."""
 
     def __init__(self, graph: ServiceGraph, timeout: float, keys: QueueKeys) -> None:
         import transfer_queue

@@ -40,7 +40,7 @@ def relax_normalize_config(config: Config) -> Normalized:  # type: ignore[empty-
 
 @hookspec
 def relax_check_config(config: Config) -> list[Problem]:  # type: ignore[empty-body]
-    """Rules of this estimator, all findings at once; called only for the plugin of the chosen estimator."""
+    """Rules of this estimator, all findings together; called only for the plugin of the chosen estimator."""
 
 
 @hookspec(firstresult=True)

@@ -11,7 +11,7 @@ def lazy_attributes(module: str, **references: str) -> Callable[[str], Any]:
     """The `__getattr__` of a package whose import must be cheap.
 
     For example `__getattr__ = lazy_attributes(__name__, policy_loss="relax_mine.loss:policy_loss")`: torch is imported
-    when somebody reads `relax_mine.policy_loss`.
+    when `relax_mine.policy_loss` is read.
     """
 
     def load(name: str) -> Any:

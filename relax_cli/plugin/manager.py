@@ -149,7 +149,7 @@ class Plugins:
         """Roles and queue fields of a run: what the estimator's plugin says, completed by what every run needs.
 
         Raises:
-            ConfigError: unknown estimator, its plugin failed, or a role would wait for a field nobody writes.
+            ConfigError: unknown estimator, its plugin failed, or a role would wait for a field that no role writes.
         """
         changed = self._call_chosen("relax_service_graph", ServiceGraph, config, graph=base_graph())
         graph = completed(base_graph() if changed is None else changed, config.algorithm)

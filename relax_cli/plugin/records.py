@@ -29,7 +29,7 @@ class Estimator:
     paper: str
     """Where the formulas come from."""
     options: type[Section]
-    """Option model. Fields that the core schema has, too, are filled from there; others are new options."""
+    """Option model. Fields that the core schema also has are filled from there; others are new options."""
     advantages: str
     """`"module:function"` taking `AdvantageInputs` and returning `AdvantageOutputs`."""
     policy_loss: str
@@ -76,7 +76,7 @@ def unusable(estimator: Estimator) -> str:
         try:
             base_type(field)
         except ValueError:
-            return f"option {name} of {estimator.name} has a type that is no flag: {field.annotation}"
+            return f"option {name} of {estimator.name} has a type that no flag can have: {field.annotation}"
     return ""
 
 

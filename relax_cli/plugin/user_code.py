@@ -41,7 +41,7 @@ class UserCodeError(Exception):
 
 @contextmanager
 def user_code(*, passes: tuple[type[BaseException], ...] = (RelaxError,)) -> Iterator[None]:
-    """Run somebody else's code with stdout kept for data.
+    """Run user code with stdout kept for data.
 
     Args:
         passes: errors that pass through as they are; interrupts always do.

@@ -90,7 +90,7 @@ class Plan:
     phases: dict[str, int]
     """Bytes in each phase: of all processes together on a CPU, of one GPU on GPUs."""
     peak: int
-    """The most bytes that all processes of a CPU run hold; 0 on GPUs, or where the model is not known."""
+    """Peak bytes of all processes of a CPU run; 0 on GPUs, or where the model is not known."""
     gpu: GpuMemory | None
     """How the phases fit GPUs; None on a CPU, or where the model is not known."""
     checkpoint: int

@@ -62,7 +62,7 @@ def decide_run(config: Config, *, has_critic: bool) -> ResumeReport:
     """`examine_run` for a run that is about to be launched, whose `--num-rollout` is known.
 
     Raises:
-        ResumeError: it is refused; holds every problem.
+        ResumeError: it is refused, with every problem.
     """
     report = examine_run(config, has_critic=has_critic)
     if report.problems:

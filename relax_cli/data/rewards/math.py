@@ -25,9 +25,7 @@ log = logging.getLogger(__name__)
 Verdict = Literal["right", "wrong", "bad-label", "timed-out", "died"]
 MOST_WORKERS = 4
 
-MATH_LABEL = problem_kind(
-    "math-label", "Reward", "While the run was going on, math-verify found no mathematics in a label."
-)
+MATH_LABEL = problem_kind("math-label", "Reward", "During the run, math-verify found no mathematics in a label.")
 MATH_WORKER = problem_kind("math-worker", "Reward", "A worker process of the math reward does not start.")
 
 
@@ -107,7 +105,7 @@ class _Worker:
     """One process that judges one response at a time."""
 
     def __init__(self, deadline: float) -> None:
-        # Forking a process that holds threads (torch, gloo, Ray) can deadlock the child.
+        # Forking a process with threads (torch, gloo, Ray) can deadlock the child.
         context = multiprocessing.get_context("spawn")
         self._deadline = deadline
         self._pipe, child_end = context.Pipe()
@@ -156,7 +154,7 @@ def _serve(pipe: Connection, deadline: float) -> None:
             label, response = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
-        # The alarm's default action ends this process, inside C code too, and when the parent is long gone.
+        # The alarm's default action ends this process, even inside C code, and when the parent is long gone.
         signal.setitimer(signal.ITIMER_REAL, deadline)
         verdict = compare(label, response)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -71,7 +71,7 @@ class RemoteReward:
             RunError: no answer came in time, the server refused, or the answer is not of the form above.
         """
         rows = [{"prompt": s.prompt, "response": s.response, "label": s.label, "metadata": s.metadata} for s in samples]
-        # Metadata of files are JSON already; those of reasoning-gym may hold objects of its own.
+        # Metadata of files are JSON already; those of reasoning-gym may contain its own objects.
         answer = self._ask(json.dumps({"samples": rows}, default=str).encode())
         try:
             found = json.loads(answer)

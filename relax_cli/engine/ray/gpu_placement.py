@@ -22,7 +22,7 @@ class Place:
     bundle: int
     """Its number in the placement group."""
     node: str = ""
-    """Address of the machine; empty where nobody asked."""
+    """Address of the machine; empty where it is not known."""
     gpu: str = ""
     """What CUDA_VISIBLE_DEVICES calls its GPU on that machine; empty where it has none."""
 

@@ -1,4 +1,4 @@
-"""Ends the processes that a run started, however the run itself ends: also by `kill -9`, which nothing can catch.
+"""Ends the processes that a run started, even after `kill -9`, which nothing can catch.
 
 The processes of a local Ray get sessions of their own, so that a signal to the run's process group (a terminal's
 Ctrl-C, `kill -TERM -PGID`) reaches the run alone, which can then finish its step. A small process outside all of
@@ -50,7 +50,7 @@ class Guardian:
             self._adopting = False
 
     def close(self) -> None:
-        """End what is left of the adopted processes, at once; safe to call twice."""
+        """End what is left of the adopted processes now; safe to call twice."""
         if self._process is None or self._process.stdin is None:
             return
         self._process.stdin.close()
@@ -84,7 +84,7 @@ def members(sessions: Collection[int]) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # "PID (NAME) STATE PARENT GROUP SESSION ...", where NAME may hold anything.
+            # "PID (NAME) STATE PARENT GROUP SESSION ...", where NAME may contain anything.
             state, _, _, session, *_ = path.read_text("utf-8", errors="replace").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue

@@ -3,7 +3,7 @@
 Rank i of actor, critic and rollout sits in the i-th bundle; an SGLang server has the bundles of as many ranks as it has
 GPUs, and its worker is in the first. The CPU-only Advantages service and workers of external servers take no bundle.
 Weights go from the actor to embedded engines through Ray's object store by reference, and to servers from the actor
-itself: this process never holds a tensor.
+itself: this process never has a tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.roles.run_folder import run_folder_errors
 
 WAITING_FOR_BUNDLES = 5.0
-"""Seconds after which the screen says that others hold what the roles need."""
+"""Seconds after which the screen says that others use what the roles need."""
 
 SHARE = 0.25
 """Part of a bundle's CPU, and of its GPU, that each of the roles taking turns in it asks Ray for."""

@@ -34,7 +34,7 @@ RAY_GPUS = problem_kind(
 
 
 def check_reachable(address: str | None) -> None:
-    """Find out whether anything listens at a cluster's `HOST:PORT`; Ray would go on trying for minutes.
+    """Find out whether anything listens at a cluster's `HOST:PORT`; Ray would keep trying for minutes.
 
     Raises:
         EnvironmentFault: nothing does. Of other forms of an address nothing is found out.

@@ -103,7 +103,7 @@ class RoleWorker:
         print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
     def export_weights(self) -> list[ray.ObjectRef]:
-        """The actor's weights in the object store; empty on ranks that hold no full copy."""
+        """The actor's weights in the object store; empty on ranks without a full copy."""
         named = self.role.export_weights()
         return [] if named is None else [ray.put(as_arrays(named))]
 
@@ -160,7 +160,7 @@ class RayRanks(Ranks[Role]):
         waiting = {ref: first + i for i, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         while waiting:
-            # Ray looks for signals about once a second: short waits let Ctrl-C be answered at once.
+            # Ray looks for signals about once a second: short waits let Ctrl-C be answered immediately.
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=ANSWER_SIGNALS)
             if not done:
                 self.watch.look(f"`{doing}` of {self.name}")
@@ -197,6 +197,6 @@ def log_of(run_dir: Path, role: str, rank: int) -> Path:
 
 
 def disregard(refs: Iterable[ray.ObjectRef]) -> None:
-    """Tell Ray that nobody will read these, which may fail yet: it prints errors that it thinks were overlooked."""
+    """Tell Ray that these results, which may still fail, are not needed: it prints errors that nothing has read."""
     for ref in refs:
         ref.future()

@@ -19,7 +19,7 @@ from relax_cli.plugin.launch_plan import LaunchPlan
 def start_ray(plan: LaunchPlan) -> None:
     """A Ray of our own on this machine, or the cluster that RAY_ADDRESS names.
 
-    A local one gets as many logical CPUs as the run needs, however many cores there are: roles take turns, and
+    A local one gets as many logical CPUs as the run needs, on any number of cores: roles take turns, and
     TransferQueue waits for ever for a CPU it cannot get.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The conformance kit: what every estimator must hold, checked on small batches. `relax plugins check NAME` runs it.
+"""The conformance kit: what every estimator must satisfy, checked on small batches. `relax plugins check NAME` runs it.
 
 A plugin's own tests call `assert_conforms("name")`. To check a function that is not installed, build an `Estimator` and
 call `check_estimator`. The checks are pure functions in `loss`, `advantages` and `package`.

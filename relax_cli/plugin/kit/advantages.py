@@ -29,7 +29,7 @@ from relax_cli.plugin.kit.cases import (
 from relax_cli.plugin.kit.findings import Finding
 
 _OWN_ROW = "compute every row from that row alone; --normalize-advantages whitens over the whole rollout"
-_GROUP = "compare a sample only with those of the same group_ids, wherever they stand in the batch"
+_GROUP = "compare a sample only with those of the same group_ids, anywhere in the batch"
 
 
 def shape(subject: Subject) -> list[Finding]:

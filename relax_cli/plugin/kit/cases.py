@@ -23,7 +23,7 @@ R = TypeVar("R", LossInputs, AdvantageInputs)
 SELECT = "select the inputs: torch.where(mask, x, 0); a product with the mask keeps NaN"
 """The fix of most findings."""
 GARBAGE = (float("nan"), float("inf"), float("-inf"))
-"""What masked slots may hold."""
+"""What masked slots may contain."""
 
 _LENGTHS = (7, 5, 7, 1, 3, 6, 7, 4)
 _GROUPS = (9, 4, 9, 1000, 4, 9, 1000, 4)

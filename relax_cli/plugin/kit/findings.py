@@ -29,7 +29,7 @@ class CheckResult:
     """The estimator, or the distribution for checks of the package."""
     status: Literal["ok", "failed", "skipped"]
     rule: str
-    """What the check holds, one sentence."""
+    """What the check requires, one sentence."""
     findings: tuple[Finding, ...] = ()
     """Empty unless failed."""
     reason: str = ""

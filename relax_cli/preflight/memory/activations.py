@@ -76,7 +76,7 @@ def _whole_layers(spec: ModelSpec, layout: ParallelSection, work: Pass) -> int:
     """Without recomputation, or with that of parts of a layer."""
     ranks, layers, states = layout.tensor_model_parallel_size, spec.num_layers, _states(spec, layout)
     parts = set(layout.recompute_modules or ("core_attn",)) if layout.recompute_granularity == "selective" else set()
-    # Norms save their unit vectors and hand their outputs to matrix products, which save them too.
+    # Norms save their unit vectors and hand their outputs to matrix products, which also save them.
     norm = 2 * states
     attention = spec.attention_numbers(ranks)
     if "core_attn" in parts:

@@ -66,7 +66,7 @@ def phase_bytes(config: Config, memory: Sequence[RoleMemory]) -> dict[str, int]:
 
 
 def host_peak(config: Config, memory: Sequence[RoleMemory]) -> int:
-    """The most that all processes of a CPU run hold together."""
+    """Peak of all processes of a CPU run together."""
     held = _base(config, memory) + sum(m.ranks * m.model_bytes for m in memory)
     if config.parallel.launcher == "local":
         return held + max(m.extra_bytes for m in memory)
@@ -142,7 +142,7 @@ class _Sizes:
         return RoleMemory("rollout", ranks, base | held, {}, self._published(), keeps_freed=True)
 
     def _embedded(self, ranks: int, base: dict[str, int]) -> RoleMemory:
-        """A worker that generates by itself, on the CPU wherever the other roles are."""
+        """A worker that generates by itself, always on the CPU."""
         weights = CPU.weights * self.spec.parameters
         # Tied weights are held twice: rows of the embedding, and packed for the output layer.
         head = 4 * self.spec.vocab_size * self.spec.hidden_size if self.spec.tied else 0
@@ -165,7 +165,7 @@ class _Sizes:
         return RoleMemory(role, ranks, base | resident, working, publishing, keeps_freed=self.on_cpu, host=host)
 
     def _training_state(self, role: str, data_parallel: int) -> tuple[dict[str, int], dict[str, int]]:
-        """What a rank of actor or critic holds on its device while awake, and in host memory all the time."""
+        """Memory of a rank of actor or critic: on its device while awake, and in host memory all the time."""
         spec, precision, section = self.spec, self.precision, self.config.optimizer
         count = spec.parameters_of_rank if role == "actor" else spec.value_parameters_of_rank
         parameters = count(self.tensor_parallel)

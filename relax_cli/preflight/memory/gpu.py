@@ -214,7 +214,7 @@ def _needed(role: RoleMemory, memory: Sequence[RoleMemory], gpu: int, fraction: 
 
 
 def _publishing(memory: Sequence[RoleMemory]) -> int:
-    """The actor is awake, and the server holds the weights it receives, but no KV cache yet."""
+    """The actor is awake, and the server has the weights it receives, but no KV cache yet."""
     here = [m for m in memory if m.publishing]
     return CONTEXT_BYTES * len(_on_gpu(memory)) + sum(m.model_bytes + sum(m.publishing.values()) for m in here)
 

@@ -52,7 +52,7 @@ def run_dir_in_use(run: RunSection, checkpoint: CheckpointSection) -> Found:
 
 @rule(SAVE_IN_USE, needs="files")
 def save_in_use(checkpoint: CheckpointSection, critic: CriticSection) -> Found:
-    """The folder holds the checkpoints of another run, which would be overwritten."""
+    """The folder contains the checkpoints of another run, which would be overwritten."""
     pairs = (
         ("save", "load", checkpoint.save, checkpoint.load),
         ("critic-save", "critic-load", critic.critic_save, critic.critic_load or checkpoint.load),
@@ -60,7 +60,7 @@ def save_in_use(checkpoint: CheckpointSection, critic: CriticSection) -> Found:
     for option, load, folder, source in pairs:
         if folder is not None and has_checkpoints(folder) and not _same_folder(folder, source):
             yield Finding(
-                f"the folder of --{option} holds the checkpoints of another run",
+                f"the folder of --{option} contains the checkpoints of another run",
                 option=f"--{option}",
                 got=folder,
                 expected="a folder without checkpoints",
@@ -98,7 +98,7 @@ def folder_read_only(config: Config) -> Found:
             continue
         what = "a folder that this user cannot write to"
         if existing.is_dir() and existing.stat().st_dev in _kernel_devices():
-            what = "a folder of the kernel, which holds no files"
+            what = "a folder of the kernel, which keeps no files"
         elif not existing.is_dir():
             what = "a link to nowhere" if existing.is_symlink() else "a file"
         chmod = f", or chmod u+wx {existing}" if "user" in what else ""

@@ -53,7 +53,7 @@ def _cpu_memory(config: Config, inputs: RunInputs, machine: Machine) -> tuple[in
 
 @rule("gpu-memory-too-small", MACHINE_THEME, option="--resource", needs="machine")
 def gpu_memory_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Found:
-    """What a role holds for certain (weights, gradients, optimizer) is more than a GPU of this machine has. The fix
+    """What a role needs for certain (weights, gradients, optimizer) is more than a GPU of this machine has. The fix
     lists what to lower, the option that costs least first. Only where `nvidia-smi` shows GPUs."""
     for fit, held, advice in _misfits(config, inputs, machine):
         if held > fit.gpu:
@@ -72,7 +72,7 @@ def gpu_memory_tight(config: Config, inputs: RunInputs, machine: Machine) -> Fou
 
 
 def _misfits(config: Config, inputs: RunInputs, machine: Machine) -> Iterator[tuple[Fit, int, str]]:
-    """Phases that do not fit a GPU of this machine, the bytes each holds for certain, and what to lower."""
+    """Phases that do not fit a GPU of this machine, the bytes each needs for certain, and what to lower."""
     plan = _gpu_plan(config, inputs, machine)
     by_role = {m.role: m for m in _roles(config, inputs)} if plan else {}
     for fit in plan.fits if plan else ():

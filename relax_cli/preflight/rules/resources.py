@@ -20,7 +20,7 @@ THEME = "Roles, devices, parallelism"
 ROLES = ("actor", "critic", "rollout", "advantages", "reference")
 """Roles that `--resource` may name."""
 DEVICE_ROLES = ("actor", "critic", "rollout", "reference")
-"""Roles that hold a model."""
+"""Roles with a model."""
 TRAINED_ROLES = ("actor", "critic", "reference")
 """Roles whose ranks form a Megatron tensor- and data-parallel grid."""
 MOST_RANKS_PER_CORE = 4
@@ -73,7 +73,7 @@ def resource_negative(parallel: ParallelSection) -> Found:
 
 @rule("resource-no-device", THEME, option="--resource")
 def resource_no_device(parallel: ParallelSection) -> Found:
-    """A role that holds a model needs at least one device (on a CPU: one process). `advantages` may have 0."""
+    """A role with a model needs at least one device (on a CPU: one process). `advantages` may have 0."""
     for role, (services, devices) in parallel.resource.items():
         if devices == 0 and role in DEVICE_ROLES:
             yield _count(role, services, devices, "at least one device for a model")
@@ -207,14 +207,14 @@ def update_weight_transport(config: Config) -> Found:
 
 @rule("ranks-vs-cores", MACHINE_THEME, option="--resource", needs="machine")
 def ranks_vs_cores(parallel: ParallelSection, machine: Machine) -> Found:
-    """On a CPU, a role would run more than four processes at once on each core."""
+    """On a CPU, a role would run more than four concurrent processes on each core."""
     if parallel.device == "cuda" or (parallel.device == "auto" and machine.gpus):
         return
     most = MOST_RANKS_PER_CORE * machine.cores
     for role, (_, devices) in parallel.resource.items():
         if devices > most:
             yield Finding(
-                f"{role} would run {devices} processes at once on {machine.cores} cores",
+                f"{role} would run {devices} concurrent processes on {machine.cores} cores",
                 got=str(devices),
                 expected=f"at most {most} on this machine",
                 fix=f'write "{role}": [1, {machine.cores}] in --resource',
