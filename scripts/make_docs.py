@@ -25,8 +25,8 @@ INTRODUCTION = """# Rules
 
 Every problem that relax reports has an id in square brackets, and this page has a heading for each. An id never changes
 its meaning. Problems come in four parts: what is wrong, where (option and the layer that gave the value), got and
-expected, and a fix to type. `relax validate-config` reports all of them together and starts nothing; `relax train` runs the
-same checks first.
+expected, and a fix to type. `relax validate-config` reports all of them together and starts nothing; `relax train` runs
+the same checks first.
 
 Warnings do not stop a run, except with `--strict`. What this machine lacks ([below](#this-machine)) is a note in
 `validate-config`, and an error in `train` and with `--here`. `--skip-files` leaves out what needs files or this

@@ -91,7 +91,7 @@ def test_align_skips_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
     assert plan.iteration == 1
     reasons = {left.iteration: left.reason for left in plan.left_out}
     assert "damaged: shard has 0 bytes" in reasons[4]
-    assert "holds a checkpoint of the critic" in reasons[3]
+    assert "contains a checkpoint of the critic" in reasons[3]
     assert "different runs" in reasons[2]
 
 
