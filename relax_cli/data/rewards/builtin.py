@@ -13,7 +13,7 @@ BUILTIN_REWARDS: Mapping[str, str] = {
     "reasoning_gym": "relax_cli.data.rewards.reasoning_gym:ReasoningGymReward",
     REMOTE: "relax_cli.data.rewards.remote:RemoteReward",
 }
-"""`"module:function"`, or a class whose instances are called (and closed, where they hold a pool)."""
+"""`"module:function"`, or a class whose instances are called (and closed, where they have a pool)."""
 BUILTIN_PARTS: Mapping[str, tuple[str, ...]] = {
     "exact": (),
     "math": ("reward", "correct", "unjudged"),
