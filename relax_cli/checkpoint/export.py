@@ -176,7 +176,7 @@ def _write(out: Path, named: Iterator[tuple[str, Tensor]], model_folder: Path) -
 
     `out` itself is never replaced: it may be a link, a mount, or a folder in use.
     """
-    temporary = out / UNFINISHED
+    temporary, is_new = out / UNFINISHED, not out.exists()
     try:
         if temporary.exists():
             shutil.rmtree(temporary)
@@ -188,5 +188,5 @@ def _write(out: Path, named: Iterator[tuple[str, Tensor]], model_folder: Path) -
         temporary.rmdir()
         layout.fsync_folder(out)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(out if is_new else temporary, ignore_errors=True)
         raise storage_failed(error, out) from error

@@ -19,8 +19,6 @@ from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, Shape, not_finite,
 from relax_cli.models.spec import ModelSpec
 
 MORE_TEMPLATES = "additional_chat_templates"
-"""Folder of the chat templates of a tokenizer beyond its default."""
-MORE_TEMPLATES = "additional_chat_templates"
 """Where transformers writes every chat template but the default one."""
 MAX_SHARD_BYTES = 4 << 30
 
@@ -89,8 +87,6 @@ def write_hf(folder: Path, named: Iterable[tuple[str, Tensor]], template_folder:
     for source in sorted(template_folder.iterdir()):
         if source.is_file() and source.suffix in {".json", ".txt", ".model", ".jinja"} and source.name != INDEX_FILE:
             shutil.copyfile(source, folder / source.name)
-    if (templates := template_folder / MORE_TEMPLATES).is_dir():
-        shutil.copytree(templates, folder / MORE_TEMPLATES, dirs_exist_ok=True)
     for source in sorted(template_folder.glob(f"{MORE_TEMPLATES}/*.jinja")):
         (folder / MORE_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(source, folder / MORE_TEMPLATES / source.name)

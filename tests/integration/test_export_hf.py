@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from relax_cli.backends.megatron import parallel
 from relax_cli.checkpoint import layout, store
-from relax_cli.checkpoint.export import export_hf
+from relax_cli.checkpoint.export import UNFINISHED, export_hf
 from relax_cli.cli.app import build_app
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import load_plugins
@@ -206,3 +206,79 @@ def test_a_disk_that_refuses_leaves_nothing(
     with pytest.raises(RunError, match="No space left on device"):
         export_hf(layout.iteration_folder(saved[0], 1), tmp_path / "out", qwen3)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["new", "empty", "link", "here", "left by an interrupted export", "below a link"])
+def test_the_folder_that_was_given_is_filled_not_replaced(
+    kind: str, qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, out = tmp_path / "real", tmp_path / "real"
+    if kind not in ("new", "below a link"):
+        real.mkdir()
+    if kind == "link":
+        out = tmp_path / "link"
+        out.symlink_to(real)
+    elif kind == "here":
+        monkeypatch.chdir(real)
+        out = Path(".")
+    elif kind == "left by an interrupted export":
+        (real / UNFINISHED).mkdir()
+        (real / UNFINISHED / "half").touch()
+    elif kind == "below a link":
+        (tmp_path / "other").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "other")
+        real, out = tmp_path / "other/new", tmp_path / "link/new"
+    before = real.stat().st_ino if real.exists() else None
+    # One checkpoint in the save folder does as well as the save folder.
+    source = layout.iteration_folder(saved[0], 1) if kind == "here" else saved[0]
+    result = export(source, out, "--hf-checkpoint", qwen3)
+    assert result.exit_code == 0, result.output
+    assert before in (None, real.stat().st_ino)
+    assert {path.name for path in real.iterdir()} == {path.name for path in qwen3.iterdir()}
+    assert (tmp_path / "link").is_symlink() == ("link" in kind)
+
+
+def test_an_export_that_fails_leaves_what_was_there(
+    qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(folder: Path, *_: object) -> None:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("relax_cli.checkpoint.export.write_hf", half)
+    (tmp_path / "there").mkdir()
+    for name in ("new/and/deep", "there"):
+        with pytest.raises(RunError, match="No space left"):
+            export_hf(layout.iteration_folder(saved[0], 1), tmp_path / name, qwen3)
+    assert not (tmp_path / "new/and/deep").exists()
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_every_chat_template_comes_along(qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(qwen3, model)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
+    (model / "additional_chat_templates/run.py").write_text("print()")
+    assert export(saved[0], tmp_path / "out", "--hf-checkpoint", model).exit_code == 0
+    written = tmp_path / "out/additional_chat_templates"
+    assert {path.name: path.read_text() for path in written.iterdir()} == {"tool_use.jinja": "{{ tools }}"}
+
+
+def test_a_damaged_checkpoint_names_one_that_is_whole(
+    qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    save_dir = tmp_path / "saved"
+    shutil.copytree(saved[0], save_dir)
+    newer = layout.iteration_folder(save_dir, 2)
+    shutil.copytree(layout.iteration_folder(save_dir, 1), newer)
+    meta = json.loads((newer / layout.META_FILE).read_text()) | {"iteration": 2}
+    (newer / layout.META_FILE).write_text(json.dumps(meta))
+    layout.write_tracker(save_dir, 2)
+    (shard,) = newer.glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    words = (save_dir, tmp_path / "out", "--hf-checkpoint", qwen3, "--format", "json")
+    problem = problem_of(export(*words))
+    assert (problem["id"], problem["fix"]) == ("export-damaged", "--iteration 1")
+    assert export(*words, *problem["fix"].split()).exit_code == 0
