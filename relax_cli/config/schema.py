@@ -277,6 +277,12 @@ class RewardSection(Section):
     rm_type: str | None = Field(None, description="named reward: exact, math, reasoning_gym, remote or a plugin's")
     reward_key: str | None = Field(None, description="when the reward returns several parts, the one that trains")
     custom_rm_path: str | None = Field(None, description="FILE.py:function used as the reward")
+    rm_timeout: float = Field(
+        3600.0,
+        gt=0,
+        le=1e6,
+        description="deadline of the reward for one batch, in seconds",
+    )
     rm_url: str | None = Field(None, description="URL that judges samples over HTTP, for --rm-type remote")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +14,7 @@ from relax_cli.backends.rollout.protocol import Generation
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
 from relax_cli.data.tokenise import prompt_text
+from relax_cli.errors import RunError
 from relax_cli.roles.spread import Spread
 
 
@@ -47,11 +50,17 @@ class Judge:
         stop: Sequence[str],
         *,
         apply_chat_template: bool,
+        trace_file: Path,
     ) -> None:
+        """Args:
+        stop: strings that end a response.
+        trace_file: for the whole traceback of a reward that fails.
+        """
         self._reward = reward
         self._tokenizer = tokenizer
         self._stop = stop
         self._apply_chat_template = apply_chat_template
+        self._trace_file = trace_file
 
     def __call__(self, samples: Sequence[Sampled]) -> list[Judged]:
         """Judge a batch.
@@ -60,7 +69,11 @@ class Judge:
             RunError: see `RewardFunction`.
         """
         responses = [self._response(sample) for sample in samples]
-        results = self._reward([self._input(s, text) for s, text in zip(samples, responses, strict=True)])
+        inputs = [self._input(s, text) for s, text in zip(samples, responses, strict=True)]
+        try:
+            results = self._reward(inputs)
+        except RunError as error:
+            raise self._with_trace(error) from error.__cause__
         return [
             Judged(**vars(sample), response=response, result=result)
             for sample, response, result in zip(samples, responses, results, strict=True)
@@ -69,6 +82,19 @@ class Judge:
     def close(self) -> None:
         """End the reward's processes."""
         self._reward.close()
+
+    def _with_trace(self, error: RunError) -> RunError:
+        """The error, which names the file with the traceback of the reward's exception, where it raised one."""
+        if error.__cause__ is None:
+            return error
+        try:
+            self._trace_file.parent.mkdir(parents=True, exist_ok=True)
+            text = "".join(traceback.format_exception(error.__cause__))
+            self._trace_file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError:
+            return error
+        more = f"; the whole traceback is in {self._trace_file}"
+        return RunError([replace(problem, fix=problem.fix + more) for problem in error.problems])
 
     def _response(self, sample: Sampled) -> str:
         text: str = self._tokenizer.decode(sample.generation.tokens, skip_special_tokens=True)

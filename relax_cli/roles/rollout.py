@@ -45,7 +45,13 @@ class RolloutRole:
         config = context.config
         self.engine = engine
         self.tokenizer = tokenizer
-        self.judge = Judge(reward, tokenizer, sampling.stop, apply_chat_template=config.data.apply_chat_template)
+        self.judge = Judge(
+            reward,
+            tokenizer,
+            sampling.stop,
+            apply_chat_template=config.data.apply_chat_template,
+            trace_file=context.run_dir / "logs" / f"reward-{context.rank}.txt",
+        )
         self.sampling = sampling
         self.prompts = prompts
         self.eval_prompts = eval_prompts

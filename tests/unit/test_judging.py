@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from relax_cli.backends.rollout.protocol import Generation
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardInput, RewardResult
+from relax_cli.data.rewards.checked import CheckedReward
 from relax_cli.data.tokenise import load_tokenizer
 from relax_cli.engine.step import StepRecord
+from relax_cli.errors import RunError
 from relax_cli.quickstart.task import MODEL
 from relax_cli.roles.judging import Judge, Judged, Sampled, reward_spreads
 from relax_cli.roles.spread import Spread
@@ -53,7 +56,21 @@ def sampled(
 
 
 def judge(tokenizer: Any, reward: Seen, samples: Sequence[Sampled], stop: Sequence[str] = ()) -> list[Judged]:
-    return Judge(reward, tokenizer, stop, apply_chat_template=True)(samples)
+    return Judge(reward, tokenizer, stop, apply_chat_template=True, trace_file=Path("unused"))(samples)
+
+
+def test_a_failed_reward_leaves_its_traceback_in_the_run_folder(tokenizer: Any, tmp_path: Path) -> None:
+    def fail(samples: Sequence[RewardInput]) -> Any:
+        return [1 / 0 for _ in samples]
+
+    trace_file = tmp_path / "logs" / "reward-0.txt"
+    reward = CheckedReward("mine.py:judge", fail, None)
+    with pytest.raises(RunError) as caught:
+        Judge(reward, tokenizer, (), apply_chat_template=True, trace_file=trace_file)([sampled(tokenizer)])
+    assert str(trace_file) in caught.value.problems[0].fix
+    text = trace_file.read_text()
+    assert "return [1 / 0 for _ in samples]" in text
+    assert "ZeroDivisionError" in text
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +281,57 @@ def test_ctrl_c_in_a_reward_stays_ctrl_c(tmp_path: Path) -> None:
     reward = custom(tmp_path, "def judge(samples):\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         reward([sample("a")])
+
+
+ENDLESS = {
+    "loop": "while True: pass",
+    "sleep": "time.sleep(60)",
+    "caught": "while True:\n        try: time.sleep(60)\n        except Exception: pass",
+    "lock": "threading.Lock().acquire(); lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "socket": "socket.create_server(('127.0.0.1', 0)).accept()",
+    "child": "subprocess.run(['sleep', '60'])",
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("form", ["def", "async def"])
+def test_a_reward_that_never_ends_is_ended(tmp_path: Path, kind: str, form: str) -> None:
+    body = f"import socket, subprocess, threading, time\n{form} judge(samples):\n    {ENDLESS[kind]}\n"
+    (tmp_path / "mine.py").write_text(body)
+    section = RewardSection(custom_rm_path=f"{tmp_path / 'mine.py'}:judge", rm_timeout=0.3)
+    started = time.monotonic()
+    problem = problem_of(RunError, load_reward(section, {}), [sample("a")])
+    assert time.monotonic() - started < 10
+    assert "--rm-timeout 0.3" in problem.message
+    assert "mine.py:" in problem.where
+    assert "--rm-timeout 1.2" in problem.fix
+
+
+def test_a_reward_that_no_signal_interrupts_ends_its_process(tmp_path: Path) -> None:
+    body = "import re\ndef judge(samples):\n    return [re.match('(a+)+$', 'a' * 60 + 'b')]\n"
+    (tmp_path / "mine.py").write_text(body)
+    code = (
+        "import relax_cli.plugin.user_deadline as deadline\n"
+        "from relax_cli.config.schema import RewardSection\n"
+        "from relax_cli.data.rewards import RewardInput, load_reward\n"
+        "deadline.GRACE = 0.3\n"
+        "section = RewardSection(custom_rm_path='mine.py:judge', rm_timeout=0.3)\n"
+        "load_reward(section, {})([RewardInput('p', 'r', '1', {}, truncated=False, group=0)])\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "mine.py" in done.stderr
+    assert "line 3 in judge" in done.stderr
+
+
+def test_the_deadline_leaves_no_trace(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    reward = custom(tmp_path, "def judge(samples):\n    return [1.0]\n")
+    assert rewards(reward([sample("a")])) == [1.0]
+    assert signal.getsignal(signal.SIGUSR2) == before
+    with ThreadPoolExecutor(1) as thread:
+        assert rewards(thread.submit(reward, [sample("a")]).result()) == [1.0]
 
 
 PRINTS = {

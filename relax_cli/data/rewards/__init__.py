@@ -44,7 +44,8 @@ def load_reward(section: RewardSection, named: Mapping[str, str]) -> RewardFunct
     if section.custom_rm_path is not None:
         from relax_cli.data.rewards.custom import load_custom
 
-        return CheckedReward(section.custom_rm_path, load_custom(section.custom_rm_path), section.reward_key)
+        custom = load_custom(section.custom_rm_path)
+        return CheckedReward(section.custom_rm_path, custom, section.reward_key, section.rm_timeout)
     if section.rm_type is None:
         fix = "--rm-type exact, or --custom-rm-path FILE.py:function"
         raise _error("no reward is given", got="neither", fix=fix)
@@ -55,8 +56,9 @@ def load_reward(section: RewardSection, named: Mapping[str, str]) -> RewardFunct
         if section.rm_url is None or url_fault(section.rm_url):
             raise _error("--rm-type remote needs a URL", got="none that is usable", fix="--rm-url URL")
         remote = RemoteReward(section.rm_url)
-        return CheckedReward(f"{REMOTE} ({remote.shown_url})", remote, section.reward_key)
-    return CheckedReward(section.rm_type, _load(section.rm_type, reference), section.reward_key)
+        return CheckedReward(f"{REMOTE} ({remote.shown_url})", remote, section.reward_key, section.rm_timeout)
+    reward = _load(section.rm_type, reference)
+    return CheckedReward(section.rm_type, reward, section.reward_key, section.rm_timeout)
 
 
 def _find(name: str, named: Mapping[str, str]) -> str:

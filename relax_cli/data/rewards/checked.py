@@ -17,6 +17,7 @@ from relax_cli.data.values import printable
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.settings_kept import settings_kept
 from relax_cli.plugin.user_code import UserCodeError, from_here, user_code
+from relax_cli.plugin.user_deadline import TookTooLong, user_deadline
 
 MOST_REWARD = 1e15
 """The trainer squares rewards in float32."""
@@ -51,10 +52,14 @@ class RewardFunction(Protocol):
 class CheckedReward:
     """A `RewardFunction` from a function of anybody's."""
 
-    def __init__(self, name: str, function: BatchReward, key: str | None) -> None:
+    def __init__(self, name: str, function: BatchReward, key: str | None, seconds: float = 3600.0) -> None:
+        """Args:
+        seconds: a deadline for each batch.
+        """
         self._name = name
         self._function = function
         self._key = key
+        self._seconds = seconds
         self._runner = asyncio.Runner()
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
@@ -62,7 +67,7 @@ class CheckedReward:
         if not samples:
             return []
         try:
-            with user_code(), settings_kept():
+            with user_code(), settings_kept(), user_deadline(self._seconds):
                 scores = self._scores(samples)
                 return [self._result(score, sample) for score, sample in zip(scores, samples, strict=True)]
         except UserCodeError as error:
@@ -133,12 +138,14 @@ class CheckedReward:
         # A loop over the samples has the one that it is at in a local variable.
         current = next((value for value in _locals_of(cause) for sample in samples if value is sample), None)
         frames = error.frames[-MOST_FRAMES:]
+        late = isinstance(cause, TookTooLong)
         return self._error(
-            f"failed: {_shortened(error.reason)}",
+            f"gave no result within --rm-timeout {self._seconds:g}" if late else f"failed: {_shortened(error.reason)}",
             " → ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in frames),
             sample=current,
             at=from_here(f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else error.place),
             batch=len(samples),
+            fix=f"make {self._name} faster, or --rm-timeout {self._seconds * 4:g}" if late else "",
         )
 
     def _error(
