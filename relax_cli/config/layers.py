@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
-from relax_cli.config.model import base_type, flag, is_optional, options_by_name
+from relax_cli.config.documents import THEME
+from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.names import meant_option, nearest
-from relax_cli.config.paths import PATH_OPTIONS, expand_path
-from relax_cli.config.recipes import THEME, UNKNOWN_SECTION, Setting, find_recipe, read_recipe, unknown_key
-from relax_cli.config.redact import redacted
+from relax_cli.config.recipes import UNKNOWN_SECTION, Setting, find_recipe, read_recipe, unknown_key
 from relax_cli.config.replaced import ended_options
 from relax_cli.config.schema import Config, Section
+from relax_cli.config.values import ADDED_UP, NULL, UNSET, beyond_limits, invalid, prepare, with_expanded_paths
 from relax_cli.errors import ConfigError, Problem, problem_kind
 
 UNKNOWN_ENVIRONMENT = problem_kind(
@@ -28,44 +24,11 @@ UNKNOWN_ENVIRONMENT = problem_kind(
     "A `RELAX_*` variable is not an option. A typing error there would otherwise change nothing, silently.",
 )
 SET_SYNTAX = problem_kind("set-syntax", THEME, "`--set` takes `SECTION.KEY=VALUE`.", option="--set")
-INVALID_VALUE = problem_kind(
-    "invalid-value",
-    THEME,
-    "The value has the wrong type, is out of range or is not finite. A switch takes `true` and `false`: `on`, `yes` "
-    "and 1 are text and numbers in YAML 1.2. A number may stand in quotes, text may not be left without them where "
-    "YAML reads a number.",
-)
-PATH_VARIABLE = problem_kind(
-    "path-variable",
-    THEME,
-    "A path has a `$VAR` that is not set. `~` and variables are expanded in the paths of every layer.",
-)
-RESOURCE_JSON = problem_kind(
-    "resource-json",
-    THEME,
-    '`--resource` is not a JSON object `{"role": [services, devices]}` of whole numbers.',
-    option="--resource",
-)
-SERVER_OPTIONS_JSON = problem_kind(
-    "sglang-options-json",
-    "SGLang servers",
-    "`--sglang-options` is not a JSON object of server options.",
-    option="--sglang-options",
-)
-
 SET = "--set"
-NULL = "null"
-"""What unsets an option in any layer: it is as if no layer before had given it."""
-UNSET = object()
 NOT_OPTIONS = frozenset({"RELAX_DEBUG", "RELAX_CACHE"})
 """`RELAX_*` names that steer the program itself."""
 
-ADDED_UP = frozenset({"sglang_options"})
-"""Options whose layers are put together key by key; of all others the last layer wins."""
-
 T = TypeVar("T")
-
-_RESOURCE_EXAMPLE = """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
 
 
 @dataclass(frozen=True)
@@ -115,9 +78,9 @@ def load_config(layers: Layers, model: type[Config]) -> Loaded:
     """Merge the layers and validate the result. What is wrong with one option hides no problem of another."""
     problems: list[Problem] = []
     fields = options_by_name(model)
-    settings = [_with_expanded_paths(s, layers.env) for s in _settings(layers, model, fields, problems)]
+    settings = [with_expanded_paths(s, layers.env) for s in _settings(layers, model, fields, problems)]
     last = {setting.key: setting for setting in settings}
-    prepared = [(setting, _prepare(setting, fields[setting.key][1])) for setting in settings]
+    prepared = [(setting, prepare(setting, fields[setting.key][1])) for setting in settings]
     given = {s.key: (s.layer, value) for s, value in prepared if not isinstance(value, Problem) and not s.problems}
     ended = ended_options({name: pair for name, pair in given.items() if last[name].layer == pair[0]})
     origins = {f"{section}.{name}": "default" for name, (section, _) in fields.items()}
@@ -175,15 +138,20 @@ def _validated(
     unread: set[str],
 ) -> Config:
     """The configuration of all values that are valid; the others become problems and are `unread`."""
+    bad: list[tuple[str, str, Problem]]
     try:
-        return model.model_validate(values)
+        config = model.model_validate(values)
+        bad = list(beyond_limits(config, origins))
     except ValidationError as error:
-        for item in error.errors():
-            section, name = (str(part) for part in item["loc"][:2])
-            problems.append(_invalid(dict(item), origins))
-            values[section].pop(name, None)
-            unread.add(name)
-    return model.model_validate(values)
+        items = [(str(item["loc"][0]), str(item["loc"][1]), dict(item)) for item in error.errors()]
+        bad = [(section, name, invalid(item, origins)) for section, name, item in items]
+    if not bad:
+        return config
+    problems += [problem for _, _, problem in bad]
+    for section, name, _ in bad:
+        values[section].pop(name, None)
+        unread.add(name)
+    return _validated(model, values, origins, problems, unread)
 
 
 def _without(config: Config, unread: Collection[str]) -> Config:
@@ -252,127 +220,3 @@ def _override_settings(overrides: Sequence[str], model: type[Config], problems: 
         else:
             settings.append(Setting(section, key, text, SET, is_text=True))
     return settings
-
-
-def _with_expanded_paths(setting: Setting, env: Mapping[str, str]) -> Setting:
-    if setting.key not in PATH_OPTIONS:
-        return setting
-    missing: list[str] = []
-
-    def expand(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [expand(item) for item in value]
-        # A lone ~ is YAML's null.
-        if not isinstance(value, str) or (setting.is_text and value == "~"):
-            return value
-        text, names = expand_path(value, env, braces=setting.where.startswith(("RELAX_", "--")))
-        missing.extend(names)
-        return text
-
-    value, option = expand(setting.value), flag(setting.key)
-    problems = tuple(
-        PATH_VARIABLE(
-            f"{option} has ${name}, a variable that is not set",
-            fix=f"export {name}=…, or write the path out",
-            option=option,
-            where=setting.where,
-            got=str(redacted(setting.section, setting.key, setting.value)),
-        )
-        for name in dict.fromkeys(missing)
-    )
-    return replace(setting, value=value, problems=(*setting.problems, *problems))
-
-
-def _prepare(setting: Setting, field: FieldInfo) -> Any:
-    """The value as pydantic may see it, or the problem that pydantic's leniency would hide."""
-    kind = base_type(field)
-    value = _from_text(setting.value, field) if setting.is_text else setting.value
-    is_typed = setting.where.startswith(("RELAX_", "--"))
-    if value is None and not is_optional(field) and (is_typed or kind in (tuple, dict)):
-        return UNSET
-    if kind is str and value == "" and field.default != "":
-        return _bad_value(setting, "a text that is not empty", f"leave {flag(setting.key)} out, or give it a value")
-    if kind is dict:
-        return _mapping(setting, value)
-    if kind is tuple and isinstance(value, str):
-        value = (value,)
-    if kind is bool and not isinstance(value, bool):
-        return _bad_value(setting, "true or false", f"write {setting.section}.{setting.key}: true (or false)")
-    if kind in (int, float) and isinstance(value, bool):
-        return _bad_value(setting, "a number", "write a number instead of true or false")
-    return value
-
-
-def _from_text(text: str, field: FieldInfo) -> Any:
-    """Text read as YAML 1.2, except that a text option keeps what was typed (`123`, `a: b`)."""
-    try:
-        value = YAML(typ="safe", pure=True).load(io.StringIO(text))
-    except YAMLError:
-        return text
-    keeps: dict[Any, tuple[type, ...]] = {str: (str,), tuple: (str, list)}
-    wanted = keeps.get(base_type(field))
-    if wanted is None or isinstance(value, wanted) or text == NULL or (value is None and is_optional(field)):
-        return value
-    return text
-
-
-def _mapping(setting: Setting, value: Any) -> Any:
-    """A JSON object from a flag, or a mapping from any other layer; `true` and `"1"` are not counts."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value, object_pairs_hook=_unique_keys)
-        except ValueError as error:
-            return _bad_json(setting, f"{flag(setting.key)} is not JSON: {error}")
-    if not isinstance(value, dict):
-        return _bad_json(setting, f"{flag(setting.key)} is not a JSON object")
-    if setting.key in ADDED_UP:
-        return {str(key).replace("-", "_"): item for key, item in value.items()}
-    if any(type(count) is not int for pair in value.values() if isinstance(pair, list) for count in pair):
-        return _bad_json(setting, f"{flag(setting.key)} has a count that is not a whole number")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{', '.join(twice)} given twice")
-    return dict(pairs)
-
-
-def _bad_json(setting: Setting, message: str) -> Problem:
-    got = str(setting.value)
-    if setting.key == "resource":
-        expected = 'a JSON object {"role": [services, devices]}'
-        return RESOURCE_JSON(message, fix=_RESOURCE_EXAMPLE, where=setting.where, got=got, expected=expected)
-    fix = """--sglang-options '{"attention_backend": "triton"}'"""
-    expected = "a JSON object of server options"
-    return SERVER_OPTIONS_JSON(message, fix=fix, where=setting.where, got=got, expected=expected)
-
-
-def _bad_value(setting: Setting, expected: str, fix: str) -> Problem:
-    return INVALID_VALUE(
-        f"{flag(setting.key)} has the wrong type",
-        fix=fix,
-        option=flag(setting.key),
-        where=setting.where,
-        got=str(redacted(setting.section, setting.key, setting.value)),
-        expected=expected,
-    )
-
-
-def _invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
-    """A pydantic error in four parts."""
-    section, key, *inside = (str(part) for part in error["loc"])
-    expected = error["msg"].removeprefix("Input should be ").partition(", unable")[0]
-    of = f" ({' '.join(inside)})" if inside else ""
-    is_resource = key == "resource"
-    kind = RESOURCE_JSON if is_resource else INVALID_VALUE
-    return kind(
-        f"{flag(key)}{of} does not accept this value",
-        fix=_RESOURCE_EXAMPLE if is_resource else f"give {section}.{key} a value that is {expected}",
-        option=flag(key),
-        where=origins[f"{section}.{key}"],
-        got=str(redacted(section, key, error["input"])),
-        expected=expected,
-    )

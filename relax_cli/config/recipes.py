@@ -9,37 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
-from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from relax_cli.config.documents import SYNTAX, THEME, TOO_LARGE, TooLarge, line_of, plain, read_document
 from relax_cli.config.model import flag, options_by_name, section_model
 from relax_cli.config.names import done_otherwise, meant_option, nearest, same_option
 from relax_cli.config.redact import HIDDEN
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem, problem_kind
 
-THEME = "Reading the configuration"
 NOT_FOUND = problem_kind(
     "recipe-not-found", THEME, "`--recipe` names neither a bundled recipe nor a file.", option="--recipe"
-)
-SYNTAX = problem_kind(
-    "recipe-syntax",
-    THEME,
-    "The recipe is not a YAML mapping of sections with indented keys. The place is file and line.",
-    option="--recipe",
 )
 VARIABLE = problem_kind(
     "recipe-variable",
     THEME,
     "A `${VAR}` of the recipe is not set and has no `:-default`, or is not well-formed.",
-    option="--recipe",
-)
-DUPLICATE_KEY = problem_kind(
-    "duplicate-key",
-    THEME,
-    "A key stands twice in one section of a recipe. YAML readers would silently take the last one.",
     option="--recipe",
 )
 UNKNOWN_SECTION = problem_kind(
@@ -115,29 +100,24 @@ def describe(path: Path) -> str:
 def read_recipe(path: Path, env: Mapping[str, str], model: type[Config]) -> tuple[list[Setting], list[Problem]]:
     """The settings of a recipe file and everything that is wrong with it."""
     try:
-        document = YAML().load(path.read_text("utf-8"))
-    except (MarkedYAMLError, YAMLError, UnicodeDecodeError, OSError) as error:
-        return [], [_unreadable(path, error)]
-    if document is None:
-        return [], []
-    if isinstance(document, CommentedMap) and document.keys() >= RUN_RECORD:
+        document = read_document(path)
+    except ConfigError as error:
+        return [], list(error.problems)
+    if document.keys() >= RUN_RECORD:
         return _read_record(document["config"], path, model)
-    if not isinstance(document, CommentedMap):
-        message = f"recipe {path} is not a mapping of sections"
-        return [], [SYNTAX(message, where=f"{path}:1", fix="write `section:` and indented keys")]
     settings: list[Setting] = []
     problems: list[Problem] = []
     variables = {**env, "RECIPE_DIR": str(path.parent)}
     for section, body in document.items():
-        where = f"{path}:{document.lc.key(section)[0] + 1}"
+        where = line_of(document, section, path)
         if section not in model.model_fields:
             problems.append(_unknown_section(str(section), where, model))
         elif isinstance(body, CommentedMap):
             known = section_model(model, section).model_fields
             for key, raw in body.items():
-                where = f"{path}:{body.lc.key(key)[0] + 1}"
+                where = line_of(body, key, path)
                 if key in known:
-                    settings.append(_setting(section, key, plain(raw), where, variables))
+                    settings.append(_setting(section, key, raw, where, variables))
                 else:
                     problems.append(unknown_key(section, str(key), where, model))
         elif body is not None:
@@ -154,7 +134,7 @@ def _read_record(config: Any, path: Path, model: type[Config]) -> tuple[list[Set
     defaults = model().model_dump(mode="json")
     for section, body in sections.items():
         for key, raw in body.items() if isinstance(body, CommentedMap) and section in defaults else ():
-            where, value = f"{path}:{body.lc.key(key)[0] + 1}", plain(raw)
+            where, value = line_of(body, key, path), plain(raw)
             if key not in defaults[section]:
                 problems.append(unknown_key(section, key, where, model))
             elif HIDDEN in json.dumps(value, default=str):
@@ -171,8 +151,13 @@ def _read_record(config: Any, path: Path, model: type[Config]) -> tuple[list[Set
     return settings, problems
 
 
-def _setting(section: str, key: str, value: Any, where: str, variables: Mapping[str, str]) -> Setting:
+def _setting(section: str, key: str, raw: Any, where: str, variables: Mapping[str, str]) -> Setting:
     problems: list[Problem] = []
+    try:
+        value = plain(raw)
+    except TooLarge as error:
+        large = TOO_LARGE(f"{section}.{key} has {error}", where=where, fix="write the value out, without aliases")
+        return Setting(section, key, None, where, is_text=False, problems=(large,))
     expanded = _expand(value, where, variables, problems)
     is_text = isinstance(value, str) and expanded != value
     return Setting(section, key, expanded, where, is_text, problems=tuple(problems))
@@ -188,18 +173,6 @@ def unknown_key(section: str, key: str, where: str, model: type[Config]) -> Prob
         fix = done_otherwise(key) or f"keys of {section}: {', '.join(section_model(model, section).model_fields)}"
     message = f"section {section} has no key {key!r}"
     return UNKNOWN_KEY(message, fix=fix, where=where, got=f"{section}.{key}", expected=guess)
-
-
-def plain(value: Any) -> Any:
-    """ruamel's round-trip types as ordinary Python values."""
-    if isinstance(value, dict):
-        return {plain(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [plain(v) for v in value]
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return value
 
 
 def _expand(value: Any, where: str, variables: Mapping[str, str], problems: list[Problem]) -> Any:
@@ -229,18 +202,6 @@ def _expand(value: Any, where: str, variables: Mapping[str, str], problems: list
         return match[0]
 
     return _VARIABLE.sub(replace, value)
-
-
-def _unreadable(path: Path, error: Exception) -> Problem:
-    if not isinstance(error, MarkedYAMLError):
-        return SYNTAX(f"recipe cannot be read: {error}", where=str(path), fix="give a UTF-8 YAML file")
-    mark = error.problem_mark or error.context_mark
-    where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-    reason = str(error.problem or error.context).partition(" with value")[0]
-    if isinstance(error, DuplicateKeyError):
-        message = f"recipe has a {reason.removeprefix('found ')}"
-        return DUPLICATE_KEY(message, where=where, fix="keep one of the two")
-    return SYNTAX(f"recipe is not valid YAML: {reason}", where=where, fix="correct this line")
 
 
 def _unknown_section(section: str, where: str, model: type[Config]) -> Problem:

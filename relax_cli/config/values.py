@@ -1,0 +1,220 @@
+"""One value of one layer: expanded, read and typed, or the problem that pydantic's leniency would hide."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from relax_cli.config.documents import THEME, yaml_value
+from relax_cli.config.model import base_type, flag, is_optional
+from relax_cli.config.paths import PATH_OPTIONS, expand_path
+from relax_cli.config.recipes import Setting
+from relax_cli.config.redact import redacted
+from relax_cli.config.schema import Config
+from relax_cli.errors import Problem, problem_kind
+
+INVALID_VALUE = problem_kind(
+    "invalid-value",
+    THEME,
+    "The value has the wrong type, is out of range or is not finite. A switch takes `true` and `false`: `on`, `yes` "
+    "and 1 are text and numbers in YAML 1.2. A number may stand in quotes, text may not be left without them where "
+    "YAML reads a number.",
+)
+PATH_VARIABLE = problem_kind(
+    "path-variable",
+    THEME,
+    "A path has a `$VAR` that is not set. `~` and variables are expanded in the paths of every layer.",
+)
+RESOURCE_JSON = problem_kind(
+    "resource-json",
+    THEME,
+    '`--resource` is not a JSON object `{"role": [services, devices]}` of whole numbers.',
+    option="--resource",
+)
+SERVER_OPTIONS_JSON = problem_kind(
+    "sglang-options-json",
+    "SGLang servers",
+    "`--sglang-options` is not a JSON object of server options.",
+    option="--sglang-options",
+)
+
+NULL = "null"
+"""What unsets an option in any layer: it is as if no layer before had given it."""
+UNSET = object()
+ADDED_UP = frozenset({"sglang_options"})
+"""Options whose layers are put together key by key; of all others the last layer wins."""
+MOST = 10**12
+"""Of any whole number: nothing that is counted here comes near it, and arithmetic with it stays exact."""
+MOST_PROCESSES = 1 << 16
+MOST_PATH, MOST_NAME = 4095, 255
+MOST_SHOWN = 200
+"""Characters of a wrong value in its problem."""
+_RESOURCE_EXAMPLE = """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
+
+
+def with_expanded_paths(setting: Setting, env: Mapping[str, str]) -> Setting:
+    if setting.key not in PATH_OPTIONS:
+        return setting
+    missing: list[str] = []
+
+    def expand(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [expand(item) for item in value]
+        # A lone ~ is YAML's null.
+        if not isinstance(value, str) or (setting.is_text and value == "~"):
+            return value
+        text, names = expand_path(value, env, braces=setting.where.startswith(("RELAX_", "--")))
+        missing.extend(names)
+        return text
+
+    value, option = expand(setting.value), flag(setting.key)
+    problems = tuple(
+        PATH_VARIABLE(
+            f"{option} has ${name}, a variable that is not set",
+            fix=f"export {name}=…, or write the path out",
+            option=option,
+            where=setting.where,
+            got=str(redacted(setting.section, setting.key, setting.value)),
+        )
+        for name in dict.fromkeys(missing)
+    )
+    return replace(setting, value=value, problems=(*setting.problems, *problems))
+
+
+def prepare(setting: Setting, field: FieldInfo) -> Any:
+    """The value as pydantic may see it, or the problem that pydantic's leniency would hide."""
+    kind = base_type(field)
+    value = _from_text(setting.value, field) if setting.is_text else setting.value
+    is_typed = setting.where.startswith(("RELAX_", "--"))
+    if value is None and not is_optional(field) and (is_typed or kind in (tuple, dict)):
+        return UNSET
+    if kind is str and value == "" and field.default != "":
+        return _bad_value(setting, "a text that is not empty", f"leave {flag(setting.key)} out, or give it a value")
+    if any(not is_text(part) for part in (value if isinstance(value, list | tuple) else [value])):
+        return _bad_value(setting, "a text in UTF-8 without NUL bytes", f"write {flag(setting.key)} in UTF-8")
+    if setting.key in PATH_OPTIONS and not all(map(_fits_a_disk, value if isinstance(value, list) else [value])):
+        expected = f"at most {MOST_PATH:,} bytes, and {MOST_NAME} in each of its parts"
+        return _bad_value(setting, expected, f"give {flag(setting.key)} a shorter path")
+    if kind is dict:
+        return _mapping(setting, value)
+    if kind is tuple and isinstance(value, str):
+        value = (value,)
+    if kind is bool and not isinstance(value, bool):
+        return _bad_value(setting, "true or false", f"write {setting.section}.{setting.key}: true (or false)")
+    if kind in (int, float) and isinstance(value, bool):
+        return _bad_value(setting, "a number", "write a number instead of true or false")
+    return value
+
+
+def _from_text(text: str, field: FieldInfo) -> Any:
+    """Text read as YAML 1.2, except that a text option keeps what was typed (`123`, `a: b`)."""
+    value = yaml_value(text)
+    keeps: dict[Any, tuple[type, ...]] = {str: (str,), tuple: (str, list)}
+    wanted = keeps.get(base_type(field))
+    if wanted is None or isinstance(value, wanted) or text == NULL or (value is None and is_optional(field)):
+        return value
+    return text
+
+
+def _fits_a_disk(path: Any) -> bool:
+    content = path.encode(errors="replace") if isinstance(path, str) else b""
+    return len(content) <= MOST_PATH and max(map(len, content.split(b"/"))) <= MOST_NAME
+
+
+def is_text(value: Any) -> bool:
+    """False for text that no file can have as its name: NUL bytes, and bytes of another encoding."""
+    return not isinstance(value, str) or not re.search("[\0\ud800-\udfff]", value)
+
+
+def _mapping(setting: Setting, value: Any) -> Any:
+    """A JSON object from a flag, or a mapping from any other layer; `true` and `"1"` are not counts."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, object_pairs_hook=_unique_keys)
+        except ValueError as error:
+            return _bad_json(setting, f"{flag(setting.key)} is not JSON: {error}")
+    if not isinstance(value, dict):
+        return _bad_json(setting, f"{flag(setting.key)} is not a JSON object")
+    if setting.key in ADDED_UP:
+        return {str(key).replace("-", "_"): item for key, item in value.items()}
+    if any(type(count) is not int for pair in value.values() if isinstance(pair, list) for count in pair):
+        return _bad_json(setting, f"{flag(setting.key)} has a count that is not a whole number")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} given twice")
+    return dict(pairs)
+
+
+def _bad_json(setting: Setting, message: str) -> Problem:
+    got = _shortened(setting.value)
+    if setting.key == "resource":
+        expected = 'a JSON object {"role": [services, devices]}'
+        return RESOURCE_JSON(message, fix=_RESOURCE_EXAMPLE, where=setting.where, got=got, expected=expected)
+    fix = """--sglang-options '{"attention_backend": "triton"}'"""
+    expected = "a JSON object of server options"
+    return SERVER_OPTIONS_JSON(message, fix=fix, where=setting.where, got=got, expected=expected)
+
+
+def _bad_value(setting: Setting, expected: str, fix: str) -> Problem:
+    return INVALID_VALUE(
+        f"{flag(setting.key)} has the wrong type",
+        fix=fix,
+        option=flag(setting.key),
+        where=setting.where,
+        got=_shortened(redacted(setting.section, setting.key, setting.value)),
+        expected=expected,
+    )
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
+    """A pydantic error in four parts."""
+    section, key, *inside = (str(part) for part in error["loc"])
+    expected = error["msg"].removeprefix("Input should be ").partition(", unable")[0]
+    of = f" ({' '.join(inside)})" if inside else ""
+    is_resource = key == "resource"
+    kind = RESOURCE_JSON if is_resource else INVALID_VALUE
+    return kind(
+        f"{flag(key)}{of} does not accept this value",
+        fix=_RESOURCE_EXAMPLE if is_resource else f"give {section}.{key} a value that is {expected}",
+        option=flag(key),
+        where=origins[f"{section}.{key}"],
+        got=_shortened(redacted(section, key, error["input"])),
+        expected=expected,
+    )
+
+
+def beyond_limits(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str, str, Problem]]:
+    """Section and name of each option with a whole number that no machine can count to, and the problem."""
+    for section, body in config:
+        for name, value in body:
+            counts = [n for pair in value.values() for n in pair] if name == "resource" else [value]
+            most = MOST_PROCESSES if name == "resource" else MOST
+            if any(isinstance(n, int) and abs(n) > most for n in counts):
+                kind = RESOURCE_JSON if name == "resource" else INVALID_VALUE
+                yield (
+                    section,
+                    name,
+                    kind(
+                        f"{flag(name)} has a number that is too large",
+                        fix=f"give {section}.{name} at most {most:,}",
+                        option=flag(name),
+                        where=origins[f"{section}.{name}"],
+                        got=str(value),
+                        expected=f"at most {most:,}",
+                    ),
+                )
