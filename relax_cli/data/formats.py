@@ -18,8 +18,8 @@ from relax_cli.data.rows import bad_row
 from relax_cli.data.values import printable
 from relax_cli.errors import MACHINE_THEME, ConfigError, Problem, problem_kind
 
-MOST_LINE_BYTES = 64 << 20
-"""A longer line is most likely a JSON array."""
+MOST_LINE_BYTES = 32 << 20
+"""Parsed, a line takes up to sixty times its size in memory."""
 MOST_ROWS = 5_000_000
 """The run keeps all prompts in memory, some 500 bytes each."""
 MOST_ROWS_PER_BYTE = 100

@@ -9,8 +9,8 @@ from pathlib import Path
 from relax_cli.config.schema import DataSection
 from relax_cli.data.formats import Progress, read_rows
 from relax_cli.data.reasoning_gym import REASONING_GYM, generate
+from relax_cli.data.rows import TOOLS, prompt_of_row
 from relax_cli.data.rows import Prompt as Prompt
-from relax_cli.data.rows import prompt_of_row
 from relax_cli.errors import ConfigError, Problem, RepeatedProblems, problem_kind
 
 EMPTY = problem_kind("prompt-data-empty", "Data", "There is no prompt in the data.", option="--prompt-data")
@@ -81,7 +81,7 @@ def read_prompts(section: DataSection, spec: str, progress: Progress | None = No
         yield from generate(spec)
         return
     needed = [key for key in (section.input_key, section.label_key) if key is not None]
-    for row in read_rows(Path(spec), needed, [section.metadata_key], progress):
+    for row in read_rows(Path(spec), needed, [section.metadata_key, TOOLS], progress):
         yield row if isinstance(row, Problem) else prompt_of_row(section, row[1], row[0])
 
 

@@ -17,6 +17,9 @@ TOO_LONG = f"has more than {MOST_CHARACTERS:,} characters"
 MOST_KEYS = 20
 """Keys of a row that a message names."""
 
+TOOLS = "tools"
+"""The key under which data sets keep what a chat may call; chat templates are rendered without."""
+
 Messages = list[dict[str, str]]
 
 BAD_ROW = problem_kind(
@@ -55,6 +58,8 @@ def prompt_of_row(section: DataSection, row: Mapping[str, Any], where: str) -> P
         return missing_key("--input-key", section.input_key, row, where)
     except Unusable as error:
         return bad_row(where, f"{section.input_key!r} {error}", shown(row.get(section.input_key)), CONTENT)
+    if isinstance(content, list) and row.get(TOOLS):
+        return bad_row(where, f"{TOOLS!r} of a chat would not be shown to the model", shown(row[TOOLS]), "no tools")
     label = None
     if section.label_key is not None:
         try:

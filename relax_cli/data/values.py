@@ -68,6 +68,17 @@ def metadata_of(value: Any) -> dict[str, Any]:
     return plain
 
 
+def sendable(value: Any) -> Any:
+    """A value of any kind in the nearest JSON form: text for objects, null for what is not a number."""
+    if isinstance(value, dict):
+        return {str(name): sendable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [sendable(item) for item in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
 def shown(value: Any) -> str:
     """A value of a file in one short line without control characters."""
     return printable(value[:80] if isinstance(value, str) else reprlib.repr(value)[:80])

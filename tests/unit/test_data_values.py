@@ -192,6 +192,17 @@ def test_nulls_in_chats_are_dropped_from_both_formats(tmp_path: Path) -> None:
     assert [load_prompts(SECTION, spec)[0].content for spec in both] == [expected, expected]
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("tools", "refused"), [(None, False), ([], False), ([{"name": "search"}], True)])
+def test_a_chat_with_tools_is_refused(tmp_path: Path, form: str, tools: Any, refused: bool) -> None:
+    row = {"input": [USER], "label": "y", "tools": tools}
+    spec = jsonl(tmp_path, json.dumps(row)) if form == "jsonl" else parquet(tmp_path, [row])
+    if refused:
+        assert "'tools'" in problem_of(spec).message
+    else:
+        assert load_prompts(SECTION, spec)[0].content == [USER]
+
+
 @pytest.mark.parametrize(
     ("line", "key"),
     [

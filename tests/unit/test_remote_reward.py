@@ -278,6 +278,14 @@ def test_user_and_password_are_sent_and_never_shown(server: Server) -> None:
     assert "hun%20ter2" not in shown
 
 
+def test_metadata_of_any_kind_are_sent_as_strict_json(server: Server) -> None:
+    server.answers = [answer([1])]
+    odd = {"nan": float("nan"), "inf": float("inf"), "set": {1}, "pair": (1, 2), 3: Path("x"), "deep": [float("nan")]}
+    quick(server.url())([RewardInput("p", "r", None, odd, truncated=False, group=0)])
+    (row,) = server.seen[0][2]["samples"]
+    assert row["metadata"] == {"nan": None, "inf": None, "set": [1], "pair": [1, 2], "3": "x", "deep": [None]}
+
+
 def test_a_server_is_not_asked_about_nothing(server: Server) -> None:
     reward = load_reward(RewardSection(rm_type="remote", rm_url=server.url()), {})
     assert reward([]) == []

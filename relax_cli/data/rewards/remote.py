@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from relax_cli.config.redact import scrubbed
 from relax_cli.data.rewards.types import RewardInput, Score
+from relax_cli.data.values import sendable
 from relax_cli.errors import RunError, problem_kind
 
 BUSY = 429
@@ -70,9 +71,12 @@ class RemoteReward:
         Raises:
             RunError: no answer came in time, the server refused, or the answer is not of the form above.
         """
-        rows = [{"prompt": s.prompt, "response": s.response, "label": s.label, "metadata": s.metadata} for s in samples]
-        # Metadata of files are JSON already; those of reasoning-gym may contain its own objects.
-        answer = self._ask(json.dumps({"samples": rows}, default=str).encode())
+        # Metadata of files are plain JSON; those of reasoning-gym may contain its own objects.
+        rows = [
+            {"prompt": s.prompt, "response": s.response, "label": s.label, "metadata": sendable(s.metadata)}
+            for s in samples
+        ]
+        answer = self._ask(json.dumps({"samples": rows}, allow_nan=False).encode())
         try:
             found = json.loads(answer)
         except (ValueError, RecursionError) as error:
