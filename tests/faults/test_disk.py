@@ -167,7 +167,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_that_fails_before_its_first_step_can_be_started_again(
+def test_a_run_that_failed_before_its_first_step_starts_again(
     zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, place: str
 ) -> None:
     folders = Folders(tmp_path)
@@ -183,9 +183,7 @@ def test_a_run_that_fails_before_its_first_step_can_be_started_again(
     assert folders.metrics() == straight.metrics()[:1]
 
 
-def test_a_run_folder_that_goes_away_ends_the_run_with_a_command_that_works(
-    zygote: Zygote, fault_task: Path, tmp_path: Path
-) -> None:
+def test_a_run_folder_that_goes_away_is_named_with_a_way_on(zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
     folders = Folders(tmp_path)
     argv = arguments(fault_task, folders, "--num-rollout", "3")
     ended = zygote.run(tmp_path, argv, fault=(f"move {folders.run}", "run/rollouts/step_000001", 1))

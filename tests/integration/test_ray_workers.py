@@ -168,7 +168,7 @@ def test_the_call_that_fails_is_the_one_named(critic: RayRanks[Any], tmp_path: P
         assert "ZeroDivisionError" in log
 
 
-def test_a_rank_that_dies_while_another_works_is_named_within_seconds(critic: RayRanks[Any]) -> None:
+def test_a_rank_that_dies_is_named_within_seconds(critic: RayRanks[Any]) -> None:
     critic.start(lambda role: role.do("import os, threading; threading.Timer(1, os._exit, [1]).start()"))()
     started = time.monotonic()
     with pytest.raises(RunError, match=r"rank \d of critic is gone"):

@@ -110,7 +110,7 @@ def test_bytes_of_a_recipe_are_bounded_and_utf_8(folder: Path, content: bytes, r
     assert rule in judge(Layers([str(path)]))
 
 
-def test_a_recipe_of_100_mb_and_one_that_never_ends_are_refused_at_once(folder: Path) -> None:
+def test_huge_and_endless_recipes_are_refused_at_once(folder: Path) -> None:
     with (folder / "large.yaml").open("wb") as file:
         file.truncate(100 << 20)
     os.mkfifo(folder / "pipe.yaml")

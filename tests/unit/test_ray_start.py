@@ -225,7 +225,7 @@ def test_each_cause_of_a_failed_start_has_its_own_fix(
 
 
 @pytest.mark.parametrize(("name", "other"), [("RAY_TMPDIR", "TMPDIR"), ("TMPDIR", "RAY_TMPDIR")])
-def test_a_temporary_folder_that_ray_cannot_use_is_refused_before_it_starts(
+def test_a_temporary_folder_ray_cannot_use_is_refused(
     name: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(other, raising=False)

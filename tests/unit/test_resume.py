@@ -106,7 +106,7 @@ def test_a_run_folder_knows_where_its_run_saved(tmp_path: Path) -> None:
     assert problem.fix == f"--load '{actor}'"
 
 
-def test_checkpoints_without_a_tracker_are_refused_unless_they_are_the_runs_own(tmp_path: Path) -> None:
+def test_foreign_checkpoints_without_a_tracker_are_refused(tmp_path: Path) -> None:
     actor = save(tmp_path / "a", "actor", 1)
     (tmp_path / "a" / layout.TRACKER_FILE).unlink()
     (problem,) = examine_resume(actor, None, has_critic=False).problems

@@ -256,7 +256,7 @@ def test_every_failure_of_the_run_folder_is_named(number: int, place: str | None
     assert problem.fix
 
 
-def test_a_metrics_file_that_cannot_be_written_is_the_failure_that_is_raised(tmp_path: Path) -> None:
+def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     def fail() -> None:
         with MetricsWriter(tmp_path) as writer:
             descriptor = os.open("/dev/full", os.O_WRONLY)

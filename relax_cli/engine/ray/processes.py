@@ -117,7 +117,7 @@ def exit_status(handle: int) -> int | None:
 def memory_kills() -> int:
     """Processes that the kernel's memory killer has ended since the machine started; 0 where it does not say."""
     try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        lines = Path("/proc/vmstat").read_text("utf-8").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
