@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.rewards.custom import check_custom
-from relax_cli.data.tokenizer_trial import try_tokenizer
 from relax_cli.errors import ConfigError, Problem
-from relax_cli.models.files import irregular_files
-from relax_cli.models.headers import weight_problems
-from relax_cli.models.hybrid import language_config, read_any_spec
-from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
-from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, ModelSpec, config_of, known_folder
+from relax_cli.models.hybrid import language_config
+from relax_cli.models.spec import BRIDGE_FAMILIES, ModelSpec
 from relax_cli.preflight.data_reader import DataReader
 from relax_cli.preflight.memory.sizes import Lengths
+from relax_cli.preflight.model_reader import read_model
 
 ASSUMED_PROMPT = 512
 """Tokens of the longest prompt where nothing says how long they are."""
@@ -74,38 +69,20 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
     Args:
         progress: told now and then which file is being read, and the part of it that is read.
     """
-    folder = known(lambda: _model_folder(config))
-    described = folder or known(lambda: known_folder(config.model.hf_checkpoint))
-    model_config = {} if described is None else config_of(described)
-    spec, problems = _spec(described, model_config)
-    harmful: list[Problem] = []
-    if folder is not None:
-        problems += weight_problems(folder, spec)
-        chat = bool(known(lambda: config.data.apply_chat_template))
-        harmful = irregular_files(folder) or try_tokenizer(folder, apply_chat_template=chat)
-        problems += harmful
+    model = read_model(config)
+    problems = list(model.problems)
     if config.reward.custom_rm_path is not None:
         problems += check_custom(config.reward.custom_rm_path)
-    reader = DataReader(config, None if harmful else folder, spec, progress)
+    reader = DataReader(config, model.tokenizer, model.spec, progress)
     for option, source in prompt_sources(config):
         try:
             reader(config.data, source)
         except ConfigError as error:
             problems += [_of_option(p, option) for p in error.problems]
     longest = max(((max(s.lengths), s.longest) for s in reader.summaries.values() if s.lengths), default=None)
-    read = RunInputs(spec, longest=longest, model_config=model_config, problems=tuple(problems))
+    read = RunInputs(model.spec, longest=longest, model_config=model.config, problems=tuple(problems))
     seen = reader.summaries.get(known(lambda: config.data.prompt_data) or "")
     return read if seen is None else replace(read, prompts=seen.prompts, prompt_lens=seen.lengths)
-
-
-def _spec(folder: Path | None, model_config: Mapping[str, Any]) -> tuple[ModelSpec | None, list[Problem]]:
-    """What `config.json` means, or why it cannot be used; a rule reports a family that is not supported."""
-    if folder is None or model_config.get("model_type") not in (*FAMILIES, *BRIDGE_FAMILIES):
-        return None, []
-    try:
-        return read_any_spec(folder), []
-    except ConfigError as error:
-        return None, list(error.problems)
 
 
 def prompt_sources(config: Config) -> Iterator[tuple[str, str]]:
@@ -123,13 +100,6 @@ def rollouts_of(batch: BatchSection, prompts: int | None) -> int | None:
     if batch.num_epoch is None or prompts is None:
         return None
     return max(1, prompts * batch.num_epoch // batch.rollout_batch_size)
-
-
-def _model_folder(config: Config) -> Path | None:
-    """The model folder; None where it does not exist yet."""
-    name = config.model.hf_checkpoint
-    folder = converted_folder(name, default_cache_dir(os.environ)) if name.startswith(PREFIX) else Path(name)
-    return folder if name and folder is not None and folder.is_dir() else None
 
 
 def _of_option(problem: Problem, option: str) -> Problem:

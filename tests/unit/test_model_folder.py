@@ -602,3 +602,44 @@ def test_sizes_of_recipe_models_are_known_without_them(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "model", "Qwen3-4B-mine", "/", ".", "..", "Qwen3-4B/..", "known"])
 def test_other_models_are_not_known(name: str) -> None:
     assert known_folder(name) is None
+
+
+# -- as a configuration sees them ------------------------------------------------------------------
+
+
+def config_for(model: Path, reference: Path | None = None) -> Config:
+    algorithm = {"advantage_estimator": "grpo", "kl_coef": 0.1} if reference else {}
+    return Config.model_validate({
+        "model": {"hf_checkpoint": str(model), "ref_load": None if reference is None else str(reference)},
+        "algorithm": algorithm,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "id"),
+    [
+        ({"quantization_config": {"bits": 8}}, "model-unsupported"),
+        ({"tie_word_embeddings": True, "vocab_size": 11}, "model-weights-mismatch"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "model-unsupported"),
+    ],
+)
+def test_models_and_references_are_judged_alike(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, change: dict[str, Any], id: str
+) -> None:
+    good = tmp_path_factory.mktemp("good")
+    save_file(weights_of(read_spec(write(good, TINY))), good / SINGLE_FILE)
+    assert read_inputs(config_for(good, good)).problems == ()
+    write(folder, TINY | change)
+    for config, option in ((config_for(folder), "--hf-checkpoint"), (config_for(good, folder), "--ref-load")):
+        found = read_inputs(config).problems
+        assert id in {problem.id for problem in found}
+        assert {problem.option for problem in found} == {option}
+
+
+def test_a_reference_without_a_kl_term_is_not_read(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    good = tmp_path_factory.mktemp("good")
+    save_file(weights_of(read_spec(write(good, TINY))), good / SINGLE_FILE)
+    write(folder, TINY | {"quantization_config": {"bits": 8}})
+    config = config_for(good, folder)
+    unused = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0})})
+    assert read_inputs(unused).problems == ()
