@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import pluggy
 
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem, ProblemKind, RunError, problem_kind
+from relax_cli.errors import ConfigError, Problem, ProblemKind, RelaxError, RunError, problem_kind
 from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.installed import Plugin, PluginRow
@@ -20,8 +21,13 @@ from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.records import Estimator, Normalized, Reward, unusable
 from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.user_code import UserCodeError, user_code
+from relax_cli.plugin.user_deadline import user_deadline
 
 GROUP = "relax.plugins"
+HOOK_SECONDS = 120.0
+"""Deadline of a plugin's import and of each of its hooks but the next two."""
+TRACKER_SECONDS = 300.0
+"""Deadline of `relax_step_end`, which may wait for a server. `relax_launch` may take as long as it likes."""
 HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("relax_"))
 _KINDS = {
     "relax_estimators": "estimator",
@@ -226,7 +232,7 @@ class Plugins:
         failures = []
         for plugin, hook in self._working():
             try:
-                with user_code(passes=()):
+                with _guarded(passes=(), seconds=TRACKER_SECONDS):
                     own = None if config is None else config.model_copy(deep=True)
                     hook.relax_step_end(step=step, metrics=dict(metrics), config=own, run_dir=run_dir)
             except UserCodeError as error:
@@ -243,11 +249,19 @@ class Plugins:
         estimator = self.estimator(config.algorithm.advantage_estimator)
         plugin, relay = next((p, h) for p, h in self._working() if any(e is estimator for e in p.estimators))
         try:
-            with user_code():
+            with _guarded():
                 results = getattr(relay, hook)(config=config.model_copy(deep=True), **more)
                 return _of_type(results[0], hook, kind, of) if results else None
         except UserCodeError as error:
             raise ConfigError(_failure(plugin, hook, error)) from error
+
+
+@contextmanager
+def _guarded(
+    *, passes: tuple[type[BaseException], ...] = (RelaxError,), seconds: float | None = None
+) -> Iterator[None]:
+    with user_code(passes=passes), user_deadline(HOOK_SECONDS if seconds is None else seconds):
+        yield
 
 
 def _load(entry: EntryPoint) -> Plugin:
@@ -255,7 +269,7 @@ def _load(entry: EntryPoint) -> Plugin:
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     try:
-        with user_code(passes=()):
+        with _guarded(passes=()):
             module = entry.load()
             manager.register(module)
     except UserCodeError as error:
@@ -266,7 +280,7 @@ def _load(entry: EntryPoint) -> Plugin:
     provided: list[tuple[Any, ...]] = []
     for hook, kind in (("relax_estimators", Estimator), ("relax_rewards", Reward)):
         try:
-            with user_code(passes=()):
+            with _guarded(passes=()):
                 results = getattr(manager.hook, hook)()
                 provided.append(tuple(_of_type(results[0] or [], hook, list, kind) if results else ()))
                 reason = next(filter(None, (unusable(r) for r in provided[-1] if isinstance(r, Estimator))), "")

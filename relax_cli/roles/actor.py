@@ -15,6 +15,7 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
 from relax_cli.backends.rollout.protocol import OpenSender, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
 from relax_cli.roles.context import RoleContext
@@ -28,8 +29,9 @@ class ActorRole(TrainingRole):
 
     def __init__(self, model: TrainableModel, context: RoleContext, open_sender: OpenSender) -> None:
         super().__init__(model, context, save_dir=context.config.checkpoint.save)
-        self.policy_loss = context.estimator.load_policy_loss()
-        self.own_advantages = context.estimator.load_advantages() if "advantages" in context.spec.writes else None
+        math = EstimatorMath(context.estimator)
+        self.policy_loss = math.policy_loss
+        self.own_advantages = math.advantages if "advantages" in context.spec.writes else None
         self.open_sender = open_sender
         self.sender: WeightSender | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
 from relax_cli.roles.context import RoleContext
@@ -17,7 +18,7 @@ class AdvantagesRole:
         self.samples_per_rollout = context.config.batch.samples_per_rollout
         self.algorithm = context.config.algorithm
         self.options = context.options
-        self.advantages = context.estimator.load_advantages()
+        self.advantages = EstimatorMath(context.estimator).advantages
         self.fields = list(dict.fromkeys([*FIELDS, *context.spec.reads]))
 
     def compute(self, rollout_id: int) -> dict[str, float]:
@@ -29,7 +30,7 @@ class AdvantagesRole:
             columns["kl"] = kl_penalty(columns, rows, self.algorithm.kl_coef, old="rollout_log_probs")
         inputs = advantage_inputs(columns, rows, self.options)
         outputs = self.advantages(inputs)
-        assert outputs.returns is not None, "an estimator with a critic gives returns"
+        assert outputs.returns is not None, "checked by EstimatorMath"
         advantages, metrics = finished_advantages(
             outputs.advantages, inputs, normalize=self.algorithm.normalize_advantages
         )

@@ -11,6 +11,7 @@ from relax_cli.algorithms.reduce import aggregate
 from relax_cli.algorithms.value_loss import clipped_value_loss
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
+from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, kl_penalty
 from relax_cli.roles.batching import Columns, unpad
 from relax_cli.roles.context import RoleContext
@@ -25,7 +26,7 @@ class CriticRole(TrainingRole):
     def __init__(self, model: TrainableModel, context: RoleContext) -> None:
         self.critic = context.config.critic
         super().__init__(model, context, save_dir=self.critic.critic_save)
-        self.advantages = context.estimator.load_advantages()
+        self.advantages = EstimatorMath(context.estimator).advantages
         self.spec = context.spec
         self.share: RolloutShare | None = None
 

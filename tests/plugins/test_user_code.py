@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from relax_cli import Config
+from relax_cli import AdvantageInputs, ClipOptions, Config, Estimator, LossInputs
 from relax_cli.config.schema import AlgorithmSection, BatchSection, RewardSection
 from relax_cli.errors import ConfigError, Problem, RunError
-from relax_cli.plugin import apart
+from relax_cli.plugin import apart, manager
+from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.plugin.manager import Plugins, load_plugins
 from relax_cli.plugin.user_code import user_code
 from tests.support.plugin_files import estimator_source, write_plugin
@@ -145,6 +147,88 @@ def test_frames_of_libraries_are_not_the_users(write: Write) -> None:
     (problem,) = load_plugins().check(chosen("mine"))
     assert problem.where == line_of(file, "json.loads")
     assert len(problem.got.splitlines()) == 2
+
+
+@pytest.mark.parametrize("hook", ["import", "estimators()", "check_config(config)", "step_end(step)"])
+def test_a_plugin_that_never_ends_is_named(write: Write, monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    monkeypatch.setattr(manager, "HOOK_SECONDS", 0.5)
+    monkeypatch.setattr(manager, "TRACKER_SECONDS", 0.5)
+    wait = "import time; time.sleep(60)"
+    sources = {
+        "import": wait,
+        "estimators()": "from relax_cli import hookimpl\n" + HOOK.format(hook, wait),
+    }
+    file = write("slow", sources.get(hook) or hooks_of("slow", (hook, wait)))
+    plugins = load_plugins()
+    (plugin,) = plugins.named("slow")
+    reason, place = plugin.row.reason, plugin.where
+    if hook not in sources:
+        found = plugins.check(chosen("slow")) if hook.startswith("check") else plugins.step_end(1, {})
+        reason, place = found[0].got, found[0].where
+    assert "no result after 0.5 s" in reason
+    assert place == line_of(file, wait)
+
+
+# -- the math of an estimator ----------------------------------------------------------------------
+
+GOOD = {
+    "advantages": "return AdvantageOutputs(torch.zeros(inputs.mask.shape))",
+    "policy_loss": "return LossTerms(torch.zeros(inputs.mask.shape), {'x': torch.zeros(inputs.mask.shape)})",
+}
+BAD_MATH = {
+    "raises": ("advantages", "raise KeyError('x')", "KeyError"),
+    "exits": ("policy_loss", "import sys; sys.exit(0)", "SystemExit: 0"),
+    "returns nothing": ("advantages", "return None", "AttributeError"),
+    "returns a tensor": ("policy_loss", "return inputs.logp", "AttributeError"),
+    "advantages of samples": (
+        "advantages",
+        "return AdvantageOutputs(inputs.rewards)",
+        "advantages must have shape (2, 3)",
+    ),
+    "a list": (
+        "advantages",
+        "return AdvantageOutputs([[0.0] * 3] * 2)",
+        "advantages must have shape (2, 3), got a list",
+    ),
+    "returns of samples": (
+        "advantages",
+        "return AdvantageOutputs(torch.zeros(2, 3), inputs.rewards)",
+        "returns must have shape (2, 3), got shape (2,)",
+    ),
+    "a scalar loss": ("policy_loss", "return LossTerms(inputs.logp.sum())", "loss_per_token must have shape (2, 3)"),
+    "a scalar metric": (
+        "policy_loss",
+        "return LossTerms(torch.zeros(2, 3), {'kl': 0.1})",
+        "kl must have shape (2, 3), got a float",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*BAD_MATH, "is fine"])
+def test_wrong_math_ends_a_run_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    part, code, reason = BAD_MATH.get(case, ("advantages", "print('seen'); " + GOOD["advantages"], ""))
+    functions = "".join(f"def {name}(inputs):\n    {body}\n" for name, body in (GOOD | {part: code}).items())
+    name = f"math_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(f"import torch\nfrom relax_cli import AdvantageOutputs, LossTerms\n{functions}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    math = EstimatorMath(Estimator("mine", "s", "p", ClipOptions, f"{name}:advantages", f"{name}:policy_loss"))
+    grid, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    inputs = {
+        "advantages": AdvantageInputs(torch.zeros(2), mask, torch.zeros(2), ClipOptions()),
+        "policy_loss": LossInputs(grid, grid, grid, mask),
+    }
+    if case == "is fine":
+        assert math.advantages(inputs["advantages"]).returns is None
+        assert math.policy_loss(inputs["policy_loss"]).metrics.keys() == {"x"}
+        assert capsys.readouterr() == ("", "seen\n")
+        return
+    with pytest.raises(RunError) as caught:
+        getattr(math, part)(inputs[part])
+    (problem,) = caught.value.problems
+    assert (problem.id, reason in problem.got) == ("estimator-failed", True)
+    assert f"{name}:{part} of the estimator mine" in problem.message
 
 
 # -- returning -------------------------------------------------------------------------------------
