@@ -211,7 +211,8 @@ def test_wrong_math_ends_a_run_with_its_line(
     part, code, reason = BAD_MATH.get(case, ("advantages", "print('seen'); " + GOOD["advantages"], ""))
     functions = "".join(f"def {name}(inputs):\n    {body}\n" for name, body in (GOOD | {part: code}).items())
     name = f"math_of_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(f"import torch\nfrom relax_cli import AdvantageOutputs, LossTerms\n{functions}")
+    imports = "import torch\nfrom relax_cli import AdvantageOutputs, LossTerms\n"
+    (tmp_path / f"{name}.py").write_text(imports + functions)
     monkeypatch.syspath_prepend(str(tmp_path))
     math = EstimatorMath(Estimator("mine", "s", "p", ClipOptions, f"{name}:advantages", f"{name}:policy_loss"))
     grid, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
