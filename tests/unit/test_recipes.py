@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -13,7 +15,6 @@ import pytest
 from relax_cli.cli.report import as_text
 from relax_cli.config.layers import Layers
 from relax_cli.config.recipes import bundled_recipes, describe
-from relax_cli.config.schema import Config
 from relax_cli.errors import is_about_machine
 from relax_cli.plugin.manager import GROUP, Plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
@@ -37,26 +38,26 @@ def plugins() -> Plugins:
     return Plugins([EntryPoint(name, f"relax_{name}", GROUP) for name in ESTIMATORS])
 
 
-def check(plugins: Plugins, variables: dict[str, str], *recipes: str) -> CheckedRun:
-    return check_run(plugins, Layers(recipes, variables), here=False)
+Checked = Callable[[str], CheckedRun]
 
 
-def ppo_of_the_page(plugins: Plugins, variables: dict[str, str]) -> Config:
-    return check(plugins, variables, PPO_9B).config
+@pytest.fixture(scope="module")
+def checked(plugins: Plugins, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
+    """A bundled recipe's check, made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RELAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield cache(lambda name: check_run(plugins, Layers((name,), variables), here=False))
 
 
 @pytest.mark.parametrize("name", bundled_recipes())
-def test_a_bundled_recipe_is_valid_and_its_plan_is_known(
-    plugins: Plugins, variables: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RELAX_CACHE", str(tmp_path))
-    checked = check(plugins, variables, name)
-    assert [problem for problem in checked.problems if problem.severity == "error"] == []
-    assert tuple(problem.id for problem in checked.warnings) == WARNINGS[name]
-    assert checked.plan is not None
-    assert bool(checked.plan.memory) == ("smollm2" not in name)
-    assert all(is_about_machine(note) for note in checked.notes)
-    text = as_text(checked, show_origin=False)
+def test_a_bundled_recipe_is_valid_and_its_plan_is_known(checked: Checked, name: str) -> None:
+    run = checked(name)
+    assert [problem for problem in run.problems if problem.severity == "error"] == []
+    assert tuple(problem.id for problem in run.warnings) == WARNINGS[name]
+    assert run.plan is not None
+    assert bool(run.plan.memory) == ("smollm2" not in name)
+    assert all(is_about_machine(note) for note in run.notes)
+    text = as_text(run, show_origin=False)
     assert max(len(line) for line in text.splitlines() if "fix" not in line) <= 80
 
 
@@ -73,15 +74,13 @@ def test_every_estimator_has_a_recipe_for_a_cpu_and_for_8_gpus() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in bundled_recipes() if "gpu" in name])
-def test_a_recipe_for_gpus_asks_for_as_many_as_its_name_says(
-    plugins: Plugins, variables: dict[str, str], name: str
-) -> None:
-    checked = check(plugins, variables, name)
+def test_a_recipe_for_gpus_asks_for_as_many_as_its_name_says(checked: Checked, name: str) -> None:
+    run = checked(name)
     model, gpus, estimator = name.rsplit("-", 2)
     count = int(gpus.removesuffix("xgpu"))
-    config = checked.config
-    assert checked.plan is not None
-    assert checked.plan.gpus == count
+    config = run.config
+    assert run.plan is not None
+    assert run.plan.gpus == count
     assert all(devices in (0, count) for _, devices in config.parallel.resource.values())
     assert config.algorithm.advantage_estimator == estimator
     assert (config.parallel.device, config.parallel.launcher) == ("cuda", "ray")
@@ -117,14 +116,13 @@ def test_a_recipe_for_gpus_asks_for_as_many_as_its_name_says(
     ],
 )
 def test_the_9b_recipe_has_the_values_of_the_ppo_page(
-    plugins: Plugins, variables: dict[str, str], section: str, option: str, value: object
+    checked: Checked, section: str, option: str, value: object
 ) -> None:
-    config = ppo_of_the_page(plugins, variables)
-    assert vars(vars(config)[section])[option] == value
+    assert vars(vars(checked(PPO_9B).config)[section])[option] == value
 
 
-def test_the_9b_recipe_reads_and_writes_where_the_ppo_page_says(plugins: Plugins, variables: dict[str, str]) -> None:
-    config = ppo_of_the_page(plugins, variables)
+def test_the_9b_recipe_reads_and_writes_where_the_ppo_page_says(checked: Checked, variables: dict[str, str]) -> None:
+    config = checked(PPO_9B).config
     assert config.model.hf_checkpoint == f"{variables['MODEL_DIR']}/Qwen3.5-9B"
     assert config.data.prompt_data == f"{variables['DATA_DIR']}/dapo-math-17k/dapo-math-17k.jsonl"
     assert config.eval.eval_prompt_data == (f"aime={variables['DATA_DIR']}/aime-2024/aime-2024.jsonl",)
@@ -136,8 +134,9 @@ def test_the_9b_recipe_reads_and_writes_where_the_ppo_page_says(plugins: Plugins
 
 
 def test_an_unset_variable_is_named_with_file_and_line(plugins: Plugins, variables: dict[str, str]) -> None:
-    checked = check(plugins, {name: value for name, value in variables.items() if name != "EXP_DIR"}, PPO_9B)
-    assert {problem.id for problem in checked.errors} == {"recipe-variable"}
+    others = {name: value for name, value in variables.items() if name != "EXP_DIR"}
+    run = check_run(plugins, Layers((PPO_9B,), others), here=False)
+    assert {problem.id for problem in run.errors} == {"recipe-variable"}
     assert all(f"{PPO_9B}.yaml:" in problem.where for problem in checked.errors)
 
 
