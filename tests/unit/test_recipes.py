@@ -137,7 +137,7 @@ def test_an_unset_variable_is_named_with_file_and_line(plugins: Plugins, variabl
     others = {name: value for name, value in variables.items() if name != "EXP_DIR"}
     run = check_run(plugins, Layers((PPO_9B,), others), here=False)
     assert {problem.id for problem in run.errors} == {"recipe-variable"}
-    assert all(f"{PPO_9B}.yaml:" in problem.where for problem in checked.errors)
+    assert all(f"{PPO_9B}.yaml:" in problem.where for problem in run.errors)
 
 
 @pytest.fixture
