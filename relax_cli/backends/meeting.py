@@ -34,20 +34,18 @@ def open_store(address: str, port: int, ranks: int, *, host: bool, timeout: time
 
 
 def choose_interface(address: str) -> None:
-    """Let gloo and NCCL listen on loopback where a group's ranks meet there; only the environment tells them.
+    """Let gloo listen on loopback where a group's ranks meet there; only the environment tells it.
 
-    Otherwise gloo also resolves the host name, which laptops and containers often cannot.
+    Otherwise it resolves the host name, which laptops and containers often cannot.
     """
-    if _is_loopback(address):
+    if is_loopback(address):
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_DEVICE)
-        return
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if os.environ.get(name) == LOOPBACK_DEVICE:
-            del os.environ[name]
+    elif os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK_DEVICE:
+        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether other machines cannot reach an address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

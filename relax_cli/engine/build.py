@@ -118,9 +118,13 @@ class RoleBuilder:
     def _join_ranks(self) -> Any:
         """The device, once all ranks of this role have found each other."""
         from relax_cli.backends.device import select_device
+        from relax_cli.backends.meeting import LOOPBACK_DEVICE, is_loopback
         from relax_cli.backends.megatron import parallel
 
         spec, section = self.spec, self.config.parallel
+        if is_loopback(spec.master_addr) and not self.config.sglang.rollout_external:
+            # NCCL chooses once in a process, and external servers may be on another machine.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_DEVICE)
         device = select_device(section.device)
         if not (section.colocate or section.offload or section.offload_train):
             device = replace(device, shared_memory=False)
