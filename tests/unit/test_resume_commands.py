@@ -205,3 +205,21 @@ def test_check_resume_says_whether_the_model_can_be_shared_out(relax: Relax, tas
     found = json.loads(done.stdout)
     assert found["model"]["saved_parallel"] == {"tensor_parallel": 1, "data_parallel": 1}
     assert {p["id"] for p in found["problems"]} == (set() if code == 0 else {"tensor-parallel-indivisible"})
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [("nope", (2, 2)), ("model", (3, 3)), ("a/iter_0000003", (3, 3)), ("empty", (0, 3)), ("a", (0, 0))],
+)
+def test_list_and_verify_say_what_is_no_save_folder(
+    relax: Relax, tmp_path: Path, name: str, codes: tuple[int, int]
+) -> None:
+    save(tmp_path / "a", "actor", 3)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / file).write_text("{}")
+    done = [relax("checkpoint", command, str(tmp_path / name)) for command in ("list", "verify")]
+    assert tuple(result.exit_code for result in done) == codes
+    expected = {"nope": "no folder", "model": "leads to a model", "a/iter_0000003": "leads to one checkpoint"}
+    assert expected.get(name, "") in done[0].stderr
