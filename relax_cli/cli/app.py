@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from relax_cli.cli.console import Output, is_debug, stdout_for_results
+from relax_cli.cli.help import CONTEXT, EXAMPLES
 from relax_cli.errors import ConfigError, ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
 
 if TYPE_CHECKING:
@@ -176,11 +177,12 @@ def build_app(plugins: Plugins | None = None) -> typer.Typer:
     app = typer.Typer(
         cls=Group,
         help=HELP,
+        epilog=EXAMPLES,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         # Plain help, like that of `train`: importing rich for its panels would take longer than all the rest.
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=CONTEXT,
     )
     app.callback()(_root)
     return app

@@ -21,12 +21,17 @@ from relax_cli.checkpoint.fingerprint import (
 from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume, was_saved_beside_a_critic
 from relax_cli.cli import checkpoint_commands
 from relax_cli.cli.console import Format, FormatOption, output_of, table
+from relax_cli.cli.help import CommandGroup
 from relax_cli.cli.report import decision_dict
 from relax_cli.errors import ConfigError, ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.preflight.rules.model import model_folder_missing
 
-app = typer.Typer(no_args_is_help=True, help="Checkpoints: what a run would resume from, and whether they are whole.")
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Checkpoints: what a run would resume from, and whether they are whole.",
+)
 checkpoint_commands.register(app)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="a save folder")]

@@ -16,8 +16,11 @@ from typer.core import TyperCommand, TyperOption
 from relax_cli.cli.console import LAYERS_PANEL, Format, Output
 from relax_cli.cli.words import word_problems
 from relax_cli.config.model import base_type, choices, flag, section_model
+from relax_cli.config.recipes import bundled_recipes
 from relax_cli.config.schema import Config
+from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.errors import ConfigError
+from relax_cli.plugin.manager import installed_plugins, load_plugins
 
 Recipes = Annotated[
     list[str] | None,
@@ -26,12 +29,33 @@ Recipes = Annotated[
         metavar="NAME|FILE",
         help="bundled recipe or YAML file (repeatable)",
         rich_help_panel=LAYERS_PANEL,
+        autocompletion=lambda: list(bundled_recipes()),
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="YAML value (repeatable)", rich_help_panel=LAYERS_PANEL),
 ]
+ShowConfig = Annotated[
+    bool,
+    typer.Option(
+        "--show-config",
+        help="print the configuration, a recipe with the origin of each value, then stop",
+        rich_help_panel=LAYERS_PANEL,
+    ),
+]
+ShowOrigin = Annotated[
+    bool,
+    typer.Option(
+        "--show-origin",
+        help="print every value and its origin with the plan; `train` stops then",
+        rich_help_panel=LAYERS_PANEL,
+    ),
+]
+COMPLETIONS: dict[str, Callable[[], list[str]]] = {
+    "advantage_estimator": lambda: [entry.name for entry in installed_plugins()],
+    "rm_type": lambda: sorted({*BUILTIN_REWARDS, *load_plugins().rewards()}),
+}
 PAIR_OPTION = "--eval-prompt-data"
 SERVER_PREFIX = "--sglang-"
 SERVER_OPTIONS = "--sglang-options"
@@ -202,7 +226,7 @@ def _annotation(name: str, field: FieldInfo, panel: str) -> Any:
         rich_help_panel=panel,
         show_default=False,
         metavar="NAME PATH" if flag(name) == PAIR_OPTION else "|".join(allowed) or metavar.get(kind),
-        autocompletion=(lambda: list(allowed)) if allowed else None,
+        autocompletion=COMPLETIONS.get(name, (lambda: list(allowed)) if allowed else None),
     )
     return Annotated[value | None, option]
 

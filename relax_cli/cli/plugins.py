@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relax_cli.cli.console import Format, FormatOption, Output, output_of, table
+from relax_cli.cli.help import CommandGroup
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
@@ -35,7 +36,7 @@ Directory = Annotated[
 
 def plugins_app(plugins: Plugins) -> typer.Typer:
     """The sub-commands of `relax plugins`."""
-    app = typer.Typer(no_args_is_help=True, help="Estimator and reward plugins.")
+    app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Estimator and reward plugins.")
 
     @app.callback()
     def group() -> None:

@@ -7,11 +7,17 @@ from typing import Annotated
 import typer
 
 from relax_cli.cli.console import Format, FormatOption, Output, output_of, table
+from relax_cli.cli.help import CommandGroup
 from relax_cli.config.recipes import bundled_recipes, describe, find_recipe
 
-app = typer.Typer(no_args_is_help=True, help="Recipes: ready configurations for `relax train --recipe`.")
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, help="Recipes: ready configurations for `relax train --recipe`."
+)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="a bundled recipe, or a file")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="a bundled recipe, or a file", autocompletion=lambda: list(bundled_recipes())),
+]
 
 
 @app.command("list")

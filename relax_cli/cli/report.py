@@ -101,8 +101,15 @@ def as_text(checked: CheckedRun, *, show_origin: bool, problems_last: bool = Fal
     return "\n".join([*lines[1:], "", *notes, problems] if problems_last else [problems, *notes, *lines])
 
 
-def show(checked: CheckedRun, output: Output) -> None:
-    """Print a configuration with its origins: JSON, or YAML that is a recipe again."""
+def show(plugins: Plugins, layers: Layers, output: Output) -> None:
+    """Print a configuration with its origins: JSON, or YAML that is a recipe again.
+
+    Raises:
+        ConfigError: a value cannot be read.
+    """
+    checked = check_run(plugins, layers, skip_files=True)
+    if checked.unread:
+        raise ConfigError(checked.problems)
     data = checked.dump()
     changes = [f"# changed: {c.option} from {c.before} to {c.after}, because {c.why}" for c in checked.changes]
     output.result(data, "\n".join([*changes, *as_recipe(data["config"], checked.origins)]))

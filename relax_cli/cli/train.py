@@ -9,22 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from relax_cli.cli.console import LAYERS_PANEL, Format, FormatOption, Output, output_of
-from relax_cli.cli.options import Overrides, Recipes, with_options
+from relax_cli.cli.options import Overrides, Recipes, ShowConfig, ShowOrigin, with_options
 from relax_cli.cli.report import reading_progress, report, show
 from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, ExitCode
+from relax_cli.errors import ExitCode
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import check_run
 
-ShowConfig = Annotated[
-    bool,
-    typer.Option(
-        "--show-config",
-        help="print the configuration and where each value is from, then stop",
-        rich_help_panel=LAYERS_PANEL,
-    ),
-]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="check everything, print the plan, then stop", rich_help_panel=LAYERS_PANEL)
 ]
@@ -41,10 +33,16 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
         set_values: Overrides = None,
         fmt: FormatOption = Format.TEXT,
         show_config: ShowConfig = False,
+        show_origin: ShowOrigin = False,
         dry_run: DryRun = False,
         **flags: Any,
     ) -> None:
         """Train a model.
+
+        \b
+        relax train --recipe tiny-ppo-cpu --num-rollout 20 --save runs/actor
+        relax train --hf-checkpoint DIR --prompt-data FILE.jsonl --rm-type math
+        relax train --recipe mine.yaml --custom-rm-path reward.py:judge --dry-run
 
         Values come from: defaults < recipes, left to right < RELAX_* environment < --set < the flags below.
         Everything that can be known to be wrong is reported together, before anything starts.
@@ -52,12 +50,11 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
         output = output_of(ctx, fmt)
         layers = Layers(recipe or (), os.environ, set_values or (), flags)
         if show_config:
-            checked = check_run(plugins, layers, skip_files=True)
-            if checked.unread:
-                raise ConfigError(checked.problems)
-            show(checked, output)
-            return
-        raise typer.Exit(report(plugins, layers, output, here=True) if dry_run else launch(plugins, layers, output))
+            show(plugins, layers, output)
+        elif dry_run or show_origin:
+            raise typer.Exit(report(plugins, layers, output, show_origin=show_origin, here=True))
+        else:
+            raise typer.Exit(launch(plugins, layers, output))
 
     return train
 

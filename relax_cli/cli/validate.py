@@ -9,15 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from relax_cli.cli.console import LAYERS_PANEL, Format, FormatOption, output_of
-from relax_cli.cli.options import Overrides, Recipes, with_options
-from relax_cli.cli.report import report
+from relax_cli.cli.options import Overrides, Recipes, ShowConfig, ShowOrigin, with_options
+from relax_cli.cli.report import report, show
 from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config
 from relax_cli.plugin.manager import Plugins
 
-ShowOrigin = Annotated[
-    bool, typer.Option("--show-origin", help="print every value and where it is from", rich_help_panel=LAYERS_PANEL)
-]
 SkipFiles = Annotated[
     bool,
     typer.Option("--skip-files", help="leave out what needs the model and data files", rich_help_panel=LAYERS_PANEL),
@@ -38,6 +35,7 @@ def validate_command(model: type[Config], plugins: Plugins) -> Callable[..., Non
         recipe: Recipes = None,
         set_values: Overrides = None,
         fmt: FormatOption = Format.TEXT,
+        show_config: ShowConfig = False,
         show_origin: ShowOrigin = False,
         skip_files: SkipFiles = False,
         here: Here = False,
@@ -49,6 +47,9 @@ def validate_command(model: type[Config], plugins: Plugins) -> Callable[..., Non
         """
         layers = Layers(recipe or (), os.environ, set_values or (), flags)
         output = output_of(ctx, fmt)
+        if show_config:
+            show(plugins, layers, output)
+            return
         raise typer.Exit(report(plugins, layers, output, show_origin=show_origin, skip_files=skip_files, here=here))
 
     return validate_config

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from relax_cli.cli.options import join_pairs, option_flags
 from relax_cli.plugin.config_model import config_model
@@ -44,6 +46,47 @@ def test_help_has_a_section_per_panel_with_defaults(invoke: Invoke) -> None:
         assert panel in text
     (gamma,) = (line for line in text.splitlines() if "--gamma " in line)
     assert gamma.split() == ["--gamma", "FLOAT", "discount", "factor", "per", "token", "[default:", "1.0]"]
+
+
+@pytest.mark.parametrize("words", [("--help",), ("checkpoint", "--help"), ("plugins", "--help"), ("recipes", "-h")])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_uses_the_terminal_and_cuts_nothing(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = invoke(*words).stdout
+    assert not any(line.endswith("...") for line in text.splitlines()[1:])
+    widest = max(len(line) for line in text.splitlines())
+    assert widest <= columns
+    assert widest > 80 or columns == 80 or words[0] != "checkpoint"
+    assert "relax train --recipe NAME --dry-run" in text or words != ("--help",)
+
+
+def test_both_commands_show_the_configuration(invoke: Invoke) -> None:
+    recipe = ("--recipe", "tiny-ppo-cpu", "--gamma", "0.5")
+    shown = [invoke(command, *recipe, "--show-config") for command in ("train", "validate-config")]
+    assert shown[0].stdout == shown[1].stdout
+    assert "gamma: 0.5" in shown[0].stdout
+    for command in ("train", "validate-config"):
+        report = invoke(command, *recipe, "--show-origin")
+        assert "gamma: 0.5" in report.stdout
+        assert "roles, in the order of a step" in report.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("relax train --recipe tiny-p", "tiny-ppo-cpu"),
+        ("relax train --rm-type ma", "math"),
+        ("relax train --advantage-estimator sa", "sapo"),
+        ("relax train --device c", "cuda"),
+        ("relax recipes show smol", "smollm2-135m-ppo-cpu"),
+    ],
+)
+def test_the_shell_completes_names(app: typer.Typer, words: str, expected: str) -> None:
+    env = {"_RELAX_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = CliRunner().invoke(app, [], env=env, prog_name="relax")
+    assert expected in done.stdout.split()
 
 
 def test_help_shows_every_flag_whole_in_80_columns(
