@@ -15,7 +15,7 @@ Start here:
   relax quickstart                          train a tiny model on this CPU
   relax recipes list                        ready configurations
   relax train --recipe NAME --dry-run       check one and show its plan
-  relax validate-config --recipe FILE       everything that is wrong with a run
+  relax validate-config --recipe FILE       everything that is wrong
   relax checkpoint check-resume --load DIR  what a run would resume from
   relax train --hf-checkpoint DIR --prompt-data FILE.jsonl --rm-type math"""
 
