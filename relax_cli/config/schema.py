@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 Aggregation = Literal["sample-mean", "token-mean", "constant"]
 
 
-SMALLEST, LARGEST = 1e-20, 1e9
+SMALLEST, LARGEST = 1e-30, 1e9
 """Bounds of the absolute value of every number with a fraction, except 0."""
 
 
@@ -29,7 +29,7 @@ class Section(BaseModel):
     def _fits_float32(cls, value: Any) -> Any:
         """Beyond these bounds products and squares overflow in the arithmetic of a run, or vanish."""
         if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
-            raise ValueError(f"{value:g} is not between {SMALLEST:g} and {LARGEST:g}")
+            raise ValueError(f"between {SMALLEST:g} and {LARGEST:g}, or 0")
         return value
 
 

@@ -184,7 +184,7 @@ def _shortened(value: Any) -> str:
 def invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
     """A pydantic error in four parts."""
     section, key, *inside = (str(part) for part in error["loc"])
-    expected = error["msg"].removeprefix("Input should be ").partition(", unable")[0]
+    expected = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable")[0]
     of = f" ({' '.join(inside)})" if inside else ""
     is_resource = key == "resource"
     kind = RESOURCE_JSON if is_resource else INVALID_VALUE

@@ -92,7 +92,7 @@ def _claimed_twice(name: str, owner: str, estimator: str) -> Problem:
 def _option_refused(estimator: str, error: dict[str, Any]) -> Problem:
     names = [str(part) for part in error["loc"]]
     return OPTION_REFUSED(
-        f"estimator {estimator} refuses its options: {error['msg']}",
+        f"estimator {estimator} refuses its options: {error['msg'].removeprefix('Value error, ')}",
         fix=f"change {flag(names[0])}" if names else f"see the options of {estimator} in `relax train --help`",
         option=flag(names[0]) if names else "",
     )
@@ -101,6 +101,6 @@ def _option_refused(estimator: str, error: dict[str, Any]) -> Problem:
 def _not_rebuilt(error: dict[str, Any]) -> Problem:
     path = ".".join(str(part) for part in error["loc"])
     return NOT_REBUILT(
-        f"this process cannot rebuild the configuration at {path}: {error['msg']}",
+        f"this process cannot rebuild the configuration at {path}: {error['msg'].removeprefix('Value error, ')}",
         fix="install the same relax-cli and plugins here; `relax plugins list` shows what is found",
     )
