@@ -1,4 +1,4 @@
-"""Notices a policy that has died: a run goes on for hours on it, and each rollout looks like the one before."""
+"""Notices a policy that has died: by itself a run would continue for hours on it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ class PolicyHealth:
         self._dead = 0
         self._skipped = 0
 
-    def observe(self, rollout_id: int, metrics: Mapping[str, float], optimizer_steps: int) -> str | None:
-        """A warning, when a person should know of it; once for each death.
-
-        Args:
-            optimizer_steps: of the actor in this rollout, where it was trained.
-        """
+    def observe(self, rollout_id: int, metrics: Mapping[str, float]) -> str | None:
+        """A warning, when a person should know of it; once for each death."""
         mean = metrics["reward/mean"]
         is_flat = metrics["reward/min"] == metrics["reward/max"]
         fell = self._best is not None and mean < self._best[0]
@@ -33,8 +29,9 @@ class PolicyHealth:
         self._dead = 0 if self.is_alive else self._dead + 1
         if self._best is None or mean > self._best[0]:
             self._best = (mean, rollout_id)
-        skipped = metrics.get("actor/skipped_steps", 0.0)
-        self._skipped = self._skipped + 1 if skipped and skipped >= optimizer_steps else 0
+        # A rollout of the critic alone has neither.
+        all_skipped = metrics.get("actor/skipped_steps", 0) > 0 and metrics["actor/optimizer_steps"] == 0
+        self._skipped = self._skipped + 1 if all_skipped else 0
         if self._dead == PATIENCE:
             best, where = self._best
             return (

@@ -185,8 +185,7 @@ class Trainer:
 
     def _watch_policy(self, record: StepRecord) -> None:
         """Warn of a policy that has died, and keep the newest pair from before that."""
-        steps = self.config.batch.steps_per_rollout
-        warning = self.health.observe(record.rollout_id, record.metrics, steps)
+        warning = self.health.observe(record.rollout_id, record.metrics)
         if self.health.is_alive and self.config.checkpoint.keep_checkpoints != 1:
             self.saver.good = self.report.saved_iteration
         self.saver.keeps_good = not self.health.is_alive

@@ -8,7 +8,7 @@ from relax_cli.engine.health import PATIENCE, PolicyHealth
 
 STEPS = 2
 Rollout = tuple[float, float, float, float]
-"""Lowest, mean and highest reward, and skipped optimizer steps."""
+"""Lowest, mean and highest reward, and skipped optimizer steps of two."""
 
 ALIVE: Rollout = (0.0, 0.5, 1.0, 0.0)
 DEAD: Rollout = (0.0, 0.0, 0.0, 0.0)
@@ -37,8 +37,9 @@ def test_what_counts_as_dead(case: str) -> None:
     rollouts, expected, is_alive = CASES[case]
     health, warned = PolicyHealth(), []
     for number, (low, mean, high, skipped) in enumerate(rollouts):
-        metrics = {"reward/min": low, "reward/mean": mean, "reward/max": high, "actor/skipped_steps": skipped}
-        if health.observe(number, metrics, STEPS) is not None:
+        steps = {"actor/skipped_steps": skipped, "actor/optimizer_steps": STEPS - skipped}
+        rewards = {"reward/min": low, "reward/mean": mean, "reward/max": high}
+        if health.observe(number, rewards | steps) is not None:
             warned.append(number)
     assert (warned, health.is_alive) == (expected, is_alive)
 
@@ -46,4 +47,4 @@ def test_what_counts_as_dead(case: str) -> None:
 def test_a_rollout_without_an_actor_step_is_no_skipped_one() -> None:
     health = PolicyHealth()
     metrics = {"reward/min": 0.0, "reward/mean": 0.5, "reward/max": 1.0}
-    assert [health.observe(number, metrics, STEPS) for number in range(5)] == [None] * 5
+    assert [health.observe(number, metrics) for number in range(5)] == [None] * 5
