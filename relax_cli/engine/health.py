@@ -36,7 +36,7 @@ class PolicyHealth:
             best, where = self._best
             return (
                 f"every sample of the last {PATIENCE} rollouts got the reward {mean:g}; step {where + 1} had a mean of "
-                f"{best:g}: the policy looks dead. Stop, and start again from an earlier pair with a lower --lr"
+                f"{best:g}: the policy may have died. If so, start again from an earlier pair with a lower --lr"
             )
         if self._skipped == PATIENCE:
             return (
