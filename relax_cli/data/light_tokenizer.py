@@ -15,13 +15,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from relax_cli.data.tokenise import MODEL_FOLDER
 from relax_cli.errors import ConfigError
-from relax_cli.models.files import check_regular, read_json
+from relax_cli.models.files import MODEL_FOLDER, MOST_TOKENIZER_BYTES, check_regular, read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-MOST_TOKENIZER_BYTES = 256 << 20
-"""The largest real ones have some 35 MB."""
 
 
 @dataclass(frozen=True)

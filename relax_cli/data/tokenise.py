@@ -9,19 +9,13 @@ from relax_cli.data.rows import Prompt
 from relax_cli.data.values import printable
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.families import DEFAULTS
-from relax_cli.models.files import read_json
+from relax_cli.models.files import MODEL_FOLDER, read_json
 from relax_cli.models.hybrid import language_config
 from relax_cli.models.spec import read_config
 
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Values of `tokenizer_class` that mean: exactly what tokenizer.json says."""
 
-MODEL_FOLDER = problem_kind(
-    "model-folder",
-    "Model",
-    "The tokenizer, or the ids that end a response, cannot be used with the model.",
-    option="--hf-checkpoint",
-)
 PROMPT_ENCODING = problem_kind(
     "prompt-encoding",
     "Data",

@@ -14,6 +14,7 @@ MOST_JSON_BYTES = 64 << 20
 DEEPEST_JSON = 64
 
 MOST_TOKENIZER_BYTES = 256 << 20
+"""The largest real ones have some 35 MB."""
 TEXT_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
 CONFIG_FILE = "config.json"
 
@@ -22,6 +23,12 @@ IRREGULAR = problem_kind(
     "Model",
     "A tokenizer or configuration file of the model folder is not a regular file (a pipe, a device, a link to nothing),"
     " or larger than 256 MB.",
+    option="--hf-checkpoint",
+)
+MODEL_FOLDER = problem_kind(
+    "model-folder",
+    "Model",
+    "The tokenizer, or the ids that end a response, cannot be used with the model.",
     option="--hf-checkpoint",
 )
 UNREADABLE = problem_kind(

@@ -22,6 +22,8 @@ TYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Types that weights may have, and the bytes of a number."""
 EXPONENTS = {"F32": 0x7F80_0000, "BF16": 0x7F80, "F16": 0x7C00}
 """Bits that are all set in NaN and infinity."""
+HIGH_BYTES = {"F32": b"\x7f\xff", "BF16": b"\x7f\xff", "F16": b"\x7c\x7d\x7e\x7f\xfc\xfd\xfe\xff"}
+"""The first byte, with the sign, of NaN, infinity and numbers that no weight has (above 1e38 but in float16)."""
 MOST_NUMBERS_BYTES = 4 << 30
 """Weights that are looked through before a launch: a second or two."""
 SHOWN = 3
@@ -252,20 +254,26 @@ def _entries(path: Path, header: Mapping[str, Any], origin: int) -> Iterator[tup
 
 
 def _infinite(stored: Mapping[str, Stored]) -> Iterator[Problem]:
-    import numpy as np
-
     for name, tensor in stored.items():
         if tensor.dtype not in TYPES:
             continue
-        mask, left, bad = EXPONENTS[tensor.dtype], tensor.size, 0
+        left, bad = tensor.size, 0
         with tensor.file.open("rb") as file:
             file.seek(tensor.start)
             while left > 0 and (chunk := file.read(min(CHUNK, left))):
-                bits = np.frombuffer(chunk, dtype=f"<u{TYPES[tensor.dtype]}")
-                bad += int(((bits & mask) == mask).sum())
+                high = chunk[TYPES[tensor.dtype] - 1 :: TYPES[tensor.dtype]]
+                if any(byte in high for byte in HIGH_BYTES[tensor.dtype]):
+                    bad += _count_infinite(chunk, tensor.dtype)
                 left -= len(chunk)
         if bad:
             yield not_finite(name, tensor.file, bad, math.prod(tensor.shape))
+
+
+def _count_infinite(chunk: bytes, dtype: str) -> int:
+    import numpy as np
+
+    bits, mask = np.frombuffer(chunk, dtype=f"<u{TYPES[dtype]}"), EXPONENTS[dtype]
+    return int(((bits & mask) == mask).sum())
 
 
 def _same_bytes(one: Stored, two: Stored) -> bool:
