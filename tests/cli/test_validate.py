@@ -213,14 +213,15 @@ def test_checkpoints_that_do_not_fit_together_are_a_problem(invoke: Invoke) -> N
     assert "resume-unreadable" in problem_ids(shown)
 
 
-def test_bad_rows_are_named_up_to_twenty_and_counted(invoke: Invoke) -> None:
-    rows = ['{"input": "1+1=", "label": "2"}', *["{oops"] * 25]
+def test_bad_rows_are_counted_and_the_first_named(invoke: Invoke) -> None:
+    rows = ['{"input": "1+1=", "label": "2"}', *["{oops"] * 25, '{"input": "", "label": "2"}']
     Path("bad.jsonl").write_text("\n".join(rows))
-    found = [
-        p for p in report(invoke, "--prompt-data", "bad.jsonl", code=2)["problems"] if p["id"] == "prompt-data-row"
-    ]
-    assert [p["where"] for p in found] == [*(f"bad.jsonl:{n}" for n in range(2, 22)), "bad.jsonl"]
-    assert found[-1]["message"] == "5 more bad rows"
+    syntax, empty = report(invoke, "--prompt-data", "bad.jsonl", code=2)["problems"]
+    assert (syntax["id"], syntax["where"], syntax["count"]) == ("prompt-data-row", "bad.jsonl:2", 25)
+    assert syntax["places"] == [f"bad.jsonl:{line}" for line in range(2, 7)]
+    assert (empty["where"], "count" in empty) == ("bad.jsonl:27", False)
+    shown = invoke("validate-config", "--recipe", "tiny-ppo-cpu", "--prompt-data", "bad.jsonl").output
+    assert "bad.jsonl:2, :3, :4, :5, :6 and 20 more" in shown
 
 
 def test_prompts_are_tokenised_and_counted_against_the_limits(invoke: Invoke) -> None:
@@ -243,8 +244,11 @@ def test_labels_are_tried_with_the_chosen_reward(invoke: Invoke) -> None:
     found = report(invoke, *data, "--rm-type", "exact", code=2)["problems"]
     assert {(p["id"], p["where"]) for p in found} == {("label-unusable", "labels.jsonl:4")}
     found = report(invoke, *data, "--rm-type", "math", code=2)["problems"]
-    # math-verify takes words for a name; only what is blank holds nothing to compare with.
-    assert {(p["id"], p["where"]) for p in found} == {("label-unusable", "labels.jsonl:4")}
+    # Words are compared as text; only a blank label has nothing to compare with.
+    assert sorted((p["id"], p["where"]) for p in found) == [
+        ("label-unusable", "labels.jsonl:4"),
+        ("label-words", "labels.jsonl:3"),
+    ]
     found = report(invoke, *data, "--rm-type", "reasoning_gym", code=2)["problems"]
     assert {p["id"] for p in found} == {"label-metadata"}
 
