@@ -8,8 +8,7 @@ from importlib import import_module
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS, REMOTE, url_fault
-from relax_cli.data.rewards.checked import CheckedReward, RewardFunction
-from relax_cli.data.rewards.types import BatchReward, RewardInput, RewardResult, Score
+from relax_cli.data.rewards.types import BatchReward, RewardFunction, RewardInput, RewardResult, Score
 from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
@@ -38,6 +37,9 @@ def load_reward(section: RewardSection, named: Mapping[str, str]) -> RewardFunct
     Raises:
         ConfigError: none or both are given, the name is unknown or claimed twice, or it does not load.
     """
+    # Here, because the rules of a configuration import this package, and have no use for asyncio.
+    from relax_cli.data.rewards.checked import CheckedReward
+
     if section.rm_type is not None and section.custom_rm_path is not None:
         got = f"{section.rm_type} and {section.custom_rm_path}"
         raise _error("--rm-type and --custom-rm-path exclude each other", got=got, fix="leave one of them out")

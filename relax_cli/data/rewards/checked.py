@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from relax_cli.data.rewards.types import REWARD, BatchReward, RewardInput, RewardResult
 from relax_cli.data.values import printable
@@ -33,20 +33,6 @@ REWARD_FAILED = problem_kind(
     "Reward",
     "The reward raised an exception, or returned something other than one finite number for each sample.",
 )
-
-
-class RewardFunction(Protocol):
-    """A loaded reward."""
-
-    def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
-        """Judge a batch.
-
-        Raises:
-            RunError: the function failed, or returned something other than one finite number for each sample.
-        """
-
-    def close(self) -> None:
-        """End the worker processes, if there are any."""
 
 
 class CheckedReward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from relax_cli.errors import RunError, problem_kind
 
@@ -71,3 +71,17 @@ Score = float | Mapping[str, float] | RewardResult
 
 BatchReward = Callable[[Sequence[RewardInput]], Sequence[Score]]
 """A reward judges a whole batch at once and returns one score for each sample, in order."""
+
+
+class RewardFunction(Protocol):
+    """A loaded reward."""
+
+    def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
+        """Judge a batch.
+
+        Raises:
+            RunError: the function failed, or returned something other than one finite number for each sample.
+        """
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
