@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 Aggregation = Literal["sample-mean", "token-mean", "constant"]
 
 
-SMALLEST, LARGEST = 1e-30, 1e9
+SMALLEST, LARGEST = 1e-30, 1e38
 """Bounds of the absolute value of every number with a fraction, except 0."""
 
 
