@@ -103,7 +103,8 @@ FormatOption = Annotated[
 
 def output_of(ctx: typer.Context, fmt: Format) -> Output:
     """The output of a command; errors that end it are shown there, and nothing else gets to stdout."""
-    output = Output(fmt, ctx.with_resource(stdout_for_results()))
+    # Of the whole program: errors are shown when the command itself has ended.
+    output = Output(fmt, ctx.find_root().with_resource(stdout_for_results()))
     ctx.find_root().obj = output
     return output
 

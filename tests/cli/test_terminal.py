@@ -127,6 +127,17 @@ def test_even_processes_and_descriptors_leave_stdout_alone(tmp_path: Path) -> No
     assert all(word in done.stderr for word in ("print", "descriptor", "child"))
 
 
+@pytest.mark.parametrize("fmt", ["json", "text"])
+def test_errors_reach_a_real_stdout(fmt: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "relax_cli", "train", "--rm-type", "exakt", "--format", fmt]
+    done = subprocess.run(command, capture_output=True, cwd=tmp_path, encoding="utf-8", timeout=60)
+    assert done.returncode == 2
+    assert "[reward-unknown]" in done.stderr
+    assert "this is a bug" not in done.stderr
+    if fmt == "json":
+        assert "reward-unknown" in {problem["id"] for problem in json.loads(done.stdout)["problems"]}
+
+
 @pytest.mark.parametrize("code", ["0", "'no key'", "3", "None"])
 def test_exit_codes_are_not_those_of_code_outside_relax(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, app: typer.Typer
