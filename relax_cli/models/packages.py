@@ -5,8 +5,10 @@ The package contains a GGUF file. It is converted once into an ordinary Hugging 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import logging
 import os
 import tempfile
@@ -89,7 +91,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     log.info("converting %s into %s (once, about half a minute)", gguf.name, folder)
     started = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+    # Several libraries draw bars of their own, which would stay on the screen and in logs.
+    quiet = contextlib.redirect_stderr(io.StringIO())
+    with quiet, tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         new = Path(scratch) / "new"
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         # The weights are float32 by now, but transformers does not save what it loaded from GGUF.

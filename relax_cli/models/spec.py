@@ -126,7 +126,7 @@ def known_folder(hf_checkpoint: str) -> Path | None:
 
     By the last part of the path, so that plan and memory of a recipe are known where the model is not.
     """
-    folder = KNOWN / Path(hf_checkpoint).name
+    folder = KNOWN / Path(hf_checkpoint.removeprefix("package:")).name
     return folder if hf_checkpoint and folder.parent == KNOWN and (folder / CONFIG_FILE).is_file() else None
 
 
