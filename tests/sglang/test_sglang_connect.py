@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relax_cli.backends.rollout.sglang import connect
+from relax_cli.backends.rollout.sglang.client import SglangClient
 from relax_cli.backends.rollout.sglang.connect import open_engine
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
@@ -77,13 +82,112 @@ def test_a_server_with_another_kind_of_model_is_refused(model: Path, tmp_path: P
     with running_server(model) as (_, address), pytest.raises(EnvironmentFault) as caught:
         attach(tmp_path, address)
     problem = caught.value.problems[0]
-    assert (problem.id, problem.expected) == ("sglang-external-model", "llama")
+    assert problem.id == "sglang-external-model"
+    assert problem.expected.startswith("family llama")
     assert "qwen2" in problem.got
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("num_hidden_layers", 3, "num_layers"),
+        ("tie_word_embeddings", None, "tied"),
+        ("intermediate_size", 48, "ffn_hidden_size"),
+        ("rope_theta", 777.0, "rope_theta"),
+        ("rms_norm_eps", 0.5, "rms_eps"),
+    ],
+)
+def test_a_server_whose_model_differs_in_any_key_is_refused(
+    model: Path, tmp_path: Path, key: str, value: Any, named: str
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    changed = not config.get(key, False) if value is None else value
+    config.pop("rope_parameters", None)
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: changed}))
+    with running_server(model) as (_, address), pytest.raises(EnvironmentFault, match=named) as caught:
+        attach(tmp_path, address)
+    assert caught.value.problems[0].id == "sglang-external-model"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (401, {"error": "Unauthorized"}, "wants an API key"),
+        (403, {"error": "Forbidden"}, "wants an API key"),
+        (200, "<html>nginx</html>", "something else listens there"),
+        (404, "<html>not found</html>", "does not answer"),
+        (500, {"error": "boom"}, "does not answer"),
+    ],
+)
+def test_what_is_no_open_sglang_server_is_named(
+    model: Path, status: int, body: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with answering(status, body) as (address, _), pytest.raises(EnvironmentFault, match=said) as caught:
+        attach(model, address)
+    (problem,) = caught.value.problems
+    assert problem.id == "sglang-external-unreachable"
+    assert ("SGLANG_API_KEY" in problem.fix) is (status in (401, 403))
+
+
+def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(200, {}) as (address, headers):
+        SglangClient(address).request("GET", "/model_info", timeout=10)
+        monkeypatch.setenv("SGLANG_API_KEY", "secret")
+        SglangClient(address).request("GET", "/model_info", timeout=10)
+    assert [head.get("Authorization") for head in headers] == [None, "Bearer secret"]
+
+
+@pytest.mark.parametrize(
+    ("said", "limits"),
+    [
+        ({"context_length": 32, "max_req_input_len": 26}, (32, 26)),
+        ({"context_length": None, "internal_states": [{"max_total_num_tokens": 20}]}, (20, None)),
+        ({"context_length": 64, "max_total_num_tokens": 40}, (40, None)),
+        ({"context_length": True, "max_req_input_len": "x"}, (None, None)),
+        ("text", (None, None)),
+    ],
+)
+def test_limits_are_those_that_the_server_names(said: Any, limits: tuple[int | None, int | None]) -> None:
+    with answering(200, said) as (address, _):
+        assert connect.limits_of(address) == limits
+
+
+@contextmanager
+def answering(status: int, body: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Something that gives one answer to everything; its address, and the headers it got."""
+    headers: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            headers.append(self.headers)
+            text = body if isinstance(body, str) and body.startswith("<") else json.dumps(body)
+            self.send_response(status)
+            self.send_header("Content-Type", "text/html" if text.startswith("<") else "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}", headers
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
     ("parallel", "releases"),
-    [({"colocate": True}, True), ({}, False), ({"offload_rollout": True}, True)],
+    [
+        ({"colocate": True, "device": "cuda"}, True),
+        ({"device": "cuda"}, False),
+        ({"offload_rollout": True, "device": "cuda"}, True),
+        ({"colocate": True, "device": "cpu"}, False),
+        ({"offload_rollout": True, "device": "cpu"}, False),
+    ],
 )
 def test_a_server_of_the_run_is_started_with_the_workers_options(
     model: Path,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -380,3 +381,71 @@ def test_no_fault_loses_doubles_or_cuts_a_sample(
     got = engine_for(served[1], partial=partial, concurrency=concurrency).generate(requests, SAMPLING)
     assert_equal(got, embedded.generate(requests, SAMPLING))
     assert max(Counter(body["rid"] for body in generated(server)).values()) == 1
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_an_aborted_reply_that_is_complete_is_not_continued(
+    server: ContractServer, served: tuple[ContractServer, str], embedded: EmbeddedEngine, partial: bool
+) -> None:
+    """Else text after the end would be trained on."""
+    requests = some_requests(24)
+    expected = embedded.generate(requests, SAMPLING)
+    server.faults.order([Fault("abort", tokens=99)] * 24)
+    assert_equal(engine_for(served[1], partial=partial).generate(requests, SAMPLING), expected)
+    assert len(generated(server)) == 24
+
+
+@pytest.mark.parametrize("context", [6, 7, 9])
+def test_a_response_that_the_server_cuts_short_is_an_error_with_its_limit(
+    server: ContractServer, served: tuple[ContractServer, str], context: int
+) -> None:
+    server.faults.context = context
+    long = replace(SAMPLING, stop_token_ids=())
+    with pytest.raises(RunError) as caught:
+        engine_for(served[1]).generate([Request((1, 2, 3), next(SEEDS))], long)
+    (problem,) = caught.value.problems
+    assert problem.id == "sglang-cut-short"
+    assert problem.got.startswith(f"{context - 3} tokens")
+    assert "--rollout-max-response-len" in problem.fix
+
+
+def test_a_prompt_longer_than_the_server_accepts_is_refused(
+    server: ContractServer, served: tuple[ContractServer, str]
+) -> None:
+    engine = SglangEngine(
+        engine_for(served[1]).targets,
+        vocab_size=VOCAB,
+        max_positions=POSITIONS,
+        max_prompt=4,
+        options=EngineOptions(),
+    )
+    engine.generate([Request((1, 2, 3, 4), next(SEEDS))], SAMPLING)
+    server.requests.clear()
+    with pytest.raises(RunError, match="longer than the server accepts"):
+        engine.generate([Request((1, 2, 3, 4, 5), next(SEEDS))], SAMPLING)
+    assert not server.requests
+
+
+def test_a_storm_of_aborts_is_one_line(
+    server: ContractServer, served: tuple[ContractServer, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    long = replace(SAMPLING, stop_token_ids=())
+    server.faults.order([Fault("abort", tokens=1)] * 40)
+    with caplog.at_level("WARNING"):
+        engine_for(served[1], partial=True).generate(some_requests(16), long)
+    lines = [record.getMessage() for record in caplog.records if "abort" in record.getMessage()]
+    assert lines == [f"SGLang server {served[1]} aborted 40 requests of this rollout; they were repeated"]
+
+
+def test_aborts_with_progress_are_repeated_without_end(
+    server: ContractServer,
+    served: tuple[ContractServer, str],
+    embedded: EmbeddedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "ABORT_TRIES", 2)
+    long = replace(SAMPLING, stop_token_ids=())
+    requests = some_requests(1)
+    server.faults.order([Fault("abort", tokens=1)] * (long.max_new_tokens - 1))
+    got = engine_for(served[1], partial=True).generate(requests, long)
+    assert len(got[0].tokens) == len(got[0].log_probs) == long.max_new_tokens

@@ -231,3 +231,27 @@ def test_a_server_does_not_get_what_is_meant_for_training() -> None:
     assert server_environment(given) == {"PATH": "p", "CUDA_VISIBLE_DEVICES": "3"}
     elsewhere = server_environment({"PATH": "p", "PYTHONPATH": "/here"}, other_python=True)
     assert elsewhere == {"PATH": "p"}
+
+
+CAUSE = "OSError: libcuda.so.1: cannot open shared object file"
+
+
+@pytest.mark.parametrize(
+    ("lines", "first"),
+    [
+        (["loading", CAUSE, *["shutting down"] * 30], CAUSE),
+        (["ValueError: old", CAUSE, *["  frame of a traceback"] * 30], CAUSE),
+        (["[2026] FATAL: no memory", *["bye"] * 9], "[2026] FATAL: no memory"),
+        (["fine", "bye"], "fine"),
+    ],
+)
+def test_the_end_of_a_log_has_its_last_error_wherever_that_is(lines: list[str], first: str, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("RuntimeError: of an earlier start\n" * 40)
+    program = f"print({chr(10).join(lines)!r})"
+    server = LocalServer(lambda _: [sys.executable, "-c", program], log, environment={})
+    with pytest.raises(ServerDied) as caught:
+        server.start()
+    said = caught.value.problems[0].got.splitlines()
+    assert said[0] == first
+    assert not any("earlier start" in line for line in said)

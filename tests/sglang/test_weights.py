@@ -115,7 +115,7 @@ def test_several_servers_are_sent_to_at_once_each_in_its_way(policy: TrainableMo
     with running_server(folder, tp=1) as (near, address), running_server(folder, tp=2) as (far, far_address):
         targets = [WeightTarget(address, this_node(), 0, 1), WeightTarget(far_address, "another-node", None, 2)]
         both = sender(targets, "auto", folder)
-        assert [both.ways[t] for t in targets] == ["tensor", "distributed"]
+        assert [both.chosen[t] for t in targets] == ["tensor", "distributed"]
         for version in (1, 2):
             both.send(policy.hf_buckets, version)
             assert_served(near, policy.hf_state() or {}, str(version))

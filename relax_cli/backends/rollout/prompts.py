@@ -15,7 +15,13 @@ ROLLOUT_PROMPT = problem_kind(
 )
 
 
-def check_prompts(requests: Sequence[Request], max_new_tokens: int, vocab_size: int, max_positions: int) -> None:
+def check_prompts(
+    requests: Sequence[Request],
+    max_new_tokens: int,
+    vocab_size: int,
+    max_positions: int,
+    max_prompt: int | None = None,
+) -> None:
     """Refuse ids outside the vocabulary, empty prompts, and prompts that leave no room for a response.
 
     Raises:
@@ -31,6 +37,13 @@ def check_prompts(requests: Sequence[Request], max_new_tokens: int, vocab_size: 
                 f"prompt token id {bad} is outside the model's vocabulary",
                 str(bad),
                 f"0 to {vocab_size - 1}",
+                request.source,
+            )
+        if max_prompt is not None and len(prompt) > max_prompt:
+            raise _bad_prompt(
+                "a prompt is longer than the server accepts",
+                f"{len(prompt)} tokens",
+                f"at most {max_prompt}",
                 request.source,
             )
         needed = len(prompt) + max_new_tokens

@@ -116,6 +116,9 @@ class ContractServer:
 
     async def _one(self, rid: str, prompt: list[int], params: dict[str, Any], fault: Fault) -> dict[str, Any]:
         spec = self.model.spec
+        if self.faults.context and params.get("max_new_tokens"):
+            # The real server cuts lengths that do not fit, in silence.
+            params = {**params, "max_new_tokens": min(params["max_new_tokens"], self.faults.context - len(prompt))}
         if self.away or min(prompt) < 0 or max(prompt) >= spec.vocab_size or fault.kind == "crash":
             self.crash()
         aborted = self.running[rid] = asyncio.Event()
@@ -132,7 +135,8 @@ class ContractServer:
             if fault.kind == "slow":
                 await asyncio.wait({asyncio.create_task(aborted.wait())}, timeout=fault.seconds)
             if fault.kind == "abort" or aborted.is_set():
-                kept = min(fault.tokens, len(tokens) - 1)
+                # As on the real server, an aborted reply may be complete, its stop token included.
+                kept = min(fault.tokens, len(tokens))
                 tokens, triples = tokens[:kept], triples[:kept]
                 reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
         finally:
@@ -152,7 +156,7 @@ class ContractServer:
     async def abort_request(self, request: Request) -> Response:
         body = await self._body(request)
         for rid, aborted in self.running.items():
-            if body.get("abort_all") or rid == body.get("rid"):
+            if body.get("abort_all") or rid.startswith(body.get("rid") or "\0"):
                 aborted.set()
         return Response()
 
@@ -191,7 +195,8 @@ class ContractServer:
 
     async def server_info(self, request: Request) -> Response:
         await self._body(request)
-        return JSONResponse({"version": "contract", "tp_size": self.receiver.tp, "model_path": str(self.folder)})
+        said = {"version": "contract", "tp_size": self.receiver.tp, "model_path": str(self.folder)}
+        return JSONResponse({**said, "context_length": self.faults.told_context})
 
     async def flush_cache(self, request: Request) -> Response:
         await self._body(request)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import select
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ SGLANG_REQUEST = problem_kind(
     "A request to a server failed: no connection, no answer in time, or an HTTP error, in the server's own words.",
 )
 
+API_KEY = "SGLANG_API_KEY"
+"""Environment variable with the key of external servers; a command line would show it to everybody."""
 CHUNK_BYTES = 1 << 20
 CANCEL_INTERVAL = 0.2
 """Seconds until a request notices that it is not wanted any more."""
@@ -112,6 +115,8 @@ class SglangClient:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
         body = None if payload is None else json.dumps(payload).encode()
         headers = {"Connection": "close"} | ({} if body is None else {"Content-Type": "application/json"})
+        if key := os.environ.get(API_KEY):
+            headers["Authorization"] = f"Bearer {key}"
         try:
             connection.request(method, path, body, headers)
             # http.client forgets the socket of a connection that closes after the reply.

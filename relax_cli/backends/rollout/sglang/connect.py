@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
+from relax_cli.backends.rollout.sglang.client import API_KEY, SglangClient, SglangError, StatusFault
 from relax_cli.backends.rollout.sglang.engine import CONTROL_SECONDS, EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
-from relax_cli.errors import EnvironmentFault, problem_kind
+from relax_cli.errors import EnvironmentFault, RelaxError, problem_kind
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 UNREACHABLE = problem_kind(
     "sglang-external-unreachable",
     "SGLang servers",
-    "A server of `--rollout-external-engine-addrs` does not answer.",
+    "A server of `--rollout-external-engine-addrs` does not answer, wants a key (`SGLANG_API_KEY` in the environment), "
+    "or is something else than SGLang.",
     option="--rollout-external-engine-addrs",
 )
 OTHER_MODEL = problem_kind(
     "sglang-external-model",
     "SGLang servers",
-    "An external server serves another model type than the one of `--hf-checkpoint`.",
+    "An external server serves another model than the one of `--hf-checkpoint`: every key of its `config.json` is "
+    "compared where this machine can read its folder, else its type.",
     option="--rollout-external-engine-addrs",
 )
+
+
+KEY_FIX = f"export {API_KEY}=..., in the environment of `relax train`, and of Ray where a cluster is joined"
 
 
 def open_engine(
@@ -52,16 +63,15 @@ def open_engine(
         EnvironmentFault: an external server does not answer, or serves another kind of model.
     """
     spec = read_any_spec(model_folder)
-    shares_memory = parallel.offload or parallel.offload_rollout
     options = EngineOptions(
         concurrency=section.sglang_server_concurrency,
         request_timeout=rollout.rollout_request_timeout,
         partial=rollout.partial_rollout,
-        release_memory=shares_memory or (parallel.colocate and not section.rollout_external),
+        release_memory=releases_memory(section, parallel),
     )
     if section.rollout_external:
         targets = [_attach(address, spec) for address in section.rollout_external_engine_addrs[rank::workers]]
-        return SglangEngine(targets, vocab_size=spec.vocab_size, max_positions=spec.max_positions, options=options)
+        return _engine(targets, spec, options)
     size = section.rollout_num_gpus_per_engine
     command = launch_command(
         model_folder, section, host=host, seed=rollout.rollout_seed + rank, memory_saver=options.release_memory
@@ -75,13 +85,49 @@ def open_engine(
     )
     server.start()
     target = WeightTarget(server.address, this_node(), rank * size, size)
+    return _engine([target], spec, options, [server])
+
+
+def releases_memory(section: SglangSection, parallel: ParallelSection) -> bool:
+    """Whether servers give up memory while they sleep.
+
+    A server of the run without a GPU cannot: it refuses to start with a memory saver.
+    """
+    requested = parallel.offload or parallel.offload_rollout
+    return requested if section.rollout_external else parallel.device == "cuda" and (requested or parallel.colocate)
+
+
+def _engine(
+    targets: Sequence[WeightTarget], spec: ModelSpec, options: EngineOptions, servers: Sequence[LocalServer] = ()
+) -> SglangEngine:
+    """The engine, with the smallest of the servers' own limits."""
+    limits = [limits_of(target.address) for target in targets]
     return SglangEngine(
-        [target],
+        targets,
         vocab_size=spec.vocab_size,
-        max_positions=spec.max_positions,
+        max_positions=min([spec.max_positions, *(context for context, _ in limits if context is not None)]),
+        max_prompt=min((prompt for _, prompt in limits if prompt is not None), default=None),
         options=options,
-        servers=[server],
+        servers=servers,
     )
+
+
+def limits_of(address: str) -> tuple[int | None, int | None]:
+    """What a server says of itself: most tokens of prompt and response together, and most of a prompt."""
+    try:
+        said = SglangClient(address).request("GET", "/server_info", timeout=CONTROL_SECONDS)
+    except SglangError as fault:
+        # Its replies are still checked one by one.
+        log.warning("%s", fault)
+        return None, None
+    nested = said.get("internal_states") if isinstance(said, dict) else None
+    states = [said, *(nested if isinstance(nested, list) else [])]
+
+    def least(*names: str) -> int | None:
+        found = [state.get(name) for state in states if isinstance(state, dict) for name in names]
+        return min((value for value in found if type(value) is int and value > 0), default=None)
+
+    return least("context_length", "max_total_num_tokens"), least("max_req_input_len")
 
 
 def _attach(address: str, spec: ModelSpec) -> WeightTarget:
@@ -90,27 +136,47 @@ def _attach(address: str, spec: ModelSpec) -> WeightTarget:
     try:
         model = client.request("GET", "/model_info", timeout=CONTROL_SECONDS)
         server = client.request("GET", "/server_info", timeout=CONTROL_SECONDS)
+    except StatusFault as fault:
+        if fault.status in (401, 403):
+            raise _unreachable(address, "wants an API key", fault.got or str(fault.status), KEY_FIX) from fault
+        raise _unreachable(address, "does not answer", fault.got or str(fault.status)) from fault
     except SglangError as fault:
-        raise EnvironmentFault(
-            UNREACHABLE(
-                f"SGLang server {address} does not answer",
-                where=address,
-                got=fault.got or fault.problems[0].message,
-                expected="a running server",
-                fix=f"curl http://{address}/model_info",
-            )
-        ) from fault
-    family = model.get("model_type") if isinstance(model, dict) else None
+        raise _unreachable(address, "does not answer", fault.got or fault.problems[0].message) from fault
+    if not isinstance(model, dict) or not isinstance(server, dict):
+        raise _unreachable(address, "is no SGLang server: something else listens there", str(model)[:80])
+    _check_model(address, model, spec)
+    return WeightTarget(address, node_of(address), None, int(server.get("tp_size") or 1))
+
+
+def _check_model(address: str, model: dict[str, Any], spec: ModelSpec) -> None:
+    """Compare the server's model with ours: by its folder where this machine can read it, else by its type."""
+    folder, family = model.get("model_path"), model.get("model_type")
     # Servers before model_type was added to their answer say nothing of it.
-    if family is not None and family != spec.family:
+    theirs: dict[str, Any] = {"family": family or spec.family}
+    ours: dict[str, Any] = {"family": spec.family}
+    if isinstance(folder, str) and (Path(folder) / "config.json").is_file():
+        with contextlib.suppress(RelaxError):  # a model that relax cannot read has another type
+            theirs, ours = asdict(read_any_spec(Path(folder))), asdict(spec)
+    different = [name for name in ours if theirs.get(name) != ours[name]]
+    if different:
         raise EnvironmentFault(
             OTHER_MODEL(
-                f"SGLang server {address} serves another kind of model than --hf-checkpoint",
+                f"SGLang server {address} serves another model than --hf-checkpoint: {', '.join(different)} differ",
                 where=f"http://{address}/model_info",
-                got=f"{family} ({model.get('model_path')})",
-                expected=spec.family,
+                got=f"{', '.join(f'{name} {theirs.get(name)}' for name in different)} ({folder})",
+                expected=", ".join(f"{name} {ours[name]}" for name in different),
                 fix="start the server with the folder of --hf-checkpoint as its --model-path",
             )
         )
-    size = server.get("tp_size", 1) if isinstance(server, dict) else 1
-    return WeightTarget(address, node_of(address), None, int(size))
+
+
+def _unreachable(address: str, what: str, got: str, fix: str = "") -> EnvironmentFault:
+    return EnvironmentFault(
+        UNREACHABLE(
+            f"SGLang server {address} {what}",
+            where=address,
+            got=got,
+            expected="a running SGLang server",
+            fix=fix or f"curl http://{address}/model_info",
+        )
+    )

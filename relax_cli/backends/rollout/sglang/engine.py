@@ -12,9 +12,10 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from relax_cli.backends.rollout.prompts import check_prompts
@@ -42,7 +43,9 @@ ABORTED = problem_kind(
 CONNECTION_TRIES = 4
 """Requests of one sample that may break before the run gives up."""
 ABORT_TRIES = 16
-"""Times that a server may abort one sample."""
+"""Times in a row that a server may abort one sample without any progress."""
+ABORT_SECONDS = 2.0
+"""Longest pause after an abort."""
 BACKOFF_SECONDS = 0.25
 ENDING_SECONDS = 10.0
 """Time for a server that crashed to end, after its connections closed, and for one to take note that it may stop."""
@@ -79,6 +82,8 @@ class _Batch:
     call: str
     cancelled: threading.Event
     done: dict[int, Generation]
+    aborts: Counter[str] = field(default_factory=Counter)
+    """Aborted requests by server."""
 
 
 class SglangEngine:
@@ -90,12 +95,14 @@ class SglangEngine:
         *,
         vocab_size: int,
         max_positions: int,
+        max_prompt: int | None = None,
         options: EngineOptions,
         servers: Sequence[LocalServer] = (),
     ) -> None:
         """
         Args:
             targets: the servers; requests are dealt to them in turn.
+            max_prompt: most tokens that the servers accept as input.
             servers: those of them that this engine owns, all or none. They are running, and end with `close`.
         """
         assert targets, "an engine without a server"
@@ -107,6 +114,7 @@ class SglangEngine:
         self.weight_version = 0
         self._vocab_size = vocab_size
         self._max_positions = max_positions
+        self._max_prompt = max_positions if max_prompt is None else max_prompt
         self._calls = itertools.count()
         self._away: set[str] = set()
         self._failed = False
@@ -118,11 +126,15 @@ class SglangEngine:
             RunError: a prompt that cannot be taken, a reply that cannot be trained on, or servers that gave up.
         """
         assert not self._away, "the rollout engine sleeps; wake it before generating"
-        check_prompts(requests, sampling.max_new_tokens, self._vocab_size, self._max_positions)
+        check_prompts(requests, sampling.max_new_tokens, self._vocab_size, self._max_positions, self._max_prompt)
         call = f"relax-{os.getpid()}-{next(self._calls)}"
         batch = _Batch(sampling, len(requests), call, threading.Event(), {})
         self._failed = True
-        self._generate(requests, batch)
+        try:
+            self._generate(requests, batch)
+        finally:
+            for address, count in batch.aborts.items():
+                log.warning("SGLang server %s aborted %d requests of this rollout; they were repeated", address, count)
         self._failed = False
         return [batch.done[i] for i in range(len(requests))]
 
@@ -193,7 +205,8 @@ class SglangEngine:
         for client in self.clients:
             while True:
                 try:
-                    self._tell(client, "/flush_cache", None, CONTROL_SECONDS)
+                    left = max(1.0, deadline - time.monotonic())
+                    self._tell(client, "/flush_cache", None, min(CONTROL_SECONDS, left))
                     break
                 except StatusFault as busy:
                     if busy.status != 400 or time.monotonic() > deadline:
@@ -246,9 +259,10 @@ class SglangEngine:
         sample, limit = f"sample {index} of {batch.size}", batch.sampling.max_new_tokens
         tokens: list[int] = []
         log_probs: list[float] = []
-        for attempt in range(ABORT_TRIES):
-            if attempt:
-                self._pause(batch, attempt)
+        fruitless = 0
+        for attempt in itertools.count():
+            if fruitless:
+                self._pause(batch, fruitless, most=ABORT_SECONDS)
             payload = generate_payload(
                 f"{batch.call}-{index}-{attempt}",
                 [*request.prompt_tokens, *tokens],
@@ -260,10 +274,17 @@ class SglangEngine:
             if part.finish_reason != "abort":
                 batch.done[index] = Generation(tokens + part.tokens, log_probs + part.log_probs, part.finish_reason)
                 return
-            log.warning("%s was aborted after %d tokens", sample, len(tokens) + len(part.tokens))
+            batch.aborts[client.address] += 1
             # A stop string may lie across the seam, where the server would not see it.
-            if self.options.partial and not batch.sampling.stop and len(tokens) + len(part.tokens) < limit:
+            seamless = self.options.partial and not batch.sampling.stop
+            grown = len(tokens) + len(part.tokens)
+            if seamless and grown < limit and len(request.prompt_tokens) + grown <= self._max_prompt:
                 tokens, log_probs = tokens + part.tokens, log_probs + part.log_probs
+                fruitless = 0 if part.tokens else fruitless + 1
+            else:
+                fruitless += 1
+            if fruitless == ABORT_TRIES:
+                break
         raise RunError(
             ABORTED(
                 f"SGLang server {client.address} aborted {sample} {ABORT_TRIES} times",
@@ -293,6 +314,7 @@ class SglangEngine:
                     max_new_tokens=limit,
                     vocab_size=self._vocab_size,
                     version=str(self.weight_version),
+                    stop_token_ids=batch.sampling.stop_token_ids,
                 )
             except (CancelledFault, DeadlineFault):
                 _abort(client, payload["rid"])
@@ -310,8 +332,8 @@ class SglangEngine:
             self._pause(batch, attempt + 1)
         raise AssertionError("the last attempt returns or raises")
 
-    def _pause(self, batch: _Batch, attempt: int) -> None:
-        batch.cancelled.wait(min(30.0, self.options.backoff * 2 ** (attempt - 1)))
+    def _pause(self, batch: _Batch, attempt: int, most: float = 30.0) -> None:
+        batch.cancelled.wait(min(most, self.options.backoff * 2 ** (attempt - 1)))
 
     def _server_of(self, client: SglangClient) -> LocalServer | None:
         return self.servers[self.clients.index(client)] if self.servers else None

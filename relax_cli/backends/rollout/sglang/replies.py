@@ -11,6 +11,13 @@ from relax_cli.backends.rollout.protocol import SamplingParams
 from relax_cli.backends.rollout.sglang.weight_version import STALE_WEIGHTS
 from relax_cli.errors import RunError, problem_kind
 
+CUT_SHORT = problem_kind(
+    "sglang-cut-short",
+    "SGLang servers",
+    "A server ended a response at a limit of its own (context length, size of its KV cache) below "
+    "`--rollout-max-response-len`. Responses that are cut short in silence would be trained on as truncated ones.",
+    option="--rollout-max-response-len",
+)
 BAD_REPLY = problem_kind(
     "sglang-reply",
     "SGLang servers",
@@ -56,12 +63,15 @@ def generate_payload(
     }
 
 
-def read_part(reply: Any, *, sample: str, max_new_tokens: int, vocab_size: int, version: str) -> Part:
+def read_part(
+    reply: Any, *, sample: str, max_new_tokens: int, vocab_size: int, version: str, stop_token_ids: Sequence[int] = ()
+) -> Part:
     """The tokens of a reply, once nothing about them is in doubt.
 
     Args:
         sample: how errors name the sample.
         version: the weights that must have sampled every token.
+        stop_token_ids: an aborted reply that ends with one of them is complete, as is one of full length.
 
     Raises:
         RunError: the reply contradicts itself, the request or the version.
@@ -72,15 +82,22 @@ def read_part(reply: Any, *, sample: str, max_new_tokens: int, vocab_size: int, 
     if not isinstance(meta, dict) or kind not in ("stop", "length", "abort"):
         raise _bad_reply(sample, "it has no finish reason that is known", str(reason))
     tokens, triples = reply.get("output_ids") or [], meta.get("output_token_logprobs") or []
+    ended: Literal["stop", "length", "abort"] = kind
     wrong = _contradiction(tokens, triples, max_new_tokens, vocab_size)
     if kind == "abort":
         # Nothing of an aborted response is needed: tokens that do not add up are left out.
         tokens, triples = ([], []) if wrong else (tokens, triples)
+        if tokens and tokens[-1] in stop_token_ids:
+            ended = "stop"
+        elif len(tokens) == max_new_tokens:
+            ended = "length"
     elif wrong or not tokens:
         raise _bad_reply(sample, *(wrong or ("a complete response has no tokens", "0 tokens")))
+    if kind == "length" and len(tokens) < max_new_tokens:
+        raise _cut_short(sample, len(tokens), max_new_tokens)
     if tokens:
         _check_version(meta, sample, version)
-    return Part(list(tokens), [float(triple[0]) for triple in triples], kind)
+    return Part(list(tokens), [float(triple[0]) for triple in triples], ended)
 
 
 def _contradiction(tokens: Any, triples: Any, limit: int, vocab_size: int) -> tuple[str, str] | None:
@@ -118,6 +135,19 @@ def _check_version(meta: dict[str, Any], sample: str, version: str) -> None:
                 fix="let nothing else update or restart this server; resume the run with the command it printed",
             )
         )
+
+
+def _cut_short(sample: str, got: int, wanted: int) -> RunError:
+    return RunError(
+        CUT_SHORT(
+            f"the SGLang server ended {sample} before its length limit",
+            where="/generate",
+            got=f"{got} tokens, finish_reason length",
+            expected=f"{wanted} tokens, or a stop",
+            fix="give the server room for prompt and response (--sglang-context-length, --sglang-max-total-tokens, "
+            "--sglang-mem-fraction-static), or lower --rollout-max-response-len",
+        )
+    )
 
 
 def _bad_reply(sample: str, what: str, got: str) -> RunError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -29,8 +30,12 @@ START_SECONDS = 1800.0
 """Deadline of loading a model; large ones come slowly from a network disk."""
 HEALTH_SECONDS = 30.0
 POLL_SECONDS = 0.5
-TAIL_BYTES = 16384
+TAIL_BYTES = 1 << 20
 TAIL_LINES = 8
+ERROR_LINE = re.compile(
+    r"^\s*(\w+\.)*\w*(Error|Exception)\b|\b(error|fatal|cannot open|out of memory)\b", re.IGNORECASE
+)
+"""A line that names a cause; frames of a traceback do not."""
 
 OTHER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of the training processes' allocator: expandable segments exclude the server's memory saver."""
@@ -101,6 +106,7 @@ class LocalServer:
         self._environment = dict(environment)
         self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
 
     def start(self) -> None:
         """Start the server and wait until it generates.
@@ -111,6 +117,7 @@ class LocalServer:
         assert not self.alive(), "the server runs already"
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
+            self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__, *self._command(self.port)],
                 stdin=subprocess.PIPE,
@@ -161,11 +168,13 @@ class LocalServer:
         return ServerDied(_problem(DIED, self, what, "a server that keeps running"))
 
     def tail(self) -> str:
-        """The last lines of the log."""
+        """What the log says of this start's end: its last error, wherever that is, and the last lines."""
         with self.log_file.open("rb") as lines:
-            lines.seek(max(0, self.log_file.stat().st_size - TAIL_BYTES))
+            lines.seek(max(self._log_start, self.log_file.stat().st_size - TAIL_BYTES))
             text = lines.read().decode(errors="replace")
-        return "\n".join([line for line in text.splitlines() if line.strip()][-TAIL_LINES:])
+        said = [line for line in text.splitlines() if line.strip()]
+        errors = [line for line in said[:-TAIL_LINES] if ERROR_LINE.search(line)]
+        return "\n".join([*errors[-1:], *said[-TAIL_LINES:]])
 
     def _wait_until_ready(self) -> None:
         client = SglangClient(self.address)

@@ -144,16 +144,17 @@ class WeightSender:
             post = partial(self._tell_all, "/update_weights_from_disk", {**fields, **marks}, self.options.timeout)
             self._agreed(version, f"loading {folder} (the server has to see this folder)", post)
         finally:
-            if self.ranks.rank == 0 and folder.exists():
-                shutil.rmtree(folder)
+            if self.ranks.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):  # not empty, or never made
+                    self.options.folder.rmdir()
 
     def _write(self, buckets: Iterator[Bucket], folder: Path) -> None:
         """Write the folder, on the first rank; it has its name only when it is complete."""
         partly = folder.with_name(f"{folder.name}.tmp")
         try:
             if self.ranks.rank == 0:
-                for old in (partly, folder):  # of a run that was killed
-                    shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(self.options.folder, ignore_errors=True)  # of a run that was killed
                 write_hf(partly, (pair for bucket in buckets for pair in bucket.tensors), self.options.template)
                 partly.rename(folder)
         except (OSError, SafetensorError) as error:
