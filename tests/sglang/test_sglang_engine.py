@@ -396,7 +396,7 @@ def test_an_aborted_reply_that_is_complete_is_not_continued(
 
 
 @pytest.mark.parametrize("context", [6, 7, 9])
-def test_a_response_that_the_server_cuts_short_is_an_error_with_its_limit(
+def test_a_response_cut_short_by_the_server_is_an_error(
     server: ContractServer, served: tuple[ContractServer, str], context: int
 ) -> None:
     server.faults.context = context
