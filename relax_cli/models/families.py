@@ -85,7 +85,8 @@ _READ = {"model_type", "rope_scaling", "rope_parameters", "layer_types"}
 _ABOUT_FILES = """architectures attn_implementation dtype is_llama_config keys_to_ignore_at_inference name_or_path
 torch_dtype torchscript transformers_version transformers.js_config use_cache"""
 # Dropout is off here.
-_ABOUT_PRETRAINING = "attention_dropout embd_pdrop hidden_dropout initializer_range pretraining_tp resid_pdrop"
+_ABOUT_PRETRAINING = """attention_dropout embd_pdrop gradient_checkpointing hidden_dropout initializer_range
+max_sequence_length model_max_length pretraining_tp resid_pdrop"""
 # Read only together with `use_sliding_window`.
 _ABOUT_WINDOWS = "max_window_layers sliding_window"
 # generation_config.json and the options say what is used.

@@ -182,7 +182,7 @@ def test_keys_that_change_the_model_are_refused_by_name(tmp_path: Path, change: 
         {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "dtype": "bfloat16", "use_cache": True},
         {"transformers_version": "4.51.0", "initializer_range": 0.02, "attention_dropout": 0.1, "bos_token_id": 1},
         {"sliding_window": 4096, "max_window_layers": 36, "use_sliding_window": False},
-        {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [1, 2]},
+        {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [1, 2], "max_sequence_length": 2048},
         {"unsloth_version": "1", "_name_or_path": "x", "is_llama_config": True, "transformers.js_config": {"a": 1}},
         {"hidden_act": "swish", "layer_types": ["full_attention"] * 2, "partial_rotary_factor": 1.0},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6, "rope_scaling": None},
