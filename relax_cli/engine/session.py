@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from relax_cli.backends.rollout.protocol import ServerDied, WeightsNotSent
 from relax_cli.engine.groups import Roles
 
 if TYPE_CHECKING:
@@ -27,9 +28,18 @@ class Session(ABC):
             self.copy_weights(version)
             return
         with self.roles.actor.awake():
-            self.roles.rollout.wake_for_weights()
-            self.roles.actor.send_weights(self.targets, version)
+            try:
+                self._send_weights(version)
+            except (ServerDied, WeightsNotSent):
+                # One that died asleep or while it was sent to is started again, once: it gets all weights anyway.
+                if not self.roles.rollout.revive():
+                    raise
+                self._send_weights(version)
         self.roles.rollout.weights_updated(version)
+
+    def _send_weights(self, version: int) -> None:
+        self.roles.rollout.wake_for_weights()
+        self.roles.actor.send_weights(self.targets, version)
 
     @cached_property
     def targets(self) -> list[WeightTarget]:

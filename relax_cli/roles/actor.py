@@ -15,6 +15,7 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
 from relax_cli.backends.rollout.protocol import OpenSender, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
@@ -39,7 +40,7 @@ class ActorRole(TrainingRole):
         """The policy steps of this rollout.
 
         Raises:
-            RunError: a gradient was not finite, and `--on-nan-grad` is `stop`.
+            RunError: a gradient was not finite, and `--on-nan-grad` is `stop`; or see `check_gap`.
         """
         names = ["rollout_log_probs"]
         if self.own_advantages is None:
@@ -51,7 +52,9 @@ class ActorRole(TrainingRole):
         metrics = self._advantages_without_critic(share) if self.own_advantages is not None else {}
         gaps = LogProbGap()
         metrics |= self.learn(share, lambda step: self._update(share, step, gaps if step == 0 else None))
-        return metrics | gaps.metrics()
+        measured = gaps.metrics()
+        check_gap(measured["train_rollout_logprob_diff/mean"], rollout_id)
+        return metrics | measured
 
     def export_weights(self) -> dict[str, Tensor] | None:
         """All parameters under their Hugging Face names on the first rank, None on the others."""
@@ -156,6 +159,36 @@ class ActorRole(TrainingRole):
 
 METRIC_NAMES = {"clip_frac": "pg_clip_frac"}
 """Names the trackers know for what a policy loss reports."""
+
+
+MOST_GAP = 1.0
+"""Mean gap in nats: rounding of bfloat16 stays below a tenth of it, an engine with other weights is above it."""
+
+LOGPROB_GAP = problem_kind(
+    "logprob-gap",
+    "While a run goes on",
+    "Trainer and rollout engine disagree about the log-probabilities of the same tokens by more than 1 nat on average: "
+    "the engine samples from other weights or another model than the one that is trained.",
+)
+
+
+def check_gap(mean: float, rollout_id: int) -> None:
+    """Compare the engine's log-probabilities with the trainer's.
+
+    Raises:
+        RunError: they cannot be those of one model.
+    """
+    if mean > MOST_GAP:
+        raise RunError(
+            LOGPROB_GAP(
+                "the rollout engine samples from another model than the one that is trained",
+                where=f"rollout {rollout_id}, train_rollout_logprob_diff/mean",
+                got=f"{mean:.3g} nats",
+                expected=f"at most {MOST_GAP:g}",
+                fix="start external servers with the folder of --hf-checkpoint as --model-path, and let nothing else "
+                "update their weights",
+            )
+        )
 
 
 class LogProbGap:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from relax_cli.backends.rollout.protocol import ServerDied, WeightsNotSent
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.engine.groups import Ranks, Roles, recorded
 from relax_cli.engine.session import Session
+from relax_cli.errors import Problem
 
 TARGETS = [WeightTarget("a:1", "node", 0, 2), WeightTarget("b:1", "node", 2, 2)]
 
@@ -26,6 +28,8 @@ class Recorded(Ranks[Any]):
         call = recorded(request)
         self.calls.append(" ".join([self.name, call.method, *(str(arg) for arg in call.args if isinstance(arg, int))]))
         answer = self.answers.get(call.method)
+        if call.method in ("send_weights", "wake_for_weights") and isinstance(answer, list):
+            answer = answer.pop(0) if answer else None
         if isinstance(answer, Exception):
             raise answer
         return lambda: answer or [None] * 2
@@ -83,3 +87,32 @@ def test_engines_inside_the_workers_get_copies() -> None:
     session = RecordedSession([])
     session.publish_weights(4)
     assert session.calls == ["rollout weight_targets", "copied 4"]
+
+
+PROBLEM = Problem(id="sglang-weights", message="not sent", fix="look")
+FAILURES = [("send_weights", WeightsNotSent(PROBLEM)), ("wake_for_weights", ServerDied(PROBLEM))]
+
+
+@pytest.mark.parametrize(("method", "failure"), FAILURES)
+def test_a_server_that_dies_around_a_publication_is_revived_once(method: str, failure: Exception) -> None:
+    session = RecordedSession(TARGETS, revive=[1, 0], **{method: [failure]})
+    session.publish_weights(4)
+    assert session.calls.count("rollout revive") == 1
+    assert session.calls[-5:] == [
+        "rollout revive",
+        "rollout wake_for_weights",
+        "actor send_weights 4",
+        "actor sleep",
+        "rollout weights_updated 4",
+    ]
+    again = RecordedSession(TARGETS, revive=[1, 0], **{method: [failure, failure]})
+    with pytest.raises(type(failure)):
+        again.publish_weights(4)
+
+
+@pytest.mark.parametrize(("method", "failure"), FAILURES)
+def test_where_no_server_died_the_failure_is_raised(method: str, failure: Exception) -> None:
+    session = RecordedSession(TARGETS, revive=[0, 0], **{method: [failure]})
+    with pytest.raises(type(failure)):
+        session.publish_weights(4)
+    assert not any("weights_updated" in call for call in session.calls)

@@ -10,9 +10,11 @@ import torch
 
 from relax_cli.algorithms.gae import gae
 from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, CriticSection, GaeOptions, GroupOptions
+from relax_cli.errors import RunError
 from relax_cli.plugin.graph import RoleSpec, base_graph, completed
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.plan import optimizer_steps
+from relax_cli.roles.actor import check_gap
 from relax_cli.roles.advantage_inputs import advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import Columns
 from relax_cli.roles.critic import with_end_state
@@ -249,3 +251,15 @@ def test_lambdas_outside_their_range_are_refused() -> None:
         with pytest.raises(ValueError, match=name):
             GaeOptions(**{name: value})
     assert math.isclose(GaeOptions(critic_lambd=1.0).critic_lambd or 0, 1.0)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.05, 1.0, math.nan])
+def test_rounding_between_engine_and_trainer_is_accepted(mean: float) -> None:
+    check_gap(mean, 3)
+
+
+@pytest.mark.parametrize("mean", [1.01, 7.2, math.inf])
+def test_an_engine_with_another_model_ends_the_run(mean: float) -> None:
+    with pytest.raises(RunError, match="another model") as caught:
+        check_gap(mean, 3)
+    assert caught.value.problems[0].id == "logprob-gap"

@@ -124,6 +124,10 @@ class ServerDied(RunError):
     """A server of this run ended by itself while it was in use."""
 
 
+class WeightsNotSent(RunError):
+    """New weights did not reach a server, which has a mixture of old and new ones now."""
+
+
 class WeightSender(Protocol):
     """Sends the actor's weights to the same servers again and again; one instance per rank of the actor."""
 

@@ -49,6 +49,8 @@ ABORT_SECONDS = 2.0
 BACKOFF_SECONDS = 0.25
 ENDING_SECONDS = 10.0
 """Time for a server that crashed to end, after its connections closed, and for one to take note that it may stop."""
+REVIVE_SECONDS = 2.0
+"""Time for a server that broke its connections to end."""
 CONTROL_SECONDS = 60.0
 """Deadline of requests that only ask or tell something."""
 MEMORY_SECONDS = 600.0
@@ -178,7 +180,7 @@ class SglangEngine:
         Raises:
             RunError: a server does not come up again.
         """
-        dead = [server for server in self.servers if not server.alive()]
+        dead = [server for server in self.servers if server.ends_within(REVIVE_SECONDS)]
         for server in dead:
             log.warning("starting SGLang server %s again; its last lines were:\n%s", server.address, server.tail())
             server.stop()

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron.weight_buckets import Bucket
+from relax_cli.backends.rollout.protocol import WeightsNotSent
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError, StatusFault
 from relax_cli.backends.rollout.sglang.fail_fast import fail_fast
 from relax_cli.backends.rollout.sglang.transports import (
@@ -268,7 +269,7 @@ def _take_part(buckets: Iterator[Bucket]) -> None:
 def _with_place(error: RunError, version: int, doing: str) -> RunError:
     cause = error.problems[0]
     kind = {GROUP_BROKE.id: GROUP_BROKE, DISK_FAILED.id: DISK_FAILED}.get(cause.id, NOT_SENT)
-    return RunError(
+    return WeightsNotSent(
         kind(
             f"weights of version {version} were not sent ({doing}): {cause.message}",
             fix=cause.fix,
