@@ -16,6 +16,7 @@ import ray
 from relax_cli.config.schema import AlgorithmSection, Config, ParallelSection
 from relax_cli.engine.local import free_port
 from relax_cli.engine.ray.launch import RaySession
+from relax_cli.engine.ray.problems import start_failed
 from relax_cli.engine.ray.start import check_resources, cluster_gpus, start_ray
 from relax_cli.errors import EnvironmentFault, ExitCode, Problem
 from relax_cli.plugin.launch_plan import LaunchPlan
@@ -236,3 +237,9 @@ def test_a_temporary_folder_ray_cannot_use_is_refused(
         assert list(machine_rules.ray_temp_folder.problems(local)) == []
         found = list(machine_rules.ray_temp_folder.problems(context))
         assert [problem.id for problem in found] == ([] if fine else ["ray-temp-folder"])
+
+
+@pytest.mark.parametrize("number", [111, 110, 113, 104])
+def test_a_refused_connection_is_no_limit_of_processes(number: int) -> None:
+    problem = start_failed("10.0.0.7:6379", ConnectionRefusedError(number, "not reachable"))
+    assert problem.fix.startswith("ray status --address 10.0.0.7:6379")

@@ -54,19 +54,19 @@ CAUSES = (
         "export RAY_TMPDIR=/tmp (or another short folder): Ray's sockets need short paths",
     ),
     (
-        ("Permission denied", "Read-only file system", "Errno 13", "Errno 30"),
+        ("Permission denied", "Read-only file system", "[Errno 13]", "[Errno 30]"),
         "export HOME and RAY_TMPDIR as folders that this user can write, or use --launcher local",
     ),
     (
-        ("No space left", "Errno 28", "Disk quota", "/dev/shm", "object store"),
+        ("No space left", "[Errno 28]", "Disk quota", "/dev/shm", "object store"),
         "make room: df -h /dev/shm {folder}; RAY_TMPDIR names another disk",
     ),
     (
         ("low on memory", "OutOfMemory", "Cannot allocate memory", "SIGKILL"),
         "free memory (free -h shows it), or use fewer ranks in --resource; --launcher local needs the least",
     ),
-    (("Too many open files", "Errno 24"), "ulimit -n 65536, then start again"),
-    (("Resource temporarily unavailable", "Errno 11"), "ulimit -u 16384, then start again"),
+    (("Too many open files", "[Errno 24]"), "ulimit -n 65536, then start again"),
+    (("Resource temporarily unavailable", "[Errno 11]"), "ulimit -u 16384, then start again"),
     (
         ("Version mismatch", "version mismatch"),
         "install the Ray and Python versions of the cluster here: pip install 'ray==VERSION'",
