@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -352,3 +353,16 @@ def test_a_parquet_bomb_is_refused_at_once(tmp_path: Path) -> None:
 def test_columns_that_nothing_needs_are_not_read(tmp_path: Path) -> None:
     spec = parquet(tmp_path, [{"input": "x", "label": "y", "wait": timedelta(1), "raw": b"\xff"}])
     assert load_prompts(SECTION, spec) == [Prompt("x", "y", {}, f"{spec}: row 1")]
+
+
+def test_the_files_of_the_page_on_data_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text("utf-8")
+    files = [f"{number}.jsonl" for number, _ in enumerate(re.findall(r"```json\n(.*?)```", page, re.DOTALL))]
+    for name, text in zip(files, re.findall(r"```json\n(.*?)```", page, re.DOTALL), strict=True):
+        Path(name).write_text(text, "utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    read = [[prompt.label for prompt in load_prompts(SECTION, name)] for name in (*files, "sums.parquet")]
+    assert read == [["46", "57"], ["46"], ["46", "57"]]
