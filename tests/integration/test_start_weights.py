@@ -266,8 +266,11 @@ def test_a_checkpoint_says_what_its_run_is_made_of(pair: Path, task: Path) -> No
     meta = layout.read_meta(pair / "actor/iter_0000001")
     assert meta.extra["estimator"] == "ppo"
     assert meta.extra["critic_save"] == str(pair / "critic")
-    assert set(meta.extra["fingerprints"]) == {"model", "tokenizer", "dataset"}
-    assert all(meta.extra["fingerprints"].values())
+    prints = meta.extra["fingerprints"]
+    assert set(prints) == {"model", "tokenizer", "dataset", "reference"}
+    # PPO has no reference model.
+    assert prints.pop("reference") is None
+    assert all(prints.values())
     assert (
         meta.extra["model_shape"]["num_layers"]
         == json.loads((task / "model/config.json").read_text())["num_hidden_layers"]
