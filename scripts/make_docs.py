@@ -49,7 +49,7 @@ is left at its default, or set to off or 0, is never reported.
     "SGLang servers": "",
     "Folders and checkpoints": "",
     "This machine": "",
-    "While a run goes on": "",
+    "During a run": "",
 }
 """Headings of the page in their order, with what stands below them."""
 

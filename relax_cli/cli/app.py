@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).parent.parent
 CODE_EXITED = problem_kind(
     "code-exited",
-    "While a run goes on",
+    "During a run",
     "Code of a reward, a plugin or a library called `sys.exit`. Exit codes of `relax` are its own: this is a failure.",
 )
 HELP = "Reinforcement-learning post-training of language models."

@@ -24,7 +24,7 @@ from relax_cli.plugin.graph import ServiceGraph
 
 QUEUE_TIMEOUT = problem_kind(
     "queue-timeout",
-    "While a run goes on",
+    "During a run",
     "A role waited for data of another one for longer than `--queue-timeout`.",
     option="--queue-timeout",
 )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ESTIMATOR_FAILED = problem_kind(
     "estimator-failed",
-    "While a run goes on",
+    "During a run",
     "`advantages` or `policy_loss` of an estimator raised an exception, or did not return its record with tensors "
     "`[B, T]`. `relax plugins check` finds such faults before a run.",
 )

@@ -12,11 +12,10 @@ from types import TracebackType
 
 import pluggy
 
-import relax_cli
 from relax_cli.errors import RelaxError, Terminated
 
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
-_CALLERS = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (relax_cli, pluggy))
+_CALLERS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(str(pluggy.__file__)).parent))
 _MOST_FRAMES = 8
 
 

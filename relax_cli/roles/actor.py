@@ -166,7 +166,7 @@ MOST_GAP = 1.0
 
 LOGPROB_GAP = problem_kind(
     "logprob-gap",
-    "While a run goes on",
+    "During a run",
     "Trainer and rollout engine disagree about the log-probabilities of the same tokens by more than 1 nat on average: "
     "the engine samples from other weights or another model than the one that is trained.",
 )

@@ -24,9 +24,6 @@ LAYERS = [
     {"quickstart"},
     {"cli", "api"},
 ]
-BACK_CALLS = {
-    # To be taken down: imports that run upwards.
-}
 
 
 def test_no_module_imports_from_a_later_layer() -> None:
@@ -40,35 +37,24 @@ def test_no_module_imports_from_a_later_layer() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("relax_cli."):
                 target = node.module.split(".")[1]
-                if level[target] > level[layer] and (str(relative), target) not in BACK_CALLS:
+                if level[target] > level[layer]:
                     wrong.append(f"{relative}:{node.lineno} imports {target}")
     assert not wrong
-
-
-IN_CIRCLES = {
-    # To be taken down, as BACK_CALLS.
-    "plugin",
-    "plugin.hookspecs",
-    "plugin.installed",
-    "plugin.manager",
-    "plugin.records",
-    "data",
-    "checkpoint",
-    "preflight",
-    *(f"preflight.rules.{name}" for name in ("backend", "files", "model", "reference", "reward", "save")),
-}
 
 
 def imports() -> dict[str, set[str]]:
     """Module to the modules of relax_cli that it imports anywhere: in functions and for type checking as well."""
     found: dict[str, set[str]] = {}
     paths = {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in ROOT.rglob("*.py")
+        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip("."): p
+        for p in ROOT.rglob("*.py")
     }
     for module, path in paths.items():
         found[module] = set()
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("relax_cli."):
+            if isinstance(node, ast.Import) and any(alias.name == "relax_cli" for alias in node.names):
+                found[module].add("")
+            elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("relax_cli."):
                 source = node.module.removeprefix("relax_cli").removeprefix(".")
                 names = {f"{source}.{alias.name}".removeprefix(".") for alias in node.names}
                 found[module] |= {name if name in paths else source for name in names} & paths.keys() - {module}
@@ -97,7 +83,7 @@ def test_no_module_and_no_package_imports_itself_through_others() -> None:
     for module, targets in modules.items():
         name = module.split(".")[0]
         packages.setdefault(name, set()).update({target.split(".")[0] for target in targets} - {name})
-    assert in_circles(modules) | in_circles(packages) <= IN_CIRCLES
+    assert in_circles(modules) == in_circles(packages) == set()
 
 
 def test_only_the_engine_knows_ray_and_transfer_queue() -> None:

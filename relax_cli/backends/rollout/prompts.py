@@ -9,7 +9,7 @@ from relax_cli.errors import RunError, problem_kind
 
 ROLLOUT_PROMPT = problem_kind(
     "rollout-prompt",
-    "While a run goes on",
+    "During a run",
     "A prompt does not fit the model: an unknown token, or too long.",
     option="--prompt-data",
 )

@@ -25,13 +25,13 @@ from relax_cli.errors import RunError, problem_kind
 
 QUEUE_UNPROTECTED = problem_kind(
     "queue-unprotected",
-    "While a run goes on",
+    "During a run",
     "A socket of TransferQueue would talk to anybody: its installed version opens sockets in a way that relax does not "
     "know, and it unpickles what it receives. Nothing is trained over such a queue.",
 )
 QUEUE_TAKEN = problem_kind(
     "queue-taken",
-    "While a run goes on",
+    "During a run",
     "The Ray cluster has the sample queue of another run: the samples of the two would mix.",
 )
 

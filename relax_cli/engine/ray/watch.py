@@ -22,12 +22,12 @@ SETTLE_SECONDS = 2.0
 
 WORKER_FAILED = problem_kind(
     "worker-failed",
-    "While a run goes on",
+    "During a run",
     "A worker process failed, died or was stopped. The message names role, rank, node, call, signal and log.",
 )
 PROCESS_LOST = problem_kind(
     "process-lost",
-    "While a run goes on",
+    "During a run",
     "A process that the run depends on, such as TransferQueue's controller or Ray's server, has died or was stopped.",
 )
 

@@ -19,7 +19,7 @@ from relax_cli.models.spec import ModelSpec
 
 ROLLOUT_WEIGHTS = problem_kind(
     "rollout-weights",
-    "While a run goes on",
+    "During a run",
     "Published weights do not fit the rollout engine's model.",
     option="--hf-checkpoint",
 )
