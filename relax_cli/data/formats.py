@@ -35,7 +35,13 @@ Row = tuple[str, dict[str, Any]]
 UNREADABLE = problem_kind(
     "prompt-data-unreadable",
     "Data",
-    "The file is missing, damaged, not a regular file, in another encoding than UTF-8, or of a kind that is not read.",
+    "The file is damaged, not a regular file, in another encoding than UTF-8, or of a kind that is not read.",
+    option="--prompt-data",
+)
+FILE_MISSING = problem_kind(
+    "prompt-data-file-missing",
+    MACHINE_THEME,
+    "The file of `--prompt-data` or `--eval-prompt-data` does not exist.",
     option="--prompt-data",
 )
 TOO_LARGE = problem_kind(
@@ -87,7 +93,10 @@ def read_rows(
         else:
             _refuse(path, head)
             yield from _json_lines(path, head, progress)
-    # What decompressors raise of damaged files is in part no OSError.
+    except FileNotFoundError as error:
+        missing = FILE_MISSING("the prompt data does not exist", got=str(path), fix="--prompt-data FILE.jsonl")
+        raise ConfigError(missing) from error
+    # What decompressors raise of damaged files is in part not an OSError.
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise _unreadable(path, f"prompt data cannot be read: {reason}", "--prompt-data FILE.jsonl") from error

@@ -124,9 +124,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 def known_folder(hf_checkpoint: str) -> Path | None:
     """A folder with nothing but the `config.json` of a model that bundled recipes name; None for other models.
 
-    By the last part of the path, so that plan and memory of a recipe are known where the model is not.
+    By the last part of the path (`quickstart/model`: the last two), so that plan and memory of a recipe are known
+    where the model is missing.
     """
-    folder = KNOWN / Path(hf_checkpoint.removeprefix("package:")).name
+    path = Path(hf_checkpoint.removeprefix("package:"))
+    folder = KNOWN / ("quickstart" if path.parts[-2:] == ("quickstart", "model") else path.name)
     return folder if hf_checkpoint and folder.parent == KNOWN and (folder / CONFIG_FILE).is_file() else None
 
 

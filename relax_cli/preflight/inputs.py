@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
+from relax_cli.data.formats import FILE_MISSING
 from relax_cli.data.rewards.custom import check_custom
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.hybrid import language_config
@@ -16,6 +18,8 @@ from relax_cli.preflight.data_reader import DataReader
 from relax_cli.preflight.memory.sizes import Lengths
 from relax_cli.preflight.model_reader import read_model
 
+PREPARE = "relax quickstart --prepare-only"
+"""What writes the model and the data of the tiny recipes."""
 ASSUMED_PROMPT = 512
 """Tokens of the longest prompt where nothing says how long they are."""
 
@@ -102,7 +106,14 @@ def rollouts_of(batch: BatchSection, prompts: int | None) -> int | None:
     return max(1, prompts * batch.num_epoch // batch.rollout_batch_size)
 
 
+def is_of_quickstart(path: str) -> bool:
+    """Whether `relax quickstart --prepare-only` writes this file or folder."""
+    return Path(path).parts[:1] == ("quickstart",)
+
+
 def _of_option(problem: Problem, option: str) -> Problem:
+    if problem.id == FILE_MISSING.id and is_of_quickstart(problem.got):
+        problem = replace(problem, fix=PREPARE)
     if problem.option != "--prompt-data":
         return problem
     return replace(problem, option=option, fix=problem.fix.replace("--prompt-data", option))

@@ -64,7 +64,7 @@ def test_strict_makes_the_warning_an_error(invoke: Invoke) -> None:
 
 def test_validate_reports_the_problems_of_train_errors_first(invoke: Invoke) -> None:
     words = ("--rm-type", "exakt", "--num-steps-per-rollout", "3", "--kl-coef", "0.5", "--hf-checkpoint", "gone")
-    shown = report(invoke, *words, code=2)
+    shown = report(invoke, *words, "--here", code=2)
     assert shown["ok"] is False
     severities = [problem["severity"] for problem in shown["problems"]]
     assert severities == sorted(severities)
@@ -199,7 +199,9 @@ def test_what_the_machine_lacks_is_a_note_with_here_an_error(invoke: Invoke) -> 
 
 def test_skip_files_judges_the_configuration_alone(invoke: Invoke, tmp_path: Path) -> None:
     words = ("--hf-checkpoint", "gone", "--prompt-data", "gone.jsonl", "--eval-prompt-data", "held", "gone.jsonl")
-    assert {"model-folder-missing", "prompt-data-unreadable"} <= set(problem_ids(report(invoke, *words, code=2)))
+    missing = {"model-folder-missing", "prompt-data-file-missing"}
+    assert missing <= set(problem_ids(report(invoke, *words, "--here", code=2)))
+    assert not missing & set(problem_ids(report(invoke, *words)))
     shown = report(invoke, *words, "--skip-files")
     assert shown["problems"] == []
     assert shown["plan"]["memory"]["per_process"] == []

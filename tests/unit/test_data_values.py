@@ -324,8 +324,9 @@ def test_parquet_is_known_by_its_content(tmp_path: Path, suffix: str) -> None:
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder.parquet").mkdir()
-    for name in (tmp_path / "pipe", tmp_path / "folder.parquet", "/dev/zero", tmp_path / "absent"):
+    for name in (tmp_path / "pipe", tmp_path / "folder.parquet", "/dev/zero"):
         assert problem_of(str(name)).id == "prompt-data-unreadable"
+    assert problem_of(str(tmp_path / "absent")).id == "prompt-data-file-missing"
 
 
 def test_absurd_sizes_have_limits_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

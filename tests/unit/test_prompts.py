@@ -96,7 +96,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    assert problems_of(SECTION, str(tmp_path / "none.jsonl"))[0].id == "prompt-data-unreadable"
+    assert problems_of(SECTION, str(tmp_path / "none.jsonl"))[0].id == "prompt-data-file-missing"
 
 
 def test_reasoning_gym_generates_the_asked_size_reproducibly() -> None:

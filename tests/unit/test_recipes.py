@@ -16,8 +16,10 @@ from relax_cli.cli.report import as_text
 from relax_cli.config.layers import Layers
 from relax_cli.config.recipes import bundled_recipes, describe
 from relax_cli.errors import is_about_machine
+from relax_cli.models.spec import known_folder, read_spec
 from relax_cli.plugin.manager import GROUP, Plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
+from relax_cli.quickstart.task import prepare
 from tests.support.standins import MODELS, prepare_all
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,10 +57,37 @@ def test_a_bundled_recipe_is_valid_and_its_plan_is_known(checked: Checked, name:
     assert [problem for problem in run.problems if problem.severity == "error"] == []
     assert tuple(problem.id for problem in run.warnings) == WARNINGS[name]
     assert run.plan is not None
-    assert bool(run.plan.memory) == ("smollm2" not in name)
+    assert run.plan.memory
     assert all(is_about_machine(note) for note in run.notes)
     text = as_text(run, show_origin=False)
     assert max(len(line) for line in text.splitlines() if "fix" not in line) <= 80
+
+
+@pytest.mark.parametrize("name", bundled_recipes())
+def test_a_bundled_recipe_shows_its_plan_anywhere(
+    plugins: Plugins, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RELAX_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = check_run(plugins, Layers((name,), {}), here=False)
+    assert (run.errors, run.warnings) == ((), ())
+    assert run.plan is not None
+    assert run.plan.memory
+    missing = {note.id: note.fix for note in run.notes if note.id.endswith("-missing")}
+    if "smollm2" not in name:
+        assert {"model-folder-missing", "prompt-data-file-missing"} <= set(missing)
+    if "tiny" in name:
+        assert set(missing.values()) == {"relax quickstart --prepare-only"}
+    here = check_run(plugins, Layers([name], {}), here=True)
+    assert set(missing) <= {problem.id for problem in here.errors}
+
+
+def test_the_bundled_sizes_of_the_quickstart_are_its_own(tmp_path: Path) -> None:
+    prepare(tmp_path / "quickstart", seed=1, steps=1)
+    folder = tmp_path / "quickstart" / "model"
+    known = known_folder(str(folder))
+    assert known is not None
+    assert read_spec(known) == read_spec(folder)
 
 
 @pytest.mark.parametrize("name", bundled_recipes())
@@ -133,11 +162,14 @@ def test_the_9b_recipe_reads_and_writes_where_the_ppo_page_says(checked: Checked
     assert config.sglang.sglang_mem_fraction_static <= 0.7
 
 
-def test_an_unset_variable_is_named_with_file_and_line(plugins: Plugins, variables: dict[str, str]) -> None:
-    others = {name: value for name, value in variables.items() if name != "EXP_DIR"}
-    run = check_run(plugins, Layers((PPO_9B,), others), here=False)
+def test_an_unset_variable_is_named_with_file_and_line(
+    plugins: Plugins, variables: dict[str, str], tmp_path: Path
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("checkpoint:\n  save: ${MY_DIR}/actor\nrun:\n  run_dir: ${MY_DIR}/run\n")
+    run = check_run(plugins, Layers((PPO_9B, str(own)), variables), here=False)
     assert {problem.id for problem in run.errors} == {"recipe-variable"}
-    assert all(f"{PPO_9B}.yaml:" in problem.where for problem in run.errors)
+    assert [problem.where.rpartition(" ")[2] for problem in run.errors] == [f"{own}:2", f"{own}:4"]
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from relax_cli.config.placement import rollout_engine
 from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection
 from relax_cli.errors import MACHINE_THEME, ConfigError
 from relax_cli.models.packages import INSTALL, PREFIX
-from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, config_of, read_config
-from relax_cli.preflight.inputs import RunInputs
+from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, config_of, known_folder, read_config
+from relax_cli.preflight.inputs import PREPARE, RunInputs, is_of_quickstart
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Model"
@@ -29,12 +29,19 @@ def model_missing(model: ModelSection) -> Found:
         yield Finding("no model is chosen", "add --hf-checkpoint DIR", expected=FOLDER)
 
 
-@rule("model-folder-missing", THEME, option="--hf-checkpoint", needs="files")
+@rule("model-folder-missing", MACHINE_THEME, option="--hf-checkpoint", needs="files")
 def model_folder_missing(model: ModelSection) -> Found:
     """The folder of `--hf-checkpoint` does not exist."""
     name = model.hf_checkpoint
     if name and not name.startswith(PREFIX) and not Path(name).is_dir():
-        fix = "give an existing folder; one from a hub: hf download ORG/NAME --local-dir DIR"
+        known = known_folder(name)
+        hub = (
+            f"Qwen/{known.name} --local-dir {name}"
+            if known is not None and known.name.startswith("Qwen")
+            else "ORG/NAME --local-dir DIR"
+        )
+        fix = f"give an existing folder; one from a hub: hf download {hub}"
+        fix = PREPARE if is_of_quickstart(name) else fix
         yield Finding("the model folder does not exist", fix, name, FOLDER)
 
 
