@@ -94,8 +94,9 @@ def test_a_run_that_starts_its_server_equals_the_embedded_run(
     got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, "rollout.rollout_engine=sglang")
     assert_equal_runs(got, embedded)
     log = (tmp_path / "run" / "logs" / "sglang-0.log").read_text()
-    assert "POST /release_memory_occupation" in log
-    assert "POST /resume_memory_occupation" in log
+    # Without a GPU there is no memory to give up; a real server refuses the memory saver then.
+    assert "memory_occupation" not in log
+    assert "POST /flush_cache" in log
     assert "AssertionError" not in log
     assert not [p for p in psutil.Process().children(recursive=True) if "launch_server" in " ".join(p.cmdline())]
 
