@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from relax_cli.config.documents import THEME
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.names import meant_option, nearest
+from relax_cli.config.paths import PATH_OPTIONS
 from relax_cli.config.recipes import UNKNOWN_SECTION, Setting, find_recipe, read_recipe, unknown_key
 from relax_cli.config.replaced import ended_options
 from relax_cli.config.schema import Config, Section
@@ -94,6 +95,9 @@ def load_config(layers: Layers, model: type[Config]) -> Loaded:
         if setting.problems or isinstance(value, Problem):
             problems += setting.problems or [value]
             unread.add(setting.key)
+            if setting.key in PATH_OPTIONS and isinstance(value, str):
+                # What is known of a path with a variable that is not set; `with_paths` shows it.
+                section[setting.key] = value
         elif value is UNSET:
             section.pop(setting.key, None)
             origins[f"{setting.section}.{setting.key}"] = "default"
@@ -158,6 +162,20 @@ def _without(config: Config, unread: Collection[str]) -> Config:
     """The configuration, in which to look at one of these options raises `UnreadOption`."""
     owners = {section for name, (section, _) in options_by_name(type(config)).items() if name in unread}
     return config.model_copy(update={section: _partial(getattr(config, section), unread) for section in owners})
+
+
+def with_paths(config: Config, unread: Collection[str]) -> Config:
+    """The configuration, in which paths read as they were written although a variable in them is not set."""
+    owners = {section for name, (section, _) in options_by_name(type(config)).items() if name in unread}
+    bodies = {name: getattr(config, name) for name in owners}
+    whole = {name: _whole(body) for name, body in bodies.items()}
+    return _without(config.model_copy(update=whole), set(unread) - PATH_OPTIONS)
+
+
+def _whole(partial: Section) -> Section:
+    base = type(partial).__mro__[1]
+    assert issubclass(base, Section)
+    return base.model_construct(**dict(partial))
 
 
 def _partial(section: Section, unread: Collection[str]) -> Section:

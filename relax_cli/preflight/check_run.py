@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from relax_cli.checkpoint.resume import ResumeReport
-from relax_cli.config.layers import Layers, known
+from relax_cli.config.layers import Layers, known, with_paths
 from relax_cli.config.model import flag
 from relax_cli.config.placement import has_counts
 from relax_cli.config.redact import config_dump, hide, secrets_of
@@ -22,6 +22,7 @@ from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.records import Change
 from relax_cli.preflight.inputs import RunInputs, read_inputs
 from relax_cli.preflight.machine import Machine, usable_cores
+from relax_cli.preflight.model_reader import read_model
 from relax_cli.preflight.plan import Plan, build_plan
 from relax_cli.preflight.resolve import Resolved, command_words, resolve
 from relax_cli.preflight.rules import RuleContext, run_rules
@@ -136,7 +137,12 @@ def check_run(
         has_critic = "critic" in graph
         start = known(lambda: examine_run(config, has_critic=has_critic, num_rollout=inputs.rollouts(config)))
     if graph is not None:
-        plan = known(lambda: _plan(config, graph, inputs, machine, start))
+        planned = with_paths(config, resolved.unread)
+        seen = inputs
+        if "hf_checkpoint" in resolved.unread and not skip_files:
+            # By the last part of its path, which may be that of a model that is known.
+            seen = replace(inputs, model=known(lambda: read_model(planned).spec))
+        plan = known(lambda: _plan(planned, graph, seen, machine, start))
     if here:
         problems, notes = problems + notes, []
     problems = _shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
@@ -161,8 +167,8 @@ def _graph(plugins: Plugins, config: Config, problems: list[Problem]) -> Service
     try:
         return plugins.service_graph(config)
     except ConfigError as error:
-        known = {problem.id for problem in problems}
-        problems[:0] = [problem for problem in error.problems if problem.id not in known]
+        reported = {problem.id for problem in problems}
+        problems[:0] = [problem for problem in error.problems if problem.id not in reported]
         return None
 
 

@@ -75,8 +75,8 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
     """
     model = read_model(config)
     problems = list(model.problems)
-    if config.reward.custom_rm_path is not None:
-        problems += check_custom(config.reward.custom_rm_path)
+    if custom := known(lambda: config.reward.custom_rm_path):
+        problems += check_custom(custom)
     reader = DataReader(config, model.tokenizer, model.spec, progress)
     for option, source in prompt_sources(config):
         try:

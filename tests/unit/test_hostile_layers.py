@@ -193,3 +193,19 @@ def test_no_command_line_is_a_bug(folder: Path, words: list[str], command: str) 
     shown = CliRunner().invoke(APP[0], [command, *words])
     assert shown.exit_code == 2 or (shown.exit_code == 0 and {"-h", "--help", "--show-config"} & set(words)), words
     assert shown.exception is None or isinstance(shown.exception, SystemExit), repr(shown.exception)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_any_unread_option_leaves_the_rest_judged(folder: Path, name: str) -> None:
+    path = folder / "r.yaml"
+    path.write_text(f"{OPTIONS[name][0]}:\n  {name}: ${{GONE}}/x\n", "utf-8")
+    alone = check_run(PLUGINS, Layers([str(path)]), here=False)
+    assert [
+        problem.id for problem in alone.errors if problem.option in ("--recipe", f"--{name.replace('_', '-')}")
+    ] == ["recipe-variable"]
+    flags = {"rm_type": "exakt", "lr": "1", "prompt_data": "gone.jsonl", "hf_checkpoint": "gone"}
+    found = judge(Layers([str(path)], flags={key: text for key, text in flags.items() if key != name}))
+    assert name in ("rm_type", "custom_rm_path") or "reward-unknown" in found
+    # Of prompts, what is judged depends on these options.
+    reads = ("prompt_data", "input_key", "label_key", "metadata_key", "rollout_max_prompt_len")
+    assert name in reads or "prompt-data-unreadable" in found

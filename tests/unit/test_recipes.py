@@ -172,6 +172,14 @@ def test_an_unset_variable_is_named_with_file_and_line(
     assert [problem.where.rpartition(" ")[2] for problem in run.errors] == [f"{own}:2", f"{own}:4"]
 
 
+@pytest.mark.parametrize("name", [name for name in bundled_recipes() if "gpu" in name])
+def test_a_plan_needs_no_variables(plugins: Plugins, name: str) -> None:
+    run = check_run(plugins, Layers((name,)), here=False)
+    assert {problem.id for problem in run.errors} == {"recipe-variable"}
+    assert run.plan is not None
+    assert run.plan.memory
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> tuple[dict[str, str], Path]:
     """An environment in which `relax` writes down its arguments, and the file it writes to."""
