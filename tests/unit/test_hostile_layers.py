@@ -204,7 +204,8 @@ def test_any_unread_option_leaves_the_rest_judged(folder: Path, name: str) -> No
         problem.id for problem in alone.errors if problem.option in ("--recipe", f"--{name.replace('_', '-')}")
     ] == ["recipe-variable"]
     flags = {"rm_type": "exakt", "lr": "1", "prompt_data": "gone.jsonl", "hf_checkpoint": "gone"}
-    found = judge(Layers([str(path)], flags={key: text for key, text in flags.items() if key != name}))
+    layers = Layers([str(path)], flags={key: text for key, text in flags.items() if key != name})
+    found = [problem.id for problem in check_run(PLUGINS, layers).errors]
     assert name in ("rm_type", "custom_rm_path") or "reward-unknown" in found
     # Of prompts, what is judged depends on these options.
     reads = ("prompt_data", "input_key", "label_key", "metadata_key", "rollout_max_prompt_len")
