@@ -209,4 +209,4 @@ def test_any_unread_option_leaves_the_rest_judged(folder: Path, name: str) -> No
     assert name in ("rm_type", "custom_rm_path") or "reward-unknown" in found
     # Of prompts, what is judged depends on these options.
     reads = ("prompt_data", "input_key", "label_key", "metadata_key", "rollout_max_prompt_len")
-    assert name in reads or "prompt-data-unreadable" in found
+    assert name in reads or "prompt-data-file-missing" in found
