@@ -12,9 +12,7 @@ import pytest
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.resume import examine_resume
-from tests.support.fault_runs import Ended, Folders, Zygote, arguments, open_to_all
-
-NOBODY = 65534
+from tests.support.fault_runs import Ended, Folders, Zygote, arguments
 
 PARTS = {
     "actor-shards": ("actor/.iter_0000002.tmp/__0_0.distcp", 1),
@@ -115,8 +113,7 @@ def test_a_disk_that_stays_full_ends_the_run_or_goes_on_as_asked(
 
 def test_lost_write_permission_ends_with_the_previous_pair(zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
     folders = Folders(tmp_path)
-    user = open_to_all(tmp_path, fault_task, NOBODY)
-    zygote.start(tmp_path, arguments(fault_task, folders, "--num-rollout", "1000"), user=user)
+    zygote.start(tmp_path, arguments(fault_task, folders, "--num-rollout", "1000"), ordinary=True)
     zygote.wait_for((folders.critic / layout.TRACKER_FILE).exists)
     folders.critic.chmod(0o555)
     ended = zygote.wait(tmp_path)
@@ -131,10 +128,9 @@ def test_unwritable_folders_are_refused_before_anything_starts(
     zygote: Zygote, fault_task: Path, tmp_path: Path
 ) -> None:
     folders = Folders(tmp_path)
-    user = open_to_all(tmp_path, fault_task, NOBODY)
     (tmp_path / "saves").mkdir()
     (tmp_path / "saves").chmod(0o555)
-    ended = zygote.run(tmp_path, arguments(fault_task, folders), user=user)
+    ended = zygote.run(tmp_path, arguments(fault_task, folders), ordinary=True)
     assert ended.code == 2, ended.err
     assert "[folder-read-only]" in ended.err
     assert not folders.run.exists()

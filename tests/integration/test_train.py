@@ -153,7 +153,8 @@ def test_an_interrupted_run_saves_its_step_and_leaves_no_process(
     assert re.search(finishing, run.stderr), run.stderr
     for role in ("actor", "critic"):
         assert (run.out / role / "latest_checkpointed_iteration.txt").read_text().strip() == str(steps)
-    assert "relax train" in run.stdout
+    # The program is named as it was typed: here by the interpreter and the module.
+    assert " train --recipe" in run.stdout
     assert f"--load {run.out / 'actor'}" in run.stdout
     assert not run.alive
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,8 @@ class Zygote:
             [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._answer() == "ready\n"
+        self._running: int | None = None
+        """Pid of the run that nothing has waited for."""
 
     def start(
         self,
@@ -83,22 +87,28 @@ class Zygote:
         argv: list[str],
         *,
         fault: tuple[str, str, int] | None = None,
-        user: int | None = None,
+        ordinary: bool = False,
         kill_after: float | None = None,
     ) -> int:
         """Start `relax ARGV`; stdout and stderr go to files in `root`. Returns its pid.
 
         Args:
             fault: what happens at which file operation; see `zygote.Fault`.
-            user: numeric user and group to run as.
+            ordinary: file permissions count, also for root.
             kill_after: seconds until the run is killed.
         """
         root.mkdir(parents=True, exist_ok=True)
         assert self._process.stdin is not None
-        order = {"argv": argv, "out": str(root), "fault": fault, "user": user, "kill_after": kill_after}
+        if self._running is not None:
+            # A test failed before it waited: its run must neither go on nor answer the next one.
+            with suppress(ProcessLookupError):
+                os.kill(self._running, signal.SIGKILL)
+            self._answer()
+        order = {"argv": argv, "out": str(root), "fault": fault, "ordinary": ordinary, "kill_after": kill_after}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        return int(self._answer())
+        self._running = int(self._answer())
+        return self._running
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready`."""
@@ -110,6 +120,7 @@ class Zygote:
     def wait(self, root: Path) -> Ended:
         """Wait for the run that was started last."""
         _, code = json.loads(self._answer())
+        self._running = None
         return Ended(code, (root / "stdout").read_text(), (root / "stderr").read_text())
 
     def run(self, root: Path, argv: list[str], **faults: Any) -> Ended:
@@ -128,17 +139,6 @@ class Zygote:
         line = self._process.stdout.readline()
         assert line, "the process that starts runs has died"
         return line
-
-
-def open_to_all(root: Path, task: Path, user: int) -> int | None:
-    """Let `user` read `task` and own `root`, if we may; returns the user to run as, None for our own."""
-    if os.getuid() != 0:
-        return None
-    for path in (root, task):
-        for folder in (path, *path.parents):
-            folder.chmod(folder.stat().st_mode | 0o055)
-    os.chown(root, user, user)
-    return user
 
 
 def published(folders: Folders) -> int:
@@ -161,7 +161,8 @@ def complete_in_both(folders: Folders) -> int:
 
 def assert_resumable(folders: Folders, what: str) -> int:
     """The verdict after a kill; returns the iteration that it resumes at."""
-    report = examine_resume(str(folders.actor), str(folders.critic), has_critic=True, deep=True)
+    places = str(folders.actor), str(folders.critic)
+    report = examine_resume(*places, has_critic=True, deep=True, save=places[0], critic_save=places[1])
     assert not report.problems, (what, report.problems)
     iteration = report.decision.iteration or 0
     assert report.decision.verdict == ("resume" if iteration else "cold-start"), what
