@@ -26,7 +26,7 @@ from relax_cli.config.redact import config_dump, placeholder, redacted, scrubbed
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import GROUP, Plugins
 from relax_cli.preflight.check_run import check_run
-from tests.support.cli_app import BUILT_IN
+from tests.support.cli_app import built_in_entries
 
 SECRET = "hunter2-xyzzy"
 URL = f"https://me:{SECRET}@judge.example/v1?access_token={SECRET}&level=2"
@@ -90,8 +90,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Plugins:
     for hook in (relax_estimators, relax_normalize_config, relax_check_config):
         setattr(module, hook.__name__, hook)
     monkeypatch.setitem(sys.modules, "acme_plugin", module)
-    entries = [EntryPoint(name, f"relax_{name}", GROUP) for name in BUILT_IN]
-    return Plugins([*entries, EntryPoint("acme", "acme_plugin", GROUP)])
+    return Plugins([*built_in_entries(), EntryPoint("acme", "acme_plugin", GROUP)])
 
 
 @pytest.fixture

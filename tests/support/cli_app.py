@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 
 from typer.testing import Result
 
@@ -21,6 +21,12 @@ Invoke = Callable[..., Result]
 Process = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def built_in_entries() -> list[EntryPoint]:
+    """Their entry points with their distribution: relax tries the code of others in a process of its own."""
+    found = {entry.name: entry for entry in entry_points(group=GROUP) if entry.value == f"relax_{entry.name}"}
+    return [found[name] for name in BUILT_IN]
+
+
 def built_in_plugins() -> Plugins:
     """The five plugins of this repository."""
-    return Plugins([EntryPoint(name, f"relax_{name}", GROUP) for name in BUILT_IN])
+    return Plugins(built_in_entries())

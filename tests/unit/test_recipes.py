@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,10 @@ from relax_cli.config.layers import Layers
 from relax_cli.config.recipes import bundled_recipes, describe
 from relax_cli.errors import is_about_machine
 from relax_cli.models.spec import known_folder, read_spec
-from relax_cli.plugin.manager import GROUP, Plugins
+from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
 from relax_cli.quickstart.task import prepare
+from tests.support.cli_app import built_in_plugins
 from tests.support.standins import MODELS, prepare_all
 
 ROOT = Path(__file__).parent.parent.parent
@@ -37,7 +37,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def plugins() -> Plugins:
-    return Plugins([EntryPoint(name, f"relax_{name}", GROUP) for name in ESTIMATORS])
+    return built_in_plugins()
 
 
 Checked = Callable[[str], CheckedRun]
