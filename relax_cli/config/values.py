@@ -184,18 +184,28 @@ def _shortened(value: Any) -> str:
 def invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
     """A pydantic error in four parts."""
     section, key, *inside = (str(part) for part in error["loc"])
-    expected = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable")[0]
+    verb, expected = _demand(error["msg"])
     of = f" ({' '.join(inside)})" if inside else ""
     is_resource = key == "resource"
     kind = RESOURCE_JSON if is_resource else INVALID_VALUE
     return kind(
         f"{flag(key)}{of} does not accept this value",
-        fix=_RESOURCE_EXAMPLE if is_resource else f"give {section}.{key} a value that is {expected}",
+        fix=_RESOURCE_EXAMPLE if is_resource else f"give {section}.{key} a value that {verb} {expected}",
         option=flag(key),
         where=origins[f"{section}.{key}"],
         got=_shortened(redacted(section, key, error["input"])),
         expected=expected,
     )
+
+
+def _demand(message: str) -> tuple[str, str]:
+    """What a message of pydantic demands, after `a value that`: `is` and `greater than 0`, `has` and `1 item`."""
+    text = message.removeprefix("Value error, ").partition(", unable")[0]
+    for should, verb in (("should be ", "is"), ("should have ", "has"), ("should match ", "matches")):
+        _, found, demand = text.partition(should)
+        if found:
+            return verb, demand
+    return "is", text
 
 
 def beyond_limits(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str, str, Problem]]:

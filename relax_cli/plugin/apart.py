@@ -14,7 +14,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from relax_cli.errors import Problem, RelaxError
+from relax_cli.errors import EnvironmentFault, Problem, RelaxError, problem_kind
 
 DEADLINE = 120.0
 """Seconds for a module of a user and what it imports, torch included."""
@@ -22,6 +22,14 @@ DEADLINE = 120.0
 
 FEW_THREADS = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2"}
 """Every thread reserves address space."""
+
+
+HELPER_PROCESS = problem_kind(
+    "helper-process-failed",
+    "This machine",
+    "A process in which code or files of others are tried before a launch could not be started: the temporary folder "
+    "cannot be written, or the machine is out of processes or memory.",
+)
 
 
 class Unanswered(Exception):
@@ -39,8 +47,22 @@ def run_apart(
 
     Raises:
         Unanswered: there was no answer in time.
+        EnvironmentFault: the process could not be started.
     """
-    seconds = DEADLINE if deadline is None else deadline
+    try:
+        return _answer(DEADLINE if deadline is None else deadline, most_bytes, function, *arguments)
+    except OSError as error:
+        raise EnvironmentFault(
+            HELPER_PROCESS(
+                f"a helper process could not be started: {error.strerror}",
+                where=str(error.filename or sys.executable),
+                expected="a temporary folder that can be written, and room for one more process",
+                fix="set TMPDIR to such a folder, or end other processes",
+            )
+        ) from error
+
+
+def _answer(seconds: float, most_bytes: int | None, function: str, *arguments: str) -> list[Problem]:
     with tempfile.TemporaryDirectory(prefix="relax-") as folder:
         answer = Path(folder, "answer.json")
         # -P: the working folder is not on the path of a run's processes either.
@@ -86,8 +108,16 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}" if code >= 0 else signal_name(-code)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,12 @@ def test_every_problem_of_every_layer_is_reported_at_once(tmp_path: Path) -> Non
             "give optimizer.lr a value that is a valid number",
         ),
         ("optimizer:\n  lr: -1\n", "invalid-value", 2, "give optimizer.lr a value that is greater than 0"),
+        (
+            "rollout:\n  rollout_stop: ['']\n",
+            "invalid-value",
+            2,
+            "give rollout.rollout_stop a value that has at least 1 character",
+        ),
         ("optimizer:\n  lr: true\n", "invalid-value", 2, "write a number instead of true or false"),
         ("batch:\n  num_rollout: 1.5\n", "invalid-value", 2, None),
         ("run:\n  seed: false\n", "invalid-value", 2, "write a number instead of true or false"),

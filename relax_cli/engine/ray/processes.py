@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import struct
 import sys
 import time
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from relax_cli.plugin.apart import signal_name
 
 STOPPED_SECONDS = 10.0
 """A process stopped (SIGSTOP) for so long counts as lost: everything else waits for it."""
@@ -76,7 +77,7 @@ class ProcessTable:
         if status is None:
             what = UNKNOWN_END
         elif os.WIFSIGNALED(status):
-            what = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+            what = f"killed by {signal_name(os.WTERMSIG(status))}"
         else:
             what = f"exited with code {os.WEXITSTATUS(status)}"
         killed = memory_kills() - self._kills_before
