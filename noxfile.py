@@ -1,4 +1,4 @@
-"""Developer sessions: `nox -s tests`, `lint`, `types`, `quickstart`, `bench`."""
+"""Developer sessions: `nox -s tests`, `lint`, `types`, `docs`, `quickstart`, `bench`."""
 
 import nox
 
@@ -28,6 +28,13 @@ def types(session: nox.Session) -> None:
     """mypy, strict."""
     session.install(*CONSTRAINTS, "-e", ".[dev]")
     session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation site, in build/site; a broken link is an error."""
+    session.install(*CONSTRAINTS, "zensical")
+    session.run("zensical", "build", "--strict")
 
 
 @nox.session

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -38,3 +39,10 @@ def test_every_link_to_a_page_or_heading_works(page: str) -> None:
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             broken += [] if heading in anchors else [target]
     assert broken == []
+
+
+def test_the_navigation_of_the_site_has_every_page() -> None:
+    site = YAML(typ="safe").load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    entries = [entry for section in site["nav"] for entry in next(iter(section.values()))]
+    pages = [page if isinstance(page, str) else next(iter(page.values())) for page in entries]
+    assert sorted(pages) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
