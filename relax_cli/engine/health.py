@@ -16,11 +16,11 @@ class PolicyHealth:
         self.is_alive = True
         """Whether the last rollout was one to learn from."""
         self._best: tuple[float, int] | None = None
-        """Highest mean reward, and its rollout."""
+        """Highest mean reward, and its step."""
         self._dead = 0
         self._skipped = 0
 
-    def observe(self, rollout_id: int, metrics: Mapping[str, float]) -> str | None:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """A warning, when a person should know of it; once for each death."""
         mean = metrics["reward/mean"]
         is_flat = metrics["reward/min"] == metrics["reward/max"]
@@ -28,14 +28,14 @@ class PolicyHealth:
         self.is_alive = not (is_flat and fell) and math.isfinite(mean)
         self._dead = 0 if self.is_alive else self._dead + 1
         if self._best is None or mean > self._best[0]:
-            self._best = (mean, rollout_id)
+            self._best = (mean, step)
         # A rollout of the critic alone has neither.
         all_skipped = metrics.get("actor/skipped_steps", 0) > 0 and metrics["actor/optimizer_steps"] == 0
         self._skipped = self._skipped + 1 if all_skipped else 0
         if self._dead == PATIENCE:
             best, where = self._best
             return (
-                f"every sample of the last {PATIENCE} rollouts got the reward {mean:g}; step {where + 1} had a mean of "
+                f"every sample of the last {PATIENCE} rollouts got the reward {mean:g}; step {where} had a mean of "
                 f"{best:g}: the policy may have died. If so, start again from an earlier pair with a lower --lr"
             )
         if self._skipped == PATIENCE:

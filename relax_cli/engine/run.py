@@ -142,12 +142,12 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
 
 
 def metric_writers(
-    stack: ExitStack, config: Config, run_dir: Path, first: int
+    stack: ExitStack, config: Config, run_dir: Path, done: int
 ) -> list[MetricsWriter | TensorBoardWriter]:
-    """Files that get the metrics of every step from `first` on, open until `stack` closes."""
-    writers: list[MetricsWriter | TensorBoardWriter] = [stack.enter_context(MetricsWriter(run_dir, first))]
+    """Files that get the metrics of every step after `done`, open until `stack` closes."""
+    writers: list[MetricsWriter | TensorBoardWriter] = [stack.enter_context(MetricsWriter(run_dir, done))]
     if config.run.tensorboard:
-        writers.append(stack.enter_context(TensorBoardWriter(run_dir, first)))
+        writers.append(stack.enter_context(TensorBoardWriter(run_dir, done)))
     return writers
 
 
@@ -170,13 +170,13 @@ class Recorder:
     config: Config
     run_dir: Path
 
-    def step(self, rollout_id: int, metrics: dict[str, Any]) -> None:
+    def step(self, step: int, metrics: dict[str, Any]) -> None:
         """See `trainer.Watcher`."""
-        record = {"step": rollout_id, "time": time.time(), **metrics}
+        record = {"step": step, "time": time.time(), **metrics}
         for writer in self.writers:
             writer.write(record)
         self.display.show(record)
-        for warning in self.plugins.step_end(rollout_id, metrics, self.config, self.run_dir):
+        for warning in self.plugins.step_end(step, metrics, self.config, self.run_dir):
             self.warn(f"{warning.message}: {warning.got}")
 
     def warn(self, message: str) -> None:

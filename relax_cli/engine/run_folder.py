@@ -13,6 +13,7 @@ from relax_cli.config.schema import Config
 from relax_cli.config.versions import installed_version
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.preflight.check_run import CheckedRun
+from relax_cli.preflight.completion import RUN_FORMAT
 
 RUN_FOLDER_UNWRITABLE = problem_kind(
     "run-folder-unwritable",
@@ -38,7 +39,8 @@ def run_record(checked: CheckedRun, config: Config) -> dict[str, Any]:
     """What `config.json` of the run folder says; `relax train --recipe config.json` runs it again."""
     versions = {"python": platform.python_version()}
     versions |= {name: found for name in RECORDED_VERSIONS if (found := installed_version(name)) is not None}
-    return {**checked.dump(config), "command": ["relax", "train", *checked.command], "versions": versions}
+    record = {"format": RUN_FORMAT, **checked.dump(config)}
+    return {**record, "command": ["relax", "train", *checked.command], "versions": versions}
 
 
 def new_run_folder(estimator: str) -> Path:

@@ -25,8 +25,8 @@ HEAD_MOVES_WITHIN = 3
 class Watcher(Protocol):
     """Gets every finished step's metrics: files, screen, plugins."""
 
-    def step(self, rollout_id: int, metrics: dict[str, Any]) -> None:
-        """One step is done."""
+    def step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Step `step` is done: the `step`-th rollout of the run."""
 
     def warn(self, message: str) -> None:
         """Something a person should know of during the run."""
@@ -169,7 +169,7 @@ class Trainer:
         self.report.steps += 1
         self.report.seconds += seconds
         self.report.rewards.append(record.metrics["reward/mean"])
-        self.watcher.step(record.rollout_id, metrics)
+        self.watcher.step(record.rollout_id + 1, metrics)
         self._watch_value_head(record)
         self._watch_policy(record)
 
@@ -185,7 +185,7 @@ class Trainer:
 
     def _watch_policy(self, record: StepRecord) -> None:
         """Warn of a policy that has died, and keep the newest pair from before that."""
-        warning = self.health.observe(record.rollout_id, record.metrics)
+        warning = self.health.observe(record.rollout_id + 1, record.metrics)
         if self.health.is_alive and self.config.checkpoint.keep_checkpoints != 1:
             self.saver.good = self.report.saved_iteration
         self.saver.keeps_good = not self.health.is_alive

@@ -56,6 +56,9 @@ def beside(folder: str) -> str:
     return f"{folder.rstrip('/')}-critic"
 
 
+RUN_FORMAT = 2
+"""`format` in the `config.json` of a run folder. Step k is the k-th rollout; without a format, steps began at 0."""
+
 LEFT_BY_A_START = frozenset(
     {".lock", ".config.json.tmp", "config.json", "logs", "metrics.jsonl", "rollouts", "tb", "weights"}
 )
@@ -72,6 +75,15 @@ def has_metrics(run_dir: Path) -> bool:
     """Whether a run has finished a step in this folder."""
     metrics = run_dir / "metrics.jsonl"
     return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def counts_from_zero(run_dir: Path) -> bool:
+    """Whether the steps of this folder's files are numbered from 0, as a version before format 2 wrote them."""
+    try:
+        record = json.loads((run_dir / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return has_metrics(run_dir)
+    return has_metrics(run_dir) and not (isinstance(record, dict) and record.get("format") == RUN_FORMAT)
 
 
 def has_checkpoints(folder: str) -> bool:

@@ -162,7 +162,7 @@ class RolloutRole:
         """Add this worker's samples with per-token numbers to `rollouts/step_*.jsonl`; workers are called in turn."""
         rows = [j.row for j in self.judged]
         fields = self.queue.get(rollout_id, rows, list(step_fields)) if rows and step_fields else {}
-        self.writer.write(rollout_id, (self._record(i, fields) for i in range(len(rows))), append=self.rank > 0)
+        self.writer.write(rollout_id + 1, (self._record(i, fields) for i in range(len(rows))), append=self.rank > 0)
 
     def clear(self, rollout_id: int) -> None:
         """Drop the partition once the last reader is done."""

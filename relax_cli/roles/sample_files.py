@@ -1,4 +1,4 @@
-"""The samples of a run: `rollouts/step_000000.jsonl`, one JSON object per sample."""
+"""The samples of a run: `rollouts/step_000001.jsonl`, one JSON object per sample."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class SampleWriter:
         return path
 
 
-def drop_samples(run_dir: Path, first_step: int) -> None:
-    """Delete sample files of steps at or after `first_step`: an aborted run left them, and they run again."""
+def drop_samples(run_dir: Path, done: int) -> None:
+    """Delete sample files of steps after `done`: an aborted run left them, and they run again."""
     for path in (run_dir / "rollouts").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) >= first_step:
+        if int(path.stem.removeprefix("step_")) > done:
             path.unlink()
 
 

@@ -104,7 +104,7 @@ class StepDisplay:
         self._print(text)
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Show a finished step: `step` (from 0), metrics by name, `phase_seconds`; a dash for what is missing."""
+        """Show a finished step: `step` (from 1), metrics by name, `phase_seconds`; a dash for what is missing."""
         self._measure(record)
         self._records.append(record)
         self.status("")
@@ -122,12 +122,12 @@ class StepDisplay:
         phases = sum(record.get("phase_seconds", {}).values())
         self._durations.append(phases if self._shown_at is None else now - self._shown_at)
         self._shown_at = now
-        left = self._total - record["step"] - 1
+        left = self._total - record["step"]
         self._eta = left * sum(self._durations) / len(self._durations)
 
     def _render(self) -> RenderableType:
         width = self._console.width
-        columns, with_phases = fitting_columns(width, len(_step_text(self._total - 1, self._total)))
+        columns, with_phases = fitting_columns(width, len(_step_text(self._total, self._total)))
         parts: list[RenderableType] = []
         if self._records:
             rows = list(self._records)[-max(1, self._console.height - LINES_AROUND_ROWS) :]
@@ -141,7 +141,7 @@ class StepDisplay:
         parts = []
         if self._records:
             last = self._records[-1]
-            done = last["step"] + 1
+            done = last["step"]
             bar = 20 if self._console.width > 100 else 10
             filled = round(bar * done / self._total)
             parts.append(f"{'━' * filled}{'╌' * (bar - filled)} {100 * done // self._total:3d} %")
@@ -210,7 +210,7 @@ def clock_text(seconds: float | None) -> str:
 
 
 def _step_text(step: int, total: int) -> str:
-    return f"{step + 1:>{len(str(total))}}/{total}"
+    return f"{step:>{len(str(total))}}/{total}"
 
 
 def _table(rows: list[Mapping[str, Any]], total: int, columns: list[_Column], with_phases: bool) -> Table:

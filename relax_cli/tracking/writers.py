@@ -26,21 +26,21 @@ METRICS_FILE = problem_kind(
 class MetricsWriter:
     """Appends one JSON object per step to `metrics.jsonl`; a line is on the disk when `write` returns.
 
-    Opened with the first step that will be written. Later lines and a torn last line are from a run that was
-    aborted after its last checkpoint: they are dropped, since those steps run again.
+    Opened with the number of finished steps. Later lines and a torn last line are from a run that was aborted after
+    its last checkpoint: they are dropped, since those steps run again.
     """
 
-    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, done: int = 0) -> None:
         """Open the file, which may not exist yet.
 
         Raises:
-            ResumeError: its last step is before `first_step - 1`, or it is not a metrics file.
+            ResumeError: its last step is before step `done`, or it is not a metrics file.
         """
         self._path = run_dir / "metrics.jsonl"
-        self._next_step = first_step
+        self._next_step = done + 1
         if self._path.exists():
             text = _text_of(self._path)
-            kept = _lines_before(first_step, text, self._path)
+            kept = _lines_of(done, text, self._path)
             if kept != text:
                 replace_file(self._path, kept)
         self._file = self._path.open("a", encoding="utf-8")
@@ -76,10 +76,10 @@ class MetricsWriter:
 class TensorBoardWriter:
     """Scalars for TensorBoard in `tb/`; needs the `tensorboard` extra."""
 
-    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, done: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run_dir / "tb"), purge_step=first_step or None)
+        self._writer: Any = SummaryWriter(str(run_dir / "tb"), purge_step=done + 1 if done else None)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write every number of a step's record, numbers of nested objects as `outer/inner`."""
@@ -113,8 +113,8 @@ def _text_of(path: Path) -> str:
         raise _bad_metrics(path, str(error), "a text file with one JSON object per line") from None
 
 
-def _lines_before(first_step: int, text: str, path: Path) -> str:
-    """The complete lines of steps before `first_step`, which must be consecutive and end just before it."""
+def _lines_of(done: int, text: str, path: Path) -> str:
+    """The complete lines of the first `done` steps, which must be consecutive."""
     kept: list[str] = []
     last_step: int | None = None
     # Without its newline the last piece is a torn line, or nothing.
@@ -124,10 +124,10 @@ def _lines_before(first_step: int, text: str, path: Path) -> str:
             expected = "a step's metrics" if last_step is None else f"the metrics of step {last_step + 1}"
             raise _bad_metrics(path, line[:60], expected, number)
         last_step = step
-        if step < first_step:
+        if step <= done:
             kept.append(line + "\n")
-    if kept and last_step is not None and last_step < first_step - 1:
-        raise _bad_metrics(path, f"last step {last_step}", f"last step {first_step - 1} or later")
+    if kept and last_step is not None and last_step < done:
+        raise _bad_metrics(path, f"last step {last_step}", f"last step {done} or later")
     return "".join(kept)
 
 

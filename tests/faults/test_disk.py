@@ -141,7 +141,7 @@ def test_a_full_run_folder_ends_the_run_clearly_and_it_resumes(
 ) -> None:
     run_dir, filler = small_disk.root / "saves" / "run", small_disk.root / "saves" / "filler"
     moved = ["--run-dir", str(run_dir), "--num-rollout", "3", "--keep-checkpoints", "1"]
-    fault = (f"stay-full {filler}", "run/rollouts/step_000001", 1)
+    fault = (f"stay-full {filler}", "run/rollouts/step_000002", 1)
     ended = zygote.run(small_disk.root, arguments(fault_task, small_disk, *moved), fault=fault)
     assert ended.code == 1, ended.err
     assert "Traceback" not in ended.err
@@ -158,7 +158,7 @@ PLACES = {
     "config": "run/.config.json.tmp",
     "metrics": "run/metrics.jsonl",
     "folder-of-samples": "run/rollouts",
-    "samples": "run/rollouts/step_000000",
+    "samples": "run/rollouts/step_000001",
 }
 
 
@@ -182,7 +182,7 @@ def test_a_run_that_failed_before_its_first_step_starts_again(
 def test_a_run_folder_that_goes_away_is_named_with_a_way_on(zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
     folders = Folders(tmp_path)
     argv = arguments(fault_task, folders, "--num-rollout", "3")
-    ended = zygote.run(tmp_path, argv, fault=(f"move {folders.run}", "run/rollouts/step_000001", 1))
+    ended = zygote.run(tmp_path, argv, fault=(f"move {folders.run}", "run/rollouts/step_000002", 1))
     assert ended.code == 1, ended.err
     assert "[run-folder-failed]" in ended.err
     assert "removed or renamed" in ended.err

@@ -19,7 +19,7 @@ LATER = range(70, 320)
 
 def assert_equal(folders: Folders, straight: Folders, what: list[str]) -> None:
     """Every metric of every step and every sampled token, once."""
-    assert [m["step"] for m in folders.metrics()] == list(range(STEPS)), what
+    assert [m["step"] for m in folders.metrics()] == list(range(1, STEPS + 1)), what
     assert folders.metrics() == straight.metrics(), what
     assert folders.samples() == straight.samples(), what
 

@@ -72,7 +72,7 @@ def test_a_reward_servers_password_is_in_no_file_or_screen(
     assert '"reward.rm_url=${RELAX_RM_URL:?' in lines
 
     files = [path for folder in ("run", "actor") for path in (tmp_path / folder).rglob("*") if path.is_file()]
-    assert {"config.json", "metrics.jsonl", "step_000000.jsonl", "relax.json"} <= {path.name for path in files}
+    assert {"config.json", "metrics.jsonl", "step_000001.jsonl", "relax.json"} <= {path.name for path in files}
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
     shown = "".join([screen.getvalue(), lines, *capsys.readouterr()])
     assert "127.0.0.1" in (tmp_path / "run" / "config.json").read_text()

@@ -72,7 +72,7 @@ def test_three_ppo_steps_give_finite_metrics_and_resume(model: Path, tmp_path: P
     command += ["--run-dir", str(tmp_path / "run")]
     subprocess.run([*command, "--num-rollout", "3"], check=True, timeout=900)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [0, 1, 2]
+    assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
         numbers = [v for v in step.values() if isinstance(v, int | float)]
         assert all(math.isfinite(v) for v in numbers)

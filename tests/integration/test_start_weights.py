@@ -290,7 +290,7 @@ def test_a_critic_may_begin_from_its_actor(task: Path, pair: Path, tmp_path: Pat
 
     resumed = ppo(task, tmp_path / "resumed", **load, **{"critic.critic_load": str(pair / "critic")})
     anew = ppo(task, tmp_path / "anew", **load, **{"critic.critic_init_from_actor": True})
-    assert [step["step"] for step in anew.metrics] == [1]
+    assert [step["step"] for step in anew.metrics] == [2]
     # The actor is the same, and so are its samples; the critic has forgotten what it knew.
     assert [row["response"] for row in anew.samples[-1]] == [row["response"] for row in resumed.samples[-1]]
     assert anew.metrics[0]["value_loss"] != resumed.metrics[0]["value_loss"]

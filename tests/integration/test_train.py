@@ -85,7 +85,7 @@ def overlapped_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Inte
 
 
 def test_ray_and_local_launchers_give_identical_metrics(local_run: Path, ray_run: Interrupted) -> None:
-    assert [m["step"] for m in read_metrics(local_run)] == [0, 1, 2, 3]
+    assert [m["step"] for m in read_metrics(local_run)] == [1, 2, 3, 4]
     assert read_metrics(ray_run.out)[:3] == read_metrics(local_run)[:3]
 
 
@@ -116,7 +116,7 @@ def test_engine_and_trainer_agree_on_log_probabilities(
 
 
 def test_samples_have_token_ids_and_per_token_numbers(local_run: Path) -> None:
-    rows = [json.loads(line) for line in (local_run / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (local_run / "run/rollouts/step_000002.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(32))
     for row in rows:
         length = len(row["response_token_ids"])

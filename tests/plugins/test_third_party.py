@@ -149,7 +149,7 @@ def test_the_good_one_trains_on_ray_found_by_name(python: str, task: Path, tmp_p
     assert config["config"]["rloo"] == {"rloo_max_ratio": 5.0}
     assert config["origins"]["rloo.rloo_max_ratio"] == "--rloo-max-ratio"
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [0, 1]
+    assert [step["step"] for step in steps] == [1, 2]
     assert all(step["actor/grad_norm"] > 0 for step in steps)
     assert not any(name.startswith("critic/") for name in steps[0])
 

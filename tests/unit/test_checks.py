@@ -180,7 +180,21 @@ def test_a_used_run_folder_is_refused_unless_resumed(make: Callable[..., Config]
     (problem,) = problems_of(config)
     assert problem.id == "run-dir-in-use"
     assert problem.fix.startswith("--run-dir run-2")
+    (folder / "config.json").write_text('{"format": 2}')
     assert ids(make(run__run_dir="run", checkpoint__load="a")) == []
+
+
+@pytest.mark.parametrize("record", ['{"config": {}}', "torn", None])
+def test_a_folder_that_counts_from_zero_is_not_continued(make: Callable[..., Config], record: str | None) -> None:
+    folder = Path("run")
+    folder.mkdir()
+    config = make(run__run_dir="run", checkpoint__load="a")
+    if record is not None:
+        (folder / "config.json").write_text(record)
+    assert ids(config) == [], "no step has finished in it"
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    (problem,) = problems_of(config)
+    assert (problem.id, problem.fix) == ("old-step-numbers", "--run-dir run-2")
 
 
 @pytest.mark.parametrize("option", ["run__run_dir", "checkpoint__save", "critic__critic_save"])

@@ -84,6 +84,6 @@ def test_a_missing_flush_is_noticed(what: str, tmp_path: Path, monkeypatch: pyte
 def test_metrics_and_samples_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = LossyDisk(monkeypatch, "")
     with MetricsWriter(tmp_path) as metrics:
-        path = SampleWriter(tmp_path).write(0, [{"reward": 1.0}])
-        metrics.write({"step": 0})
+        path = SampleWriter(tmp_path).write(1, [{"reward": 1.0}])
+        metrics.write({"step": 1})
     assert {path.parent, path, tmp_path, tmp_path / "metrics.jsonl"} <= disk.flushed

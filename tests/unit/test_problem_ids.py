@@ -292,9 +292,9 @@ def test_queue_timeout() -> None:
 
 def test_metrics_file(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 0})
-    with MetricsWriter(tmp_path, 1) as writer:
         writer.write({"step": 1})
+    with MetricsWriter(tmp_path, 1) as writer:
+        writer.write({"step": 2})
     assert problem_of(MetricsWriter, tmp_path, 5).id == "metrics-file"
 
 

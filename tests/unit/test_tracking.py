@@ -24,7 +24,7 @@ from relax_cli.tracking.plots import curve
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
 
 FULL = {
-    "step": 11,
+    "step": 12,
     "reward/mean": 0.71,
     "response_len/mean": 2.9,
     "value_loss": 0.12,
@@ -57,62 +57,62 @@ def steps_in(folder: Path) -> list[int]:
 
 def test_every_step_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 0, "pg_loss": 0.5, "phase_seconds": {"rollout": 1.5}})
+        writer.write({"step": 1, "pg_loss": 0.5, "phase_seconds": {"rollout": 1.5}})
         text = (tmp_path / "metrics.jsonl").read_text()
-    assert text == '{"step": 0, "pg_loss": 0.5, "phase_seconds": {"rollout": 1.5}}\n'
+    assert text == '{"step": 1, "pg_loss": 0.5, "phase_seconds": {"rollout": 1.5}}\n'
 
 
 def test_numbers_json_does_not_know_become_null(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 0, "a": math.nan, "deep": {"b": -math.inf}, "list": [1.0, math.inf]})
+        writer.write({"step": 1, "a": math.nan, "deep": {"b": -math.inf}, "list": [1.0, math.inf]})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
-        "step": 0,
+        "step": 1,
         "a": None,
         "deep": {"b": None},
         "list": [1.0, None],
     }
 
 
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("step", [1, 3])
 def test_a_step_that_repeats_or_skips_is_refused(tmp_path: Path, step: int) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 0})
-        with pytest.raises(AssertionError, match="step 1 is due"):
+        writer.write({"step": 1})
+        with pytest.raises(AssertionError, match="step 2 is due"):
             writer.write({"step": step})
-    assert steps_in(tmp_path) == [0]
+    assert steps_in(tmp_path) == [1]
 
 
 def test_resuming_drops_what_an_aborted_run_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "run": 1}}\n' for step in range(5)) + '{"step": 5, "ru')
-    with MetricsWriter(tmp_path, first_step=3) as writer:
-        writer.write({"step": 3, "run": 2})
+    path.write_text("".join(f'{{"step": {step}, "run": 1}}\n' for step in range(1, 6)) + '{"step": 6, "ru')
+    with MetricsWriter(tmp_path, done=3) as writer:
+        writer.write({"step": 4, "run": 2})
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(r["step"], r["run"]) for r in records] == [(0, 1), (1, 1), (2, 1), (3, 2)]
+    assert [(r["step"], r["run"]) for r in records] == [(1, 1), (2, 1), (3, 1), (4, 2)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_torn_line_just_before_the_resumed_step_is_a_gap(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
     with pytest.raises(ResumeError) as caught:
-        MetricsWriter(tmp_path, first_step=2)
-    assert caught.value.problems[0].got == "last step 0"
+        MetricsWriter(tmp_path, done=2)
+    assert caught.value.problems[0].got == "last step 1"
 
 
 def test_resuming_in_a_new_folder_begins_at_the_resumed_step(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, first_step=7) as writer:
+    with MetricsWriter(tmp_path, done=6) as writer:
         writer.write({"step": 7})
-    with MetricsWriter(tmp_path, first_step=8) as writer:
+    with MetricsWriter(tmp_path, done=7) as writer:
         writer.write({"step": 8})
     assert steps_in(tmp_path) == [7, 8]
 
 
 @pytest.mark.parametrize("line", ["garbage", '{"step": 4}', "[1]", '{"loss": 1}', "[" * 100_000, "null", "1" * 5000])
 def test_a_damaged_metrics_file_is_refused_by_line(tmp_path: Path, line: str) -> None:
-    text = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'
+    text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(ResumeError) as caught:
-        MetricsWriter(tmp_path, first_step=3)
+        MetricsWriter(tmp_path, done=3)
     assert caught.value.problems[0].where == f"{tmp_path / 'metrics.jsonl'}:2"
     assert (tmp_path / "metrics.jsonl").read_text() == text
 
@@ -125,7 +125,7 @@ def test_a_metrics_file_that_is_not_text_is_refused(tmp_path: Path, content: byt
     else:
         path.write_bytes(content)
     with pytest.raises(ResumeError) as caught:
-        MetricsWriter(tmp_path, first_step=1)
+        MetricsWriter(tmp_path, done=1)
     (problem,) = caught.value.problems
     assert (problem.id, problem.where, problem.fix) == ("metrics-file", str(path), f"--run-dir {tmp_path}-2")
 
@@ -136,8 +136,8 @@ import sys
 from pathlib import Path
 from relax_cli.tracking.writers import MetricsWriter, write_config
 folder = Path(sys.argv[1])
-for step in (0, 1):
-    with MetricsWriter(folder, step) as writer:
+for step in (1, 2):
+    with MetricsWriter(folder, step - 1) as writer:
         writer.write({"step": step, "reward/part/\u00fc": 1.0})
 write_config(folder, {"name": "\u00fc"})
 """
@@ -170,10 +170,10 @@ def test_a_second_worker_adds_to_the_samples_of_a_step(tmp_path: Path) -> None:
 
 def test_resuming_deletes_samples_of_steps_that_run_again(tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path)
-    for step in range(4):
+    for step in range(1, 5):
         writer.write(step, [])
     drop_samples(tmp_path, 2)
-    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000000.jsonl", "step_000001.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
 
 
 def test_the_configuration_is_written_as_it_was_dumped(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_tensorboard_gets_the_numbers_of_a_record(tmp_path: Path) -> None:
     events = events_module.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert events.Scalars("phase_seconds/critic")[0].value == pytest.approx(0.3)
-    assert events.Scalars("value_loss")[0].step == 11
+    assert events.Scalars("value_loss")[0].step == 12
 
 
 # --- lines ---------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_off_a_terminal_there_is_one_plain_line_per_step() -> None:
         display.status("starting Ray")
         display.status("starting Ray")
         display.note("held-out [bold] 0.46")
-        for step in range(3):
+        for step in range(1, 4):
             clock.now += 2.0
             display.status("rollout")
             display.show(CRITIC_ONLY | {"step": step})
@@ -257,9 +257,9 @@ def test_time_left_ignores_start_up_and_follows_the_last_steps() -> None:
     out = io.StringIO()
     display = StepDisplay(Console(file=out, width=200, _environ={}), 10, clock=clock)
     clock.now += 60.0
-    display.show({"step": 0, "phase_seconds": {"rollout": 2.0}})
-    clock.now += 4.0
     display.show({"step": 1, "phase_seconds": {"rollout": 2.0}})
+    clock.now += 4.0
+    display.show({"step": 2, "phase_seconds": {"rollout": 2.0}})
     etas = [line.split()[3] for line in out.getvalue().splitlines()]
     assert etas == ["00:18", "00:24"]
 
@@ -268,7 +268,7 @@ def test_time_left_ignores_start_up_and_follows_the_last_steps() -> None:
 def test_the_table_fits_the_terminal_and_keeps_what_matters(width: int) -> None:
     console = terminal(width, height=12)
     display = StepDisplay(console, 40)
-    for step in range(12):
+    for step in range(1, 13):
         display.show(FULL | {"step": step})
     display.status("critic")
     lines = picture(display, console)
@@ -307,7 +307,7 @@ def test_a_terminal_shows_the_phase_and_its_seconds() -> None:
     display.phase("rollout")
     clock.now += 3.0
     assert picture(display, console) == ["generating … 3 s"]
-    display.show(FULL | {"step": 0})
+    display.show(FULL | {"step": 1})
     display.phase("actor")
     clock.now += 24.4
     assert picture(display, console)[-1].endswith("training the actor … 24 s")
@@ -317,7 +317,7 @@ def test_phases_take_no_line_off_a_terminal() -> None:
     out = io.StringIO()
     display = StepDisplay(Console(file=out, width=80, _environ={}), 4)
     display.phase("rollout")
-    display.show(FULL | {"step": 0})
+    display.show(FULL | {"step": 1})
     assert len(out.getvalue().splitlines()) == 1
 
 
@@ -325,7 +325,7 @@ def test_phases_take_no_line_off_a_terminal() -> None:
 def test_the_cursor_comes_back_after_an_interruption(error: Callable[[], BaseException]) -> None:
     console = terminal(80)
     with pytest.raises(BaseException) as caught, StepDisplay(console, 4) as display:  # noqa: PT011, PT012
-        display.show(FULL | {"step": 0})
+        display.show(FULL | {"step": 1})
         raise error()
     assert type(caught.value) is error
     out = console.file.getvalue()  # type: ignore[attr-defined]

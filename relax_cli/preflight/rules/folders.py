@@ -9,7 +9,7 @@ from pathlib import Path
 from relax_cli.checkpoint.resume_problems import RUN_DIR_IN_USE, SAVE_IN_USE
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection, RunSection
 from relax_cli.errors import MACHINE_THEME
-from relax_cli.preflight.completion import beside, has_checkpoints, holds_a_run
+from relax_cli.preflight.completion import beside, counts_from_zero, has_checkpoints, holds_a_run
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Folders and checkpoints"
@@ -47,6 +47,19 @@ def run_dir_in_use(run: RunSection, checkpoint: CheckpointSection) -> Found:
             got=str(run.run_dir),
             expected="a new or empty folder",
             fix=f"--run-dir {unused_name(str(run.run_dir))}{resume}",
+        )
+
+
+@rule("old-step-numbers", THEME, option="--run-dir", needs="files")
+def old_step_numbers(run: RunSection, checkpoint: CheckpointSection) -> Found:
+    """The run folder numbers its steps from 0, as an earlier version did. Steps begin at 1 now, and one folder does not
+    mix both: the run is resumed into another folder."""
+    if run.run_dir is not None and checkpoint.load is not None and counts_from_zero(Path(run.run_dir)):
+        yield Finding(
+            "the steps in the run folder are numbered from 0, as an earlier version of relax did",
+            got=run.run_dir,
+            expected="a new folder, or one whose steps begin at 1",
+            fix=f"--run-dir {unused_name(run.run_dir)}",
         )
 
 
