@@ -1,0 +1,90 @@
+"""Functions of users, called next to the main thread: several at a time, each with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+from relax_cli.plugin.user_code import UserCodeError
+from relax_cli.plugin.user_deadline import GRACE, TookTooLong
+
+
+def started_loop(name: str) -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own, which ends with the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+    return loop
+
+
+class UserCalls:
+    """Synchronous functions get a thread for each call; what is awaited runs on one loop, as its authors expect."""
+
+    def __init__(self, seconds: float) -> None:
+        """Args:
+        seconds: deadline of a call.
+        """
+        self._seconds = seconds
+        self._loop = started_loop("relax-user-loop")
+        self._running = 0
+
+    async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns. Awaited on a loop that runs no code of users.
+
+        Raises:
+            UserCodeError: it raised anything, or took too long.
+        """
+        outcome: Future[Any] = Future()
+        outcome.set_running_or_notify_cancel()
+        self._watch(+1)
+        threading.Thread(target=self._run, args=(outcome, function, arguments), daemon=True).start()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(outcome), self._seconds)
+        except TimeoutError:
+            late = TookTooLong(f"no result after {self._seconds:g} s")
+            raise UserCodeError(late) from late
+        finally:
+            self._watch(-1)
+
+    def close(self) -> None:
+        """Stop the loop; what still runs there ends with the process."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, outcome: Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            result = function(*arguments)
+            if not inspect.isawaitable(result):
+                outcome.set_result(result)
+                return
+        except BaseException as error:  # noqa: BLE001 - also what ends a process must not end it here
+            outcome.set_exception(_blamed(error))
+            return
+        asyncio.run_coroutine_threadsafe(_settle(outcome, result), self._loop)
+
+    def _watch(self, change: int) -> None:
+        """Code that never returns to Python, such as a regular expression without end, is ended with its process."""
+        self._running += change
+        if sys.__stderr__ is None:
+            return
+        if self._running:
+            faulthandler.dump_traceback_later(self._seconds + GRACE, exit=True, file=sys.__stderr__)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+
+async def _settle(outcome: Future[Any], result: Awaitable[Any]) -> None:
+    try:
+        outcome.set_result(await result)
+    except BaseException as error:  # noqa: BLE001 - SystemExit would end the loop of all others
+        outcome.set_exception(_blamed(error))
+
+
+def _blamed(error: BaseException) -> UserCodeError:
+    blamed = UserCodeError(error)
+    blamed.__cause__ = error
+    return blamed

@@ -1,0 +1,116 @@
+"""`FILE.py:name`: a function or class from a file of the user's."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_cli.errors import ConfigError, ProblemKind
+from relax_cli.plugin.settings_kept import settings_kept
+from relax_cli.plugin.user_code import UserCodeError, from_here, user_code
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """What an option takes from a file, and how its problems are called."""
+
+    what: str
+    """`reward`, for messages and the name of the module."""
+    option: str
+    noun: str
+    """What the file defines: `function` or `class`."""
+    example: str
+    """Of the option's value."""
+    expected: str
+    syntax: ProblemKind
+    file: ProblemKind
+    missing: ProblemKind
+    """The file has no such name."""
+    broken: ProblemKind
+    """It fails to import, or is not what is needed."""
+
+    def find(self, spec: str, is_listed: Callable[[Any], bool]) -> Any:
+        """What `spec` names, after the file was imported.
+
+        Args:
+            is_listed: whether a value of the file could have been meant, for messages.
+
+        Raises:
+            ConfigError: the file is missing or fails to import, or has no such name.
+        """
+        path, separator, name = spec.rpartition(":")
+        file = Path(path)
+        if not separator or not path or not name.isidentifier():
+            what = f"{spec!r} is not FILE.py:{self.noun}"
+            raise ConfigError(self.syntax(what, expected=self.expected, fix=f"{self.option} {self.example}"))
+        if not file.is_file():
+            raise self._error(self.file, f"the {self.what} file does not exist", path, got=path)
+        module = self._import(file)
+        if name not in module:
+            listed = [key for key, value in module.items() if is_listed(value) and not key.startswith("_")]
+            fix = f"{self.option} {path}:{listed[0]}" if len(listed) == 1 else f"define {name} in {path}"
+            what = f"the {self.what} file has no {self.noun} {name!r}"
+            got = ", ".join(listed) or f"no {self.noun}"
+            raise ConfigError(self.missing(what, where=path, got=got, expected=self.expected, fix=fix))
+        return module[name]
+
+    def raised(self, what: str, error: UserCodeError, path: str) -> ConfigError:
+        """The error of a file whose code failed; `what` happened then."""
+        kind = self.file if isinstance(error.__cause__, SyntaxError) else self.broken
+        got = " → ".join(f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in error.frames[-4:])
+        fix = f"correct {path}; `python {path}` shows the whole traceback"
+        where = from_here(error.place) or path
+        return ConfigError(kind(f"{what}: {error.reason}", where=where, got=got, expected=self.expected, fix=fix))
+
+    def _import(self, file: Path) -> dict[str, Any]:
+        module_name = f"relax_custom_{self.what}_{file.stem}"
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        if spec is None or spec.loader is None:
+            raise self._error(self.file, f"the {self.what} file is not Python", str(file), got=file.name)
+        module = importlib.util.module_from_spec(spec)
+        # Dataclasses and pickle look a class's module up by name.
+        sys.modules[module_name] = module
+        folder = str(file.resolve().parent)
+        # As for `python FILE.py`: the file's neighbours come first while it is imported. For imports inside its
+        # functions they come last afterwards, so that they hide no module that relax imports then.
+        sys.path.insert(0, folder)
+        try:
+            with user_code(passes=()), settings_kept():
+                spec.loader.exec_module(module)
+        except UserCodeError as error:
+            del sys.modules[module_name]
+            raise self.raised(f"the {self.what} file fails to import", error, str(file)) from error
+        finally:
+            sys.path.remove(folder)
+            if folder not in sys.path:
+                sys.path.append(folder)
+        return vars(module)
+
+    def _error(self, kind: ProblemKind, message: str, path: str, *, got: str) -> ConfigError:
+        fix = f"{self.option} {path}:{self.noun}, with a file that exists"
+        return ConfigError(kind(message, where=path, got=got, expected=self.expected, fix=fix))
+
+
+def signature_of(target: Any) -> str:
+    """`(self, row)`; `(…)` for what has none that Python knows."""
+    try:
+        return str(inspect.signature(target))
+    except (TypeError, ValueError):
+        return "(…)"
+
+
+def accepts(target: Any, *arguments: Any) -> bool:
+    """Whether a callable takes these positional arguments."""
+    try:
+        inspect.signature(target).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        # Functions of C have no signature.
+        return True
+    return True
