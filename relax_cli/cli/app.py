@@ -9,8 +9,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,10 +20,9 @@ from typer.core import TyperGroup
 
 from relax_cli.cli.console import Output, is_debug, stdout_for_results
 from relax_cli.cli.help import CONTEXT, EXAMPLES
-from relax_cli.errors import ConfigError, ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
+from relax_cli.errors import ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
 
 if TYPE_CHECKING:
-    from relax_cli.config.schema import Config
     from relax_cli.plugin.manager import Plugins
 
 PACKAGE = Path(__file__).parent.parent
@@ -35,73 +34,19 @@ CODE_EXITED = problem_kind(
 HELP = "Reinforcement-learning post-training of language models."
 
 
-@dataclass(frozen=True)
-class SubCommand:
-    """A sub-command that is not imported yet."""
-
-    summary: str
-    """Its line in `relax --help`; a test compares it with the command's own text."""
-    register: Callable[[typer.Typer, Plugins], object]
-    """Imports the command and adds it to an application."""
-
-
-def _quickstart(app: typer.Typer, plugins: Plugins) -> None:
-    from relax_cli.cli.quickstart import quickstart_command
-
-    app.command("quickstart")(quickstart_command(plugins))
-
-
-def _train(app: typer.Typer, plugins: Plugins) -> None:
-    from relax_cli.cli.options import ConfigCommand
-    from relax_cli.cli.train import train_command
-
-    app.command("train", cls=ConfigCommand)(train_command(_model(plugins), plugins))
-
-
-def _validate_config(app: typer.Typer, plugins: Plugins) -> None:
-    from relax_cli.cli.options import ConfigCommand
-    from relax_cli.cli.validate import validate_command
-
-    app.command("validate-config", cls=ConfigCommand)(validate_command(_model(plugins), plugins))
-
-
-def _doctor(app: typer.Typer, plugins: Plugins) -> None:
-    from relax_cli.cli.doctor import doctor_command
-
-    app.command("doctor")(doctor_command(plugins))
-
-
-def _plugins(app: typer.Typer, plugins: Plugins) -> None:
-    from relax_cli.cli.plugins import plugins_app
-
-    app.add_typer(plugins_app(plugins), name="plugins")
-
-
-def _recipes(app: typer.Typer, plugins: Plugins) -> None:
-    from relax_cli.cli import recipes
-
-    app.add_typer(recipes.app, name="recipes")
-
-
-def _checkpoint(app: typer.Typer, plugins: Plugins) -> None:
-    from relax_cli.cli import checkpoint
-
-    app.add_typer(checkpoint.app, name="checkpoint")
-
-
 COMMANDS = {
-    "quickstart": SubCommand(
-        "Teach a tiny model two-digit addition with PPO on this CPU, in a few minutes.", _quickstart
-    ),
-    "train": SubCommand("Train a model.", _train),
-    "validate-config": SubCommand(
-        "Check a configuration without Ray or a GPU, and show what its run will do.", _validate_config
-    ),
-    "doctor": SubCommand("Check this machine: versions, imports, devices, memory, disk, plugins.", _doctor),
-    "plugins": SubCommand("Estimator and reward plugins.", _plugins),
-    "recipes": SubCommand("Recipes: ready configurations for `relax train --recipe`.", _recipes),
-    "checkpoint": SubCommand("Checkpoints: what a run would resume from, and whether they are whole.", _checkpoint),
+    "quickstart": "Teach a tiny model two-digit addition with PPO on this CPU, in a few minutes.",
+    "train": "Train a model.",
+    "validate-config": "Check a configuration without Ray or a GPU, and show what its run will do.",
+    "doctor": "Check this machine: versions, imports, devices, memory, disk, plugins.",
+    "plugins": "Estimator and reward plugins.",
+    "recipes": "Recipes: ready configurations for `relax train --recipe`.",
+    "checkpoint": "Checkpoints: what a run would resume from, and whether they are whole.",
 }
+"""Sub-commands in the order of `relax --help`, each with its line there, which a test compares with the command's own.
+
+The module of that name in this folder has `register(app, plugins)`, which adds the command to an application.
+"""
 
 
 class LazyCommands(MutableMapping[str, Any]):
@@ -113,10 +58,13 @@ class LazyCommands(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._loaded:
+            if name not in COMMANDS:
+                raise KeyError(name)
             holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
             # A plugin that prints when it is imported does not do so among the results.
             with stdout_for_results():
-                COMMANDS[name].register(holder, self._plugins())
+                module = import_module(f"relax_cli.cli.{name.replace('-', '_')}")
+                module.register(holder, self._plugins())
             self._loaded[name] = typer.main.get_group(holder).commands[name]
         return self._loaded[name]
 
@@ -157,7 +105,7 @@ class RelaxGroup(TyperGroup):
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """The list of sub-commands, without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 def build_app(plugins: Plugins | None = None) -> typer.Typer:
@@ -227,18 +175,6 @@ def _print_version(wanted: bool) -> None:
 
         print(f"relax {version('relax-cli')}")
         raise typer.Exit()
-
-
-def _model(plugins: Plugins) -> type[Config]:
-    """The configuration model for the options of `train`."""
-    from relax_cli.config.schema import Config
-    from relax_cli.plugin.config_model import config_model
-
-    try:
-        return config_model(plugins.estimators().values())
-    except ConfigError:
-        # Two plugins that clash must not take `relax plugins list` away; `train` raises this when it runs.
-        return Config
 
 
 def _exit_code(end: SystemExit) -> int:

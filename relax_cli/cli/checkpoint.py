@@ -25,6 +25,7 @@ from relax_cli.cli.help import CommandGroup
 from relax_cli.cli.report import decision_dict
 from relax_cli.errors import ConfigError, ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
+from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.rules.model import model_folder_missing
 
 app = typer.Typer(
@@ -284,3 +285,8 @@ def as_text(report: ResumeReport, fit: ModelFit) -> str:
     if report.decision.verdict == "weights-only" and report.decision.critic is None:
         lines.append("a critic, where the run has one, takes the same weights and a new value head")
     return "\n".join(lines)
+
+
+def register(parent: typer.Typer, plugins: Plugins) -> None:
+    """Add the sub-commands of `relax checkpoint` to an application."""
+    parent.add_typer(app, name="checkpoint")

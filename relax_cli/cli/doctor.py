@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +17,10 @@ if TYPE_CHECKING:
 Timeout = Annotated[float, typer.Option("--timeout", min=1, help="seconds that one part may take to import")]
 
 
-def doctor_command(plugins: Plugins) -> Callable[..., None]:
-    """The command function."""
+def register(app: typer.Typer, plugins: Plugins) -> None:
+    """Add the command to an application."""
 
+    @app.command("doctor")
     def doctor(ctx: typer.Context, timeout: Timeout = 180.0, fmt: FormatOption = Format.TEXT) -> None:
         """Check this machine: versions, imports, devices, memory, disk, plugins. Exit code 0, or 4 with problems."""
         # Here, because what it imports would slow every other command down.
@@ -33,5 +33,3 @@ def doctor_command(plugins: Plugins) -> Callable[..., None]:
         data = [{name: scrubbed(text) for name, text in asdict(check).items()} for check in checks]
         output.result({"ok": ok, "checks": data}, as_text(checks))
         raise typer.Exit(ExitCode.OK if ok else ExitCode.ENVIRONMENT)
-
-    return doctor

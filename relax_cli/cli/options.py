@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated, Any
@@ -13,14 +14,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperOption
 
-from relax_cli.cli.console import LAYERS_PANEL, Format, Output
+from relax_cli.cli.console import LAYERS_PANEL, Format, FormatOption, Output, output_of
+from relax_cli.cli.report import show
 from relax_cli.cli.words import word_problems
-from relax_cli.config.model import base_type, choices, flag, section_model
+from relax_cli.config.layers import Layers
+from relax_cli.config.model import base_type, choices, flag, options_by_name, section_model
 from relax_cli.config.recipes import bundled_recipes
 from relax_cli.config.schema import Config
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
-from relax_cli.errors import ConfigError
-from relax_cli.plugin.manager import installed_plugins, load_plugins
+from relax_cli.errors import ConfigError, ExitCode
+from relax_cli.plugin.config_model import config_model
+from relax_cli.plugin.manager import Plugins, installed_plugins, load_plugins
 
 Recipes = Annotated[
     list[str] | None,
@@ -187,18 +191,51 @@ def option_flags(model: type[Config]) -> list[str]:
     return sorted(flags)
 
 
-def with_options(model: type[Config]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: replaces the `**flags` of a command function by the options of the model."""
+def config_command(app: typer.Typer, name: str, plugins: Plugins) -> Callable[[Callable[..., ExitCode]], None]:
+    """Decorator: adds the function to `app` as the command `name`, with an option for every field of the configuration.
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(function, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        parameters = [*own, *option_parameters(model)]
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        function.__annotations__ = {p.name: p.annotation for p in parameters}
-        return function
+    It is called with the layers that were given, the output, and the options that it declares itself, and returns the
+    exit code.
+    """
+    model = _model(plugins)
 
-    return decorate
+    def add(function: Callable[..., ExitCode]) -> None:
+        def command(
+            ctx: typer.Context,
+            *,
+            recipe: Recipes = None,
+            set_values: Overrides = None,
+            fmt: FormatOption = Format.TEXT,
+            show_config: ShowConfig = False,
+            **given: Any,
+        ) -> None:
+            output = output_of(ctx, fmt)
+            flags = {name: given.pop(name) for name in options_by_name(model)}
+            layers = Layers(recipe or (), os.environ, set_values or (), flags)
+            if show_config:
+                show(plugins, layers, output)
+            else:
+                raise typer.Exit(function(layers, output, **given))
+
+        shared = inspect.signature(command, eval_str=True).parameters.values()
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [p for p in shared if p.kind is not p.VAR_KEYWORD]
+        parameters += [p for p in own if p.kind is p.KEYWORD_ONLY]
+        parameters += option_parameters(model)
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        command.__doc__ = function.__doc__
+        app.command(name, cls=ConfigCommand)(command)
+
+    return add
+
+
+def _model(plugins: Plugins) -> type[Config]:
+    try:
+        return config_model(plugins.estimators().values())
+    except ConfigError:
+        # Two plugins that clash must not take `relax plugins list` away; the command raises this when it runs.
+        return Config
 
 
 def _fields(model: type[Config]) -> Iterator[tuple[str, str, FieldInfo]]:

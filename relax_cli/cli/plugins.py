@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Format, FormatOption, Output, output_of, table
+from relax_cli.cli.console import Format, FormatOption, output_of, table
 from relax_cli.cli.help import CommandGroup
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
@@ -34,18 +34,14 @@ Directory = Annotated[
 ]
 
 
-def plugins_app(plugins: Plugins) -> typer.Typer:
-    """The sub-commands of `relax plugins`."""
+def register(parent: typer.Typer, plugins: Plugins) -> None:
+    """Add the sub-commands of `relax plugins` to an application."""
     app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Estimator and reward plugins.")
-
-    @app.callback()
-    def group() -> None:
-        """Estimator and reward plugins."""
 
     @app.command("list")
     def list_plugins(ctx: typer.Context, fmt: FormatOption = Format.TEXT) -> None:
         """List every plugin found, broken ones with the reason."""
-        output = _output(ctx, fmt)
+        output = output_of(ctx, fmt)
         rows = [_row(plugin) for plugin in plugins.installed()]
         columns = ("name", "kind", "distribution", "version", "status", "reason")
         text = table(columns, [[str(row[c] or "") for c in columns] for row in rows])
@@ -54,14 +50,14 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
     @app.command("show")
     def show_plugin(ctx: typer.Context, name: Name, fmt: FormatOption = Format.TEXT) -> None:
         """Show what a plugin provides: summary, paper, options with defaults, where the math is."""
-        output = _output(ctx, fmt)
+        output = output_of(ctx, fmt)
         shown = [describe(plugin) for plugin in plugins.named(name)]
         output.result({"name": name, "plugins": shown}, "\n\n".join(_page(data) for data in shown))
 
     @app.command("check")
     def check_plugin(ctx: typer.Context, name: Name, fmt: FormatOption = Format.TEXT) -> None:
         """Run the conformance kit on a plugin; exits 1 when it breaks a rule."""
-        output = _output(ctx, fmt)
+        output = output_of(ctx, fmt)
         found = plugins.named(name)
         output.note(f"checking {name}")
         # The kit imports torch.
@@ -82,7 +78,7 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
         fmt: FormatOption = Format.TEXT,
     ) -> None:
         """Write a complete package to start from: the formula or the reward, entry point, tests."""
-        output = _output(ctx, fmt)
+        output = output_of(ctx, fmt)
         folder = Path(f"relax-{name}") if directory is None else directory
         written = write_package(name, folder, taken=taken_names(plugins), kind=kind)
         chosen = {"estimator": "--advantage-estimator", "reward": "--label-key label --rm-type"}[kind]
@@ -94,7 +90,7 @@ def plugins_app(plugins: Plugins) -> typer.Typer:
         data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
         output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
 
-    return app
+    parent.add_typer(app, name="plugins")
 
 
 def _row(plugin: Plugin) -> dict[str, Any]:
@@ -204,8 +200,3 @@ def _verdict(name: str, results: list[CheckResult]) -> str:
     applied = sum(result.status != "skipped" for result in results)
     summary = f"breaks {failed} of {applied} rules" if failed else f"keeps all {applied} rules that apply"
     return "\n".join([*lines, "", f"{name} {summary}"])
-
-
-def _output(ctx: typer.Context, fmt: Format) -> Output:
-    output = output_of(ctx, fmt)
-    return output

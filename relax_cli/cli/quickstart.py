@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,9 +21,10 @@ Steps = Annotated[int, typer.Option("--steps", min=1, help="rollouts to train")]
 Launcher = Annotated[Literal["ray", "local"], typer.Option("--launcher", help="as in `relax train`")]
 
 
-def quickstart_command(plugins: Plugins) -> Callable[..., None]:
-    """The command function."""
+def register(app: typer.Typer, plugins: Plugins) -> None:
+    """Add the command to an application."""
 
+    @app.command("quickstart")
     def quickstart(
         ctx: typer.Context,
         directory: Directory = Path("quickstart"),
@@ -44,5 +44,3 @@ def quickstart_command(plugins: Plugins) -> Callable[..., None]:
             {"ok": True, "dir": str(directory), "recipe": recipe},
             f"Wrote model, data and recipe to {directory}. Train:\n  relax train --recipe {recipe}",
         )
-
-    return quickstart

@@ -9,6 +9,7 @@ import typer
 from relax_cli.cli.console import Format, FormatOption, Output, output_of, table
 from relax_cli.cli.help import CommandGroup
 from relax_cli.config.recipes import bundled_recipes, describe, find_recipe
+from relax_cli.plugin.manager import Plugins, load_plugins
 
 app = typer.Typer(
     cls=CommandGroup, no_args_is_help=True, help="Recipes: ready configurations for `relax train --recipe`."
@@ -40,6 +41,10 @@ def recipe_schema(ctx: typer.Context) -> None:
     """Print the JSON schema of recipes, for editors; with the options of the installed plugins."""
     from relax_cli.cli.option_docs import recipe_schema as schema
     from relax_cli.plugin.config_model import config_model
-    from relax_cli.plugin.manager import load_plugins
 
     output_of(ctx, Format.JSON).result(schema(config_model(load_plugins().estimators().values())), "")
+
+
+def register(parent: typer.Typer, plugins: Plugins) -> None:
+    """Add the sub-commands of `relax recipes` to an application."""
+    parent.add_typer(app, name="recipes")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from relax_cli.cli.console import LAYERS_PANEL, Format, FormatOption, Output, output_of
-from relax_cli.cli.options import Overrides, Recipes, ShowConfig, ShowOrigin, with_options
-from relax_cli.cli.report import reading_progress, report, show
+from relax_cli.cli.console import LAYERS_PANEL, Output
+from relax_cli.cli.options import ShowOrigin, config_command
+from relax_cli.cli.report import reading_progress, report
 from relax_cli.config.layers import Layers
-from relax_cli.config.schema import Config
 from relax_cli.errors import ExitCode
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import check_run
@@ -22,21 +19,11 @@ DryRun = Annotated[
 ]
 
 
-def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
-    """The command function, with an option for every field of the model."""
+def register(app: typer.Typer, plugins: Plugins) -> None:
+    """Add the command to an application."""
 
-    @with_options(model)
-    def train(
-        ctx: typer.Context,
-        *,
-        recipe: Recipes = None,
-        set_values: Overrides = None,
-        fmt: FormatOption = Format.TEXT,
-        show_config: ShowConfig = False,
-        show_origin: ShowOrigin = False,
-        dry_run: DryRun = False,
-        **flags: Any,
-    ) -> None:
+    @config_command(app, "train", plugins)
+    def train(layers: Layers, output: Output, *, show_origin: ShowOrigin = False, dry_run: DryRun = False) -> ExitCode:
         """Train a model.
 
         \b
@@ -47,16 +34,9 @@ def train_command(model: type[Config], plugins: Plugins) -> Callable[..., None]:
         Values come from: defaults < recipes, left to right < RELAX_* environment < --set < the flags below.
         Everything that can be known to be wrong is reported together, before anything starts.
         """
-        output = output_of(ctx, fmt)
-        layers = Layers(recipe or (), os.environ, set_values or (), flags)
-        if show_config:
-            show(plugins, layers, output)
-        elif dry_run or show_origin:
-            raise typer.Exit(report(plugins, layers, output, show_origin=show_origin, here=True))
-        else:
-            raise typer.Exit(launch(plugins, layers, output))
-
-    return train
+        if dry_run or show_origin:
+            return report(plugins, layers, output, show_origin=show_origin, here=True)
+        return launch(plugins, layers, output)
 
 
 def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:
