@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.markup import escape
 
 from relax_cli.cli.console import Format, FormatOption, output_of
 from relax_cli.cli.train import launch
@@ -36,7 +37,8 @@ def register(app: typer.Typer, plugins: Plugins) -> None:
     ) -> None:
         """Teach a tiny model two-digit addition with PPO on this CPU, in a few minutes."""
         output = output_of(ctx, fmt)
-        prepare(directory, seed=seed, steps=steps)
+        with output.err.status(f"writing model, data and recipe to {escape(str(directory))}"):
+            prepare(directory, seed=seed, steps=steps)
         recipe = str(directory / "recipe.yaml")
         if not prepare_only:
             raise typer.Exit(launch(plugins, Layers([recipe], os.environ, (), {"launcher": launcher}), output))

@@ -129,22 +129,19 @@ def as_recipe(config: dict[str, dict[str, Any]], origins: dict[str, str]) -> lis
 
 @contextmanager
 def reading_progress(output: Output) -> Iterator[Callable[[str, float], None]]:
-    """Shows a bar on stderr, on a terminal, when reading takes longer than two seconds."""
+    """Shows on stderr, on a terminal, that a run is checked, and a bar when reading takes longer than two seconds."""
     from rich.progress import Progress
 
-    started, bar = time.monotonic(), Progress(console=output.err, transient=True)
+    started, bar = time.monotonic(), Progress(console=output.err, transient=True, disable=not output.err.is_terminal)
     tasks: dict[str, Any] = {}
 
     def show(name: str, part: float) -> None:
-        if not output.err.is_terminal or time.monotonic() - started < SHOW_PROGRESS_AFTER:
+        if time.monotonic() - started < SHOW_PROGRESS_AFTER:
             return
         if name not in tasks:
-            bar.start()
             tasks[name] = bar.add_task(f"reading {name}", total=1.0)
         bar.update(tasks[name], completed=part)
 
-    try:
+    with bar:
+        bar.add_task("checking configuration, model and data", total=None)
         yield show
-    finally:
-        if tasks:
-            bar.stop()

@@ -47,10 +47,10 @@ def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:
     """
     with reading_progress(output) as progress:
         checked = check_run(plugins, layers, progress=progress, cluster_gpus=cluster_gpus).require_valid()
+        from relax_cli.engine.run import train
+        from relax_cli.engine.summary import closing_lines, next_lines, summary_dict
     for warning in checked.warnings:
         output.warn(warning)
-    from relax_cli.engine.run import train
-    from relax_cli.engine.summary import closing_lines, next_lines, summary_dict
 
     run = train(plugins, checked, output.err)
     output.result(summary_dict(run), "\n".join(closing_lines(run)))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from relax_cli.checkpoint import layout
@@ -28,11 +29,13 @@ from relax_cli.errors import RelaxError, Terminated
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
+from relax_cli.plugin.user_code import from_here
 from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.start import decide_run, schedule_of
 from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import drop_samples
 from relax_cli.tracking.live import StepDisplay
+from relax_cli.tracking.view import RunHeader
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
 
 DUMPED_FIELDS = ("ref_log_probs", "values", "advantages", "returns")
@@ -73,7 +76,10 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         finish_interrupted_save(start, config)
         write_config(run_dir, run_record(checked, config))
         drop_samples(run_dir, first)
-        display = stack.enter_context(StepDisplay(console, config.batch.num_rollout or 0))
+        log = run_dir / "logs" / "output.log"
+        display = stack.enter_context(
+            StepDisplay(console, config.batch.num_rollout or 0, run_header(checked, run_dir), log=log)
+        )
         for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *start_notes(checked)]:
             display.note(note)
         writers = metric_writers(stack, config, run_dir, first)
@@ -151,6 +157,32 @@ def metric_writers(
     return writers
 
 
+def run_header(checked: CheckedRun, run_dir: Path) -> RunHeader:
+    """What stays on the screen."""
+    config, plan = checked.config, checked.plan
+    assert plan is not None, "a run without errors has a plan"
+    return RunHeader(
+        run_dir=from_here(str(run_dir)),
+        model=str(config.model.hf_checkpoint),
+        parameters=plan.parameters.get("policy"),
+        estimator=config.algorithm.advantage_estimator,
+        device=plan.device,
+        launcher="Ray" if plan.launcher == "ray" else "in this process",
+        roles={role.name: role.processes for role in plan.roles},
+    )
+
+
+def memory_gb() -> float:
+    """Memory that this process and those it started have for themselves on this machine."""
+    me = psutil.Process()
+    used = 0
+    for process in [me, *me.children(recursive=True)]:
+        with suppress(psutil.Error):
+            memory = process.memory_info()
+            used += memory.rss - getattr(memory, "shared", 0)
+    return used / 1e9
+
+
 def start_notes(checked: CheckedRun) -> list[str]:
     """What `--device auto` became, and that nothing will be saved."""
     chosen = (change for change in checked.changes if change.option == "--device")
@@ -172,7 +204,7 @@ class Recorder:
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """See `trainer.Watcher`."""
-        record = {"step": step, "time": time.time(), **metrics}
+        record = {"step": step, "time": time.time(), **metrics, "memory_gb": memory_gb()}
         for writer in self.writers:
             writer.write(record)
         self.display.show(record)
@@ -181,7 +213,7 @@ class Recorder:
 
     def warn(self, message: str) -> None:
         """See `trainer.Watcher`."""
-        self.display.note(f"warning: {message}")
+        self.display.warn(message)
 
     def phase(self, name: str) -> None:
         """See `trainer.Watcher`."""
@@ -230,6 +262,7 @@ def launch(plugins: Plugins, plan: LaunchPlan) -> Session:
     if launched is not None:
         assert isinstance(launched, Session), "relax_launch returns a Session"
         return launched
+    plan.status("starting Ray")  # The import takes a good part of it.
     from relax_cli.engine.ray.launch import launch_colocated
 
     return launch_colocated(plan)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+MOST_VALUES = 1000
 LONGEST_LABEL = len("-1.23e+100")
 
 
@@ -29,6 +30,14 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
         ]
         lines.append(f"{labels.get(row, ''):>{label_width}} ┤{''.join(cells)}".rstrip())
     return lines
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of a metric in one line; a blank where nothing is finite."""
+    # Drawn several times a second: of a long run some values are enough.
+    columns = _columns(values[:: -max(1, len(values) // MOST_VALUES)][::-1], width)
+    low, high = _range(columns)
+    return "".join(" " if value is None else BLOCKS[round(_level(value, low, high) * 7)] for value in columns)
 
 
 def _cell(eighths: float) -> str:

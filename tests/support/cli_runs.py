@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RELAX = [sys.executable, "-m", "relax_cli"]
-TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second"}
+TIMES = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second", "memory_gb"}
 Metrics = dict[str, Any]
 """What `metrics.jsonl` says of one step."""
 

@@ -1,51 +1,22 @@
-"""The files of a run folder and what a person sees while it goes on."""
+"""The files of a run folder, and plots in text."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.text import Text
 
 from relax_cli.errors import ResumeError
 from relax_cli.roles.sample_files import SampleWriter, drop_samples
-from relax_cli.tracking.live import StepDisplay, clock_text, fitting_columns, number_text, plain_line
 from relax_cli.tracking.plots import curve
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
-
-FULL = {
-    "step": 12,
-    "reward/mean": 0.71,
-    "response_len/mean": 2.9,
-    "value_loss": 0.12,
-    "value_clip_frac": 0.02,
-    "pg_loss": -0.0123,
-    "pg_clip_frac": 0.031,
-    "ppo_kl": 0.00021,
-    "tokens_per_second": 5234.0,
-    "phase_seconds": {"rollout": 0.21, "critic": 0.3, "advantages": 0.02, "actor": 0.2, "publish": 0.1},
-}
-CRITIC_ONLY = {name: value for name, value in FULL.items() if not name.startswith(("pg_", "ppo_"))}
-
-
-class Clock:
-    """A clock that moves when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -185,151 +156,11 @@ def test_tensorboard_gets_the_numbers_of_a_record(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     events_module = import_module("tensorboard.backend.event_processing.event_accumulator")
     with TensorBoardWriter(tmp_path) as writer:
-        writer.write(FULL)
+        writer.write({"step": 12, "value_loss": 0.12, "phase_seconds": {"critic": 0.3}})
     events = events_module.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert events.Scalars("phase_seconds/critic")[0].value == pytest.approx(0.3)
     assert events.Scalars("value_loss")[0].step == 12
-
-
-# --- lines ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_plain_line_says_everything_in_a_fixed_order() -> None:
-    assert plain_line(FULL, 40, 25.0) == (
-        "step 12/40  eta 00:25  reward 0.710  len 2.90  v_loss 0.120  pg_loss -0.012  pg_clip 0.031  v_clip 0.020  "
-        "kl 2.1e-4  5234 tok/s  gen 0.2 crit 0.3 act 0.2 sync 0.1"
-    )
-
-
-def test_what_a_critic_only_step_lacks_is_a_dash() -> None:
-    line = plain_line(CRITIC_ONLY, 40, None)
-    assert line.startswith("step ")
-    assert "  eta -  " in line
-    assert "pg_loss -  pg_clip -  v_clip 0.020  kl -  " in line
-
-
-def test_numbers_fit_their_columns() -> None:
-    values = [0.0, -0.5, 12.345, 999.4, -1234.5, 1.5e7, -2.5e-9, math.nan, -math.inf]
-    texts = [number_text(value) for value in values]
-    assert texts == ["0", "-0.500", "12.3", "999", "-1234", "1.5e+7", "-2.5e-9", "nan", "-inf"]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "00:00"), (65, "01:05"), (3599.6, "1:00:00"), (7325, "2:02:05")])
-def test_times_left_read_as_a_clock(seconds: float, text: str) -> None:
-    assert clock_text(seconds) == text
-
-
-# --- the display ---------------------------------------------------------------------------------------------------
-
-
-def terminal(width: int, height: int = 24) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, _environ={"TERM": "xterm"})
-
-
-def picture(display: StepDisplay, console: Console) -> list[str]:
-    """What the display shows now, as plain lines."""
-    with console.capture() as captured:
-        console.print(display._render())
-    return Text.from_ansi(captured.get()).plain.splitlines()
-
-
-def test_off_a_terminal_there_is_one_plain_line_per_step() -> None:
-    clock = Clock()
-    out = io.StringIO()
-    with StepDisplay(Console(file=out, width=80, _environ={}), 3, clock=clock) as display:
-        display.status("starting Ray")
-        display.status("starting Ray")
-        display.note("held-out [bold] 0.46")
-        for step in range(1, 4):
-            clock.now += 2.0
-            display.status("rollout")
-            display.show(CRITIC_ONLY | {"step": step})
-    lines = out.getvalue().splitlines()
-    assert lines[:3] == ["starting Ray ...", "held-out [bold] 0.46", "rollout ..."]
-    assert [line.split()[1] for line in lines[3:]] == ["1/3", "2/3", "3/3"]
-    assert "\x1b" not in out.getvalue()
-    assert out.getvalue().isascii()
-
-
-def test_time_left_ignores_start_up_and_follows_the_last_steps() -> None:
-    clock = Clock()
-    out = io.StringIO()
-    display = StepDisplay(Console(file=out, width=200, _environ={}), 10, clock=clock)
-    clock.now += 60.0
-    display.show({"step": 1, "phase_seconds": {"rollout": 2.0}})
-    clock.now += 4.0
-    display.show({"step": 2, "phase_seconds": {"rollout": 2.0}})
-    etas = [line.split()[3] for line in out.getvalue().splitlines()]
-    assert etas == ["00:18", "00:24"]
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 140])
-def test_the_table_fits_the_terminal_and_keeps_what_matters(width: int) -> None:
-    console = terminal(width, height=12)
-    display = StepDisplay(console, 40)
-    for step in range(1, 13):
-        display.show(FULL | {"step": step})
-    display.status("critic")
-    lines = picture(display, console)
-    assert len(lines) <= 12
-    assert max(len(line) for line in lines) <= width
-    assert "reward" in lines[0]
-    assert "v_loss" in lines[0]
-    assert not any("…" in line for line in lines[:-1]), "no cell is cut"
-    assert lines[-2].split()[:2] == ["12/40", "0.710"]
-    assert "30 %" in lines[-1]
-    assert "eta" in lines[-1]
-    assert "critic … 0 s" in lines[-1]
-
-
-def test_a_narrow_terminal_shows_the_important_columns() -> None:
-    wide, with_phases = fitting_columns(140, 5)
-    assert (len(wide), with_phases) == (8, True)
-    narrow, with_phases = fitting_columns(40, 5)
-    assert ([column.title for column in narrow], with_phases) == (["reward", "v_loss", "pg_loss"], False)
-
-
-def test_start_up_shows_how_long_it_takes() -> None:
-    clock = Clock()
-    console = terminal(80)
-    display = StepDisplay(console, 40, clock=clock)
-    display.status("starting Ray")
-    clock.now += 6.2
-    assert picture(display, console) == ["starting Ray … 6 s"]
-
-
-def test_a_terminal_shows_the_phase_and_its_seconds() -> None:
-    clock = Clock()
-    console = terminal(80)
-    display = StepDisplay(console, 40, clock=clock)
-    display.status("evaluating heldout")
-    display.phase("rollout")
-    clock.now += 3.0
-    assert picture(display, console) == ["generating … 3 s"]
-    display.show(FULL | {"step": 1})
-    display.phase("actor")
-    clock.now += 24.4
-    assert picture(display, console)[-1].endswith("training the actor … 24 s")
-
-
-def test_phases_take_no_line_off_a_terminal() -> None:
-    out = io.StringIO()
-    display = StepDisplay(Console(file=out, width=80, _environ={}), 4)
-    display.phase("rollout")
-    display.show(FULL | {"step": 1})
-    assert len(out.getvalue().splitlines()) == 1
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_the_cursor_comes_back_after_an_interruption(error: Callable[[], BaseException]) -> None:
-    console = terminal(80)
-    with pytest.raises(BaseException) as caught, StepDisplay(console, 4) as display:  # noqa: PT011, PT012
-        display.show(FULL | {"step": 1})
-        raise error()
-    assert type(caught.value) is error
-    out = console.file.getvalue()  # type: ignore[attr-defined]
-    assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")
 
 
 # --- plots ---------------------------------------------------------------------------------------------------------
