@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from relax_cli.checkpoint.layout import CheckpointMeta, sha256_of
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
 from relax_cli.data.reasoning_gym import REASONING_GYM
+from relax_cli.data.sources import source_of
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.files import read_json
 from relax_cli.models.hybrid import read_any_spec
@@ -84,6 +85,7 @@ class RunIdentity:
     hf_checkpoint: str
     """As given, without secrets."""
     prompt_data: str
+    """One item a line."""
     model_shape: dict[str, Any] | None
     """What `config.json` says of sizes and arithmetic; None where it was not read."""
     tokenizer: str | None
@@ -129,7 +131,7 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
     return RunIdentity(
         estimator=config.algorithm.advantage_estimator,
         hf_checkpoint=scrubbed(config.model.hf_checkpoint),
-        prompt_data=scrubbed(config.data.prompt_data),
+        prompt_data="\n".join(map(scrubbed, config.data.prompt_data)),
         model_shape=None if model_folder is None else model_shape(model_folder),
         tokenizer=None if model_folder is None else tokenizer_fingerprint(model_folder),
         dataset=dataset_fingerprint(config.data.prompt_data),
@@ -195,14 +197,19 @@ def weights_fingerprint(folder: Path) -> str | None:
     return digest.hexdigest() if files else None
 
 
-def dataset_fingerprint(spec: str) -> str | None:
-    """Hash of the prompt file's content, or the words that generate the prompts; None where there is no such file."""
-    if spec.startswith(REASONING_GYM):
-        return spec
+def dataset_fingerprint(specs: Sequence[str]) -> str | None:
+    """Hash of the files' contents, or the words that generate the prompts; None where there is no such file."""
     try:
-        return f"sha256:{sha256_of(Path(spec))}" if spec else None
-    except OSError:
+        parts: list[list[Any]] = []
+        for source in map(source_of, specs):
+            found = [source.place] if source.is_task else [f"sha256:{sha256_of(file)}" for file in source.files()]
+            chosen = [source.rows, source.weight] if source.weight or source.rows != (None, None, None) else []
+            parts.append([*found, *chosen])
+    except (OSError, ConfigError):
         return None
+    if len(parts) == 1 == len(parts[0]):
+        return str(parts[0][0])
+    return f"sha256:{_hash(parts)}" if parts else None
 
 
 def differences(run: RunIdentity, meta: CheckpointMeta, where: Path) -> list[Problem]:
@@ -303,7 +310,8 @@ def _other_dataset(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Probl
     if saved is None or run.dataset is None or saved == run.dataset:
         return None
     same_name = original is None or original == run.prompt_data
-    given_back = "give the file as it was" if same_name else f"--prompt-data {shlex.quote(str(original))}"
+    items = " ".join(f"--prompt-data {shlex.quote(item)}" for item in str(original).split("\n"))
+    given_back = "give the data as they were" if same_name else items
     return OTHER_DATA(
         "the prompts are not those of the checkpoint, so its position in them means nothing",
         where=str(where),

@@ -178,12 +178,21 @@ class OptimizerSection(Section):
 class DataSection(Section):
     """Prompts."""
 
-    prompt_data: str = Field("", description="JSONL file with prompts, or reasoning-gym:TASK?size=N&seed=S&...")
+    prompt_data: tuple[str, ...] = Field(
+        (),
+        description="file, glob or folder with prompts, or reasoning-gym:TASK?size=N&...; rows by @[START:STOP], a "
+        "weight by *WEIGHT (repeatable)",
+    )
     input_key: str = Field("input", description="key of the prompt (text, or a list of chat messages)")
     label_key: str | None = Field(None, description="key of the label the reward compares with")
     metadata_key: str = Field("metadata", description="key of a free-form object handed to the reward")
     apply_chat_template: bool = Field(False, description="render prompts with the tokenizer's chat template")
     shuffle: bool = Field(True, description="reshuffle the prompts every epoch, seeded by --rollout-seed")
+
+    @field_validator("prompt_data", mode="before")
+    @classmethod
+    def _one_item(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) and value else value or ()
 
 
 class BatchSection(Section):

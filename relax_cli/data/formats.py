@@ -1,4 +1,4 @@
-"""Rows of JSON Lines and Parquet files, plain or compressed; what a file is, its first bytes say."""
+"""Rows of JSON Lines, Parquet and Arrow files, plain or compressed; what a file is, its first bytes say."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ TOO_LARGE = problem_kind(
     option="--prompt-data",
 )
 PARQUET_MISSING = problem_kind(
-    "parquet-missing", MACHINE_THEME, "pyarrow, which reads Parquet, is not installed.", option="--prompt-data"
+    "parquet-missing",
+    MACHINE_THEME,
+    "pyarrow, which reads Parquet and Arrow files, is not installed.",
+    option="--prompt-data",
 )
 
 _COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
@@ -62,12 +65,14 @@ _COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
 }
 _REFUSED = {
     b"PK": ("a zip file", "unzip it first"),
-    b"ARROW1": ("an Arrow file", "write it as Parquet or JSON Lines"),
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
     b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
     b"[": ("a JSON array", "jq -c '.[]' FILE > NEW.jsonl"),
 }
 PARQUET = b"PAR1"
+ARROW_FILE = b"ARROW1"
+ARROW_STREAM = b"\xff\xff\xff\xff"
+"""What `datasets` writes."""
 
 
 def read_rows(
@@ -88,8 +93,8 @@ def read_rows(
             raise _unreadable(path, f"prompt data cannot be read: it is {kind}", "give a file")
         with path.open("rb") as file:
             head = file.read(64)
-        if head.startswith(PARQUET) or path.suffix.lower() == ".parquet":
-            yield from _parquet(path, needed, optional, progress)
+        if head.startswith((PARQUET, ARROW_FILE, ARROW_STREAM)) or path.suffix.lower() in (".parquet", ".arrow"):
+            yield from _columns(path, head, {*needed}, {*optional}, progress)
         else:
             _refuse(path, head)
             yield from _json_lines(path, head, progress)
@@ -149,26 +154,29 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _parquet(path: Path, needed: Sequence[str], optional: Sequence[str], progress: Progress | None) -> Iterator[Row]:
+def _columns(path: Path, head: bytes, needed: set[str], optional: set[str], progress: Progress | None) -> Iterator[Row]:
     try:
         import pyarrow
-        from pyarrow.parquet import ParquetFile
+        from pyarrow import ipc, parquet
     except ImportError as error:
-        what = "the pyarrow package, which reads Parquet, is not installed"
+        what = "the pyarrow package, which reads Parquet and Arrow files, is not installed"
         raise ConfigError(PARQUET_MISSING(what, got=str(path), fix="pip install 'relax-cli[parquet]'")) from error
+    size = path.stat().st_size
     try:
-        with ParquetFile(path) as file:
-            total, size = file.metadata.num_rows, path.stat().st_size
+        with ExitStack() as stack:
+            if head.startswith((ARROW_FILE, ARROW_STREAM)):
+                mapped = stack.enter_context(pyarrow.memory_map(str(path)))
+                table = (ipc.open_file if head.startswith(ARROW_FILE) else ipc.open_stream)(mapped).read_all()
+                total, wanted = table.num_rows, _wanted(table.schema.names, needed, optional)
+                batches = (table if wanted is None else table.select(wanted)).to_batches(BATCH_ROWS)
+            else:
+                file = stack.enter_context(parquet.ParquetFile(path))
+                total, wanted = file.metadata.num_rows, _wanted(file.schema_arrow.names, needed, optional)
+                batches = file.iter_batches(BATCH_ROWS, columns=wanted)
             if total > MOST_ROWS or (total > 1_000_000 and total > MOST_ROWS_PER_BYTE * size):
                 raise _too_large(path, f"{total:,} rows in {size:,} bytes")
-            names = file.schema_arrow.names
-            columns = {key if key in names else key.partition(".")[0] for key in (*needed, *optional)}
-            # A row that lacks a key shows the ones that it has.
-            complete = all({key, key.partition(".")[0]} & {*names} for key in needed)
             number = 0
-            for batch in file.iter_batches(
-                BATCH_ROWS, columns=[n for n in names if n in columns] if complete else None
-            ):
+            for batch in batches:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", row
@@ -180,6 +188,14 @@ def _parquet(path: Path, needed: Sequence[str], optional: Sequence[str], progres
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         what = f"prompt data cannot be read: {printable((str(error).splitlines() or [''])[0])}"
         raise _unreadable(path, what, "--prompt-data FILE.parquet") from error
+
+
+def _wanted(names: list[str], needed: set[str], optional: set[str]) -> list[str] | None:
+    """The columns to read; None for all: a row that lacks a key shows the ones that it has."""
+    if not all({key, key.partition(".")[0]} & {*names} for key in needed):
+        return None
+    columns = {key if key in names else key.partition(".")[0] for key in needed | optional}
+    return [name for name in names if name in columns]
 
 
 def _refuse(path: Path, head: bytes) -> None:
@@ -208,7 +224,7 @@ def _start(line: bytes) -> str:
 
 
 def _unreadable(path: Path, message: str, fix: str) -> ConfigError:
-    return ConfigError(UNREADABLE(message, got=str(path), expected="a file of JSON Lines or Parquet", fix=fix))
+    return ConfigError(UNREADABLE(message, got=str(path), expected="a file of JSON Lines, Parquet or Arrow", fix=fix))
 
 
 def _too_large(path: Path, got: str) -> ConfigError:

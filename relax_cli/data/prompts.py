@@ -1,88 +1,69 @@
-"""Prompts from a JSON Lines or Parquet file, or from a reasoning-gym task."""
+"""Prompts from files, or from a reasoning-gym task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from relax_cli.config.schema import DataSection
 from relax_cli.data.formats import Progress, read_rows
-from relax_cli.data.reasoning_gym import REASONING_GYM, generate
+from relax_cli.data.reasoning_gym import generate
 from relax_cli.data.rows import TOOLS, prompt_of_row
 from relax_cli.data.rows import Prompt as Prompt
+from relax_cli.data.sources import source_of, weights_of
 from relax_cli.errors import ConfigError, Problem, RepeatedProblems, problem_kind
 
 EMPTY = problem_kind("prompt-data-empty", "Data", "There is no prompt in the data.", option="--prompt-data")
 
 
-@dataclass(frozen=True)
-class PromptScan:
-    """What a look at every row found."""
+class Prompts(list[Prompt]):
+    """The prompts of one item or of several, one after the other."""
 
-    count: int
-    """Prompts."""
-    first: tuple[Prompt, ...]
-    """The first ones."""
+    mixture: tuple[tuple[int, float], ...] = ()
+    """Prompts and weight of each item, where items have weights."""
 
 
-def load_prompts(section: DataSection, spec: str) -> list[Prompt]:
-    """Read every prompt of `spec`: a JSON Lines or Parquet file, or `reasoning-gym:TASK?size=N&seed=S&param=value`.
+def load_prompts(section: DataSection, specs: str | Sequence[str]) -> Prompts:
+    """Read every prompt of one item of `--prompt-data` (see docs/data.md), or of several.
 
     Raises:
         ConfigError: the data are missing, empty or have bad rows (each named by file and line), or there is
-            no such task or parameter.
+            no such task or parameter. Rows with the same fault are one problem.
     """
-    return list(scan_prompts(section, spec).first)
-
-
-def scan_prompts(
-    section: DataSection,
-    spec: str,
-    *,
-    keep: int | None = None,
-    check: Callable[[Prompt], Problem | None] | None = None,
-    progress: Progress | None = None,
-) -> PromptScan:
-    """Look at every row, keeping only the first `keep` (None: all): then memory does not grow with the file.
-
-    Args:
-        check: what else must be right about a prompt.
-        progress: called now and then with the file's name and the part of it that is read.
-
-    Raises:
-        ConfigError: as for `load_prompts`; also what `check` found. Rows with the same fault are one problem.
-    """
-    first: list[Prompt] = []
-    problems = RepeatedProblems()
-    count = 0
-    for row in read_prompts(section, spec, progress):
-        problem = row if isinstance(row, Problem) else check(row) if check is not None else None
-        if problem is not None:
-            problems.add(problem)
-        elif isinstance(row, Prompt):
-            count += 1
-            if keep is None or count <= keep:
-                first.append(row)
+    items = [specs] if isinstance(specs, str) else specs
+    weights = weights_of([source_of(item) for item in items])
+    prompts, sizes, problems = Prompts(), [], RepeatedProblems()
+    for item in items:
+        before = len(prompts)
+        for row in read_prompts(section, item):
+            if isinstance(row, Problem):
+                problems.add(row)
+            else:
+                prompts.append(row)
+        sizes.append(len(prompts) - before)
     if found := problems.all():
         raise ConfigError(found)
-    if not count:
-        raise ConfigError(empty(spec))
-    return PromptScan(count, tuple(first))
+    if nothing := [item for item, size in zip(items, sizes, strict=True) if not size]:
+        raise ConfigError(empty(nothing[0]))
+    prompts.mixture = tuple(zip(sizes, weights, strict=True)) if weights else ()
+    return prompts
 
 
 def read_prompts(section: DataSection, spec: str, progress: Progress | None = None) -> Iterator[Prompt | Problem]:
-    """Every prompt of `spec`, or what is wrong with its row; one after the other in memory.
+    """Every prompt of one item, or what is wrong with its row; one after the other in memory.
 
     Raises:
         ConfigError: the data cannot be read at all.
     """
-    if spec.startswith(REASONING_GYM):
-        yield from generate(spec)
-        return
-    needed = [key for key in (section.input_key, section.label_key) if key is not None]
-    for row in read_rows(Path(spec), needed, [section.metadata_key, TOOLS], progress):
-        yield row if isinstance(row, Problem) else prompt_of_row(section, row[1], row[0])
+    source = source_of(spec)
+    if source.is_task:
+        found: Iterable[Prompt | Problem] = generate(source.place)
+    else:
+        needed = [key for key in (section.input_key, section.label_key) if key is not None]
+        files = (read_rows(file, needed, [section.metadata_key, TOOLS], progress) for file in source.files())
+        rows = chain.from_iterable(files)
+        found = (row if isinstance(row, Problem) else prompt_of_row(section, row[1], row[0]) for row in rows)
+    yield from islice(found, *source.rows)
 
 
 def empty(spec: str) -> Problem:

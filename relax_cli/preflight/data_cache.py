@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from relax_cli.config.schema import DataSection, RewardSection
+from relax_cli.data.sources import source_of
+from relax_cli.errors import ConfigError
 from relax_cli.models.packages import default_cache_dir
 
 LEAST_BYTES = 1 << 20
@@ -25,15 +27,16 @@ def cache_key(
     spec: str, folder: Path | None, section: DataSection, reward: RewardSection, limit: int | None
 ) -> str | None:
     """Hash of all that the check of a file depends on, its content first; None where it is not worth it."""
-    path = Path(spec)
     try:
-        if not path.is_file() or path.stat().st_size < LEAST_BYTES:
+        source = source_of(spec)
+        files = [] if source.is_task else source.files()
+        if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) < LEAST_BYTES:
             return None
-        files = [path] if folder is None else [path, *(folder / name for name in TOKENIZER_FILES)]
+        files += [] if folder is None else [folder / name for name in TOKENIZER_FILES]
         hashes = [_sha256(file) if file.is_file() else "" for file in files]
         rest = [section.model_dump(mode="json"), reward.rm_type, reward.custom_rm_path is None, limit]
         return hashlib.sha256(json.dumps([version("relax-cli"), spec, hashes, rest]).encode()).hexdigest()
-    except OSError:
+    except (OSError, ConfigError):
         return None
 
 

@@ -11,6 +11,7 @@ from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.formats import FILE_MISSING
 from relax_cli.data.rewards.custom import check_custom
+from relax_cli.data.sources import SOURCE
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.hybrid import language_config
 from relax_cli.models.spec import BRIDGE_FAMILIES, ModelSpec
@@ -82,16 +83,21 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
         try:
             reader(config.data, source)
         except ConfigError as error:
-            problems += [_of_option(p, option) for p in error.problems]
+            # A rule judges the words of training items.
+            found = [p for p in error.problems if p.id != SOURCE.id or option != "--prompt-data"]
+            problems += [_of_option(p, option) for p in found]
     longest = max(((max(s.lengths), s.longest) for s in reader.summaries.values() if s.lengths), default=None)
     read = RunInputs(model.spec, longest=longest, model_config=model.config, problems=tuple(problems))
-    seen = reader.summaries.get(known(lambda: config.data.prompt_data) or "")
-    return read if seen is None else replace(read, prompts=seen.prompts, prompt_lens=seen.lengths)
+    seen = [reader.summaries.get(spec) for spec in known(lambda: config.data.prompt_data) or ()]
+    if not seen or None in seen:
+        return read
+    lengths = tuple(n for one in seen if one is not None for n in one.lengths)
+    return replace(read, prompts=sum(one.prompts for one in seen if one is not None), prompt_lens=lengths)
 
 
 def prompt_sources(config: Config) -> Iterator[tuple[str, str]]:
-    """Option and file (or task) of every set of prompts, training prompts first."""
-    if spec := known(lambda: config.data.prompt_data):
+    """Option and item of every set of prompts, training prompts first."""
+    for spec in dict.fromkeys(known(lambda: config.data.prompt_data) or ()):
         yield "--prompt-data", spec
     for _, spec in known(lambda: config.eval.sets) or ():
         yield "--eval-prompt-data", spec

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from relax_cli.backends.rollout.protocol import LoadingEngine, Request, RolloutEngine, SamplingParams, ServerEngine
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.data.order import PromptOrder
-from relax_cli.data.prompts import Prompt
+from relax_cli.data.prompts import Prompt, Prompts
 from relax_cli.data.rewards import RewardFunction
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError
@@ -62,7 +62,8 @@ class RolloutRole:
         self.eval_samples = config.eval.n_samples_per_eval_prompt
         self.rank = context.rank
         self.workers = context.ranks
-        self.order = PromptOrder(len(prompts), self.rollout.rollout_seed, self.data.shuffle)
+        mixture = prompts.mixture if isinstance(prompts, Prompts) else ()
+        self.order = PromptOrder(len(prompts), self.rollout.rollout_seed, self.data.shuffle, mixture)
         self.writer = SampleWriter(context.run_dir)
         self.awake = True
         self.has_weights = True

@@ -242,7 +242,7 @@ def test_variables_expand_with_defaults_types_and_an_escape(tmp_path: Path) -> N
     config = load(recipe, env={"ROOT": "/r", "EMPTY": "", "STRICT": "true"}).config
     assert config.model.hf_checkpoint == "/r/m"
     assert config.model.ref_load == f"{tmp_path}/ref"
-    assert config.data.prompt_data == "x.jsonl"
+    assert config.data.prompt_data == ("x.jsonl",)
     assert (config.run.seed, config.run.strict) == (7, True)
     assert config.rollout.rollout_stop == ("${END}", "/r")
 
@@ -278,7 +278,7 @@ def test_set_values_are_yaml_and_null_unsets(tmp_path: Path) -> None:
     ).config
     assert config.checkpoint.save is None
     assert config.rollout.rollout_stop == ("a", "b")
-    assert config.data.prompt_data == "a: b"
+    assert config.data.prompt_data == ("a: b",)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_secrets_are_recognised_by_name(section: str, name: str, hidden: bool) -
 
 def test_a_dump_hides_the_password_of_a_url() -> None:
     config = load(overrides=["data.prompt_data=https://me:s3cr3t@host/x.jsonl"]).config
-    assert config_dump(config)["data"]["prompt_data"] == "https://me:<redacted>@host/x.jsonl"
+    assert config_dump(config)["data"]["prompt_data"] == ["https://me:<redacted>@host/x.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["tiny-ppo-cpu", "smollm2-135m-ppo-cpu"])

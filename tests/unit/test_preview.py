@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from relax_cli.config.schema import Config, DataSection, RewardSection, RolloutSection
 from relax_cli.data.light_tokenizer import load_light
-from relax_cli.data.prompts import Prompt, load_prompts, read_prompts, scan_prompts
+from relax_cli.data.prompts import Prompt, load_prompts, read_prompts
 from relax_cli.data.tokenise import encode_prompt, load_tokenizer, stop_token_ids
-from relax_cli.errors import ConfigError, Problem
+from relax_cli.errors import ConfigError
 from relax_cli.preflight.data_reader import DataReader
 from relax_cli.quickstart.task import MODEL
 
@@ -109,21 +109,13 @@ def test_a_damaged_tokenizer_is_a_problem(tmp_path: Path) -> None:
     assert caught.value.problems[0].id == "model-folder"
 
 
-def test_a_scan_keeps_the_first_rows_and_checks_all(tmp_path: Path) -> None:
+def test_reading_says_how_far_it_is(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"input": f"p{i}", "label": i}) + "\n" for i in range(5000)))
     seen: list[float] = []
-    scan = scan_prompts(SECTION, str(path), keep=2, progress=lambda name, part: seen.append(part))
-    assert (scan.count, [prompt.content for prompt in scan.first]) == (5000, ["p0", "p1"])
+    rows = list(read_prompts(SECTION, str(path), lambda name, part: seen.append(part)))
+    assert (len(rows), rows[1]) == (5000, Prompt("p1", "1", {}, f"{path}:2"))
     assert [round(part, 1) for part in seen] == [0.4, 0.8]
-
-    def even(prompt: Prompt) -> Problem | None:
-        return None if int(prompt.label or 0) % 2 else Problem("even", "even", "fix", where=prompt.source)
-
-    with pytest.raises(ConfigError) as caught:
-        scan_prompts(SECTION, str(path), check=even)
-    (problem,) = caught.value.problems
-    assert (problem.count, problem.where) == (2500, f"{path}:1")
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
@@ -134,10 +126,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
             file.write(row)
     code = (
         "import resource, sys; from relax_cli.config.schema import DataSection\n"
-        "from relax_cli.data.prompts import scan_prompts\n"
+        "from relax_cli.data.prompts import read_prompts\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "scan = scan_prompts(DataSection(label_key='label'), sys.argv[1], keep=128)\n"
-        "print(scan.count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        "count = sum(1 for _ in read_prompts(DataSection(label_key='label'), sys.argv[1]))\n"
+        "print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     count, grown_kb = map(int, done.stdout.split())

@@ -153,7 +153,7 @@ def test_the_9b_recipe_has_the_values_of_the_ppo_page(
 def test_the_9b_recipe_reads_and_writes_where_the_ppo_page_says(checked: Checked, variables: dict[str, str]) -> None:
     config = checked(PPO_9B).config
     assert config.model.hf_checkpoint == f"{variables['MODEL_DIR']}/Qwen3.5-9B"
-    assert config.data.prompt_data == f"{variables['DATA_DIR']}/dapo-math-17k/dapo-math-17k.jsonl"
+    assert config.data.prompt_data == (f"{variables['DATA_DIR']}/dapo-math-17k/dapo-math-17k.jsonl",)
     assert config.eval.eval_prompt_data == (f"aime={variables['DATA_DIR']}/aime-2024/aime-2024.jsonl",)
     for place in (config.checkpoint.save, config.critic.critic_save, config.run.run_dir):
         assert str(place).startswith(f"{variables['EXP_DIR']}/")

@@ -191,12 +191,12 @@ def test_newer_transformers_additions_keep_the_tokenizer_hash(tmp_path: Path) ->
 
 
 def test_other_prompts_are_refused_renamed_ones_are_not(config: Config, tmp_path: Path) -> None:
-    data = Path(config.data.prompt_data)
+    data = Path(config.data.prompt_data[0])
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(data.read_bytes())
-    assert examined(changed(config, data={"prompt_data": str(moved)})).decision.verdict == "resume"
+    assert examined(changed(config, data={"prompt_data": (str(moved),)})).decision.verdict == "resume"
     moved.write_bytes(data.read_bytes().replace(b"2", b"3"))
-    wrong = changed(config, data={"prompt_data": str(moved)})
+    wrong = changed(config, data={"prompt_data": (str(moved),)})
     assert refused_id(wrong) == "resume-other-data"
     assert examined(wrong).problems[0].fix.startswith(f"--prompt-data {data};")
     data.write_text('{"input": "1"}\n')
@@ -205,9 +205,9 @@ def test_other_prompts_are_refused_renamed_ones_are_not(config: Config, tmp_path
 
 
 def test_generated_prompts_are_known_by_their_words(tmp_path: Path) -> None:
-    assert dataset_fingerprint("reasoning-gym:chain_sum?size=8") == "reasoning-gym:chain_sum?size=8"
-    assert dataset_fingerprint("") is None
-    assert dataset_fingerprint(str(tmp_path / "missing.jsonl")) is None
+    assert dataset_fingerprint(["reasoning-gym:chain_sum?size=8"]) == "reasoning-gym:chain_sum?size=8"
+    assert dataset_fingerprint([]) is None
+    assert dataset_fingerprint([str(tmp_path / "missing.jsonl")]) is None
 
 
 def test_another_estimator_is_refused_with_a_way_on(config: Config) -> None:
@@ -257,7 +257,7 @@ def test_everything_that_differs_is_said_at_once(config: Config, tmp_path: Path)
         config,
         model={"hf_checkpoint": str(other)},
         algorithm={"advantage_estimator": "gspo"},
-        data={"prompt_data": "reasoning-gym:chain_sum"},
+        data={"prompt_data": ("reasoning-gym:chain_sum",)},
         batch={"num_rollout": 2},
     )
     assert [p.id for p in examined(wrong).problems] == [
@@ -345,7 +345,7 @@ def test_what_does_not_divide_by_the_tensor_parallel_size(tmp_path: Path, size: 
 
 
 def test_an_identity_holds_no_secret(config: Config) -> None:
-    secret = changed(config, data={"prompt_data": "https://me:hunter2@data.example/x.jsonl"})
+    secret = changed(config, data={"prompt_data": ("https://me:hunter2@data.example/x.jsonl",)})
     assert "hunter2" not in json.dumps(identify(secret, None).meta())
 
 

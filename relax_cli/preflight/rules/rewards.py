@@ -5,6 +5,7 @@ from __future__ import annotations
 from relax_cli.config.names import nearest
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import DataSection, RewardSection
+from relax_cli.data.reasoning_gym import REASONING_GYM
 from relax_cli.data.rewards import REWARD_UNKNOWN
 from relax_cli.data.rewards.builtin import BUILTIN_PARTS, LABEL_REWARDS, REMOTE, url_fault
 from relax_cli.data.rewards.types import NEEDS_LABEL
@@ -101,7 +102,7 @@ def reward_needs_label(reward: RewardSection, data: DataSection) -> Found:
     """The reward compares with a label, so `--label-key` has to name one."""
     compares = reward.custom_rm_path is None and reward.rm_type in LABEL_REWARDS and data.label_key is None
     # reasoning-gym brings labels of its own.
-    if compares and data.prompt_data and not data.prompt_data.startswith("reasoning-gym:"):
+    if compares and not all(item.startswith(REASONING_GYM) for item in data.prompt_data):
         yield Finding(
             f"the reward {reward.rm_type} compares with a label, but --label-key is not set",
             expected="a key of the rows of --prompt-data",
