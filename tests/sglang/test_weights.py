@@ -7,6 +7,7 @@ import inspect
 import io
 import multiprocessing
 import pickletools
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -30,7 +31,7 @@ from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.errors import RunError
 from tests.support.sglang.faults import Faults
 from tests.support.sglang.server import ContractServer, running_server
-from tests.support.sglang.weight_runs import LIMIT, change, no_slower_than, send, sender, serve_dying
+from tests.support.sglang.weight_runs import LIMIT, change, die_writing, no_slower_than, send, sender, serve_dying
 from tests.support.tiny_models import on_ranks, save_tiny_model
 from tests.support.training_runs import Run, build
 
@@ -73,7 +74,7 @@ def test_a_server_has_the_bytes_of_the_export(way: str, policy: TrainableModel, 
     contract, target = server
     sender([target], way, folder).send(policy.hf_buckets, 7)
     assert_served(contract, policy.hf_state() or {}, "7")
-    assert not list(folder.parent.glob("weights/*")), "weights on disk are removed"
+    assert not folder.with_name("weights").exists(), "weights on disk are removed"
     updates = [body for path, body in contract.requests if path.startswith("/update")]
     assert [body.get("weight_version") for body in updates] == [None] * (len(updates) - 1) + ["7"]
     assert [body["flush_cache"] for body in updates] == [False] * (len(updates) - 1) + [True]
@@ -220,14 +221,43 @@ def wait_until_up(target: WeightTarget) -> None:
             time.sleep(0.2)
 
 
-def test_what_a_killed_run_left_on_the_disk_is_replaced(policy: TrainableModel, folder: Path, server: Any) -> None:
+@pytest.mark.parametrize("way", ["tensor", "disk"])
+def test_what_a_kill_during_a_publish_left_is_removed(
+    way: str, policy: TrainableModel, folder: Path, server: Any
+) -> None:
     contract, target = server
-    for name in ("v5", "v5.tmp"):
-        (folder.with_name("weights") / name).mkdir(parents=True)
-        (folder.with_name("weights") / name / "model.safetensors").write_bytes(b"half")
-    sender([target], "disk", folder).send(policy.hf_buckets, 5)
+    weights = folder.with_name("weights")
+    killed = multiprocessing.get_context("forkserver").Process(target=die_writing, args=(folder, target, free_port()))
+    killed.start()
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL
+    assert [path.name for path in weights.iterdir()] == ["v3.tmp"]
+    again = sender([target], way, folder)
+    assert not weights.exists()
+    again.send(policy.hf_buckets, 5)
     assert_served(contract, policy.hf_state() or {}, "5")
-    assert not list(folder.parent.glob("weights/*"))
+    assert not weights.exists()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sees_folder", [True, False])
+def test_other_names_are_refused_before_anything_is_sent(
+    way: str, sees_folder: bool, policy: TrainableModel, folder: Path, tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path / "other", "qwen3", tied=False, layers=3)
+    with running_server(tmp_path / "other") as (contract, address):
+        target = WeightTarget(address, this_node(), 0, 1)
+        if not sees_folder:  # what is compared with then is the folder of --hf-checkpoint
+            contract.folder = Path("/on/another/machine")
+            folder = tmp_path / "other"
+        with pytest.raises(RunError, match="comparing names") as caught:
+            sender([target], way, folder).send(policy.hf_buckets, 1)
+        problem = caught.value.problems[0]
+        assert problem.id == "sglang-weight-names"
+        assert (problem.where, "0 names unknown to it" in problem.got) == (str(tmp_path / "other"), True)
+        assert "11 missing ['model.layers.2." in problem.got
+        assert not any(path.startswith("update") for path in paths(contract))
+        assert contract.version == "default"
 
 
 def test_a_full_disk_leaves_nothing_behind(

@@ -31,8 +31,9 @@ def test_every_tensor_is_in_one_bucket_of_bounded_size(sizes: list[int], limit: 
 def test_buckets_are_numbered_and_keep_the_order(sizes: list[int], limit: int) -> None:
     named = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
     seen: list[str] = []
-    for number, bucket in enumerate(as_buckets(named, sizes, limit), 1):
+    for number, bucket in enumerate(as_buckets(named, {name: len(t) for name, t in named}, limit), 1):
         assert bucket.number == number
+        assert bucket.names == {name for name, _ in named}
         assert bucket.is_last == (len(seen) + len(bucket.tensors) == len(sizes))
         seen += [name for name, _ in bucket.tensors]
     assert seen == [name for name, _ in named]
@@ -46,7 +47,7 @@ def test_only_one_bucket_is_made_at_a_time() -> None:
             made.append(i)
             yield str(i), torch.zeros(10, dtype=torch.uint8)
 
-    buckets = as_buckets(named(), [10] * 6, 20)
+    buckets = as_buckets(named(), dict.fromkeys(map(str, range(6)), 10), 20)
     first = next(buckets)
     assert made == [0, 1]
     assert len(first.tensors) == 2

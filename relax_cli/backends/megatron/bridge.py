@@ -90,7 +90,7 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         self.temperature = temperature
         self.entropy_grad = False
         self.vocab_size = spec.vocab_size
-        self._sizes: list[int] = []
+        self._sizes: dict[str, int] = {}
         self.bridge.load_hf_weights([self.inner])
         self._freeze_what_is_not_language()
         if kind == "value":
@@ -139,7 +139,7 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time."""
         if not self._sizes:
             # Only the bridge knows what it will write, and its sizes stay the same.
-            self._sizes = [tensor.nbytes for _, tensor in self._exported()]
+            self._sizes = {name: tensor.nbytes for name, tensor in self._exported()}
         return as_buckets(self._exported(), self._sizes, limit)
 
     def load_hf(self, weights: Any, spec: ModelSpec) -> None:

@@ -29,6 +29,8 @@ class Bucket:
     """Buckets of the whole model."""
     tensors: list[tuple[str, Tensor]]
     """Names and tensors, which may be views of live parameters."""
+    names: frozenset[str]
+    """Of all weights of the model."""
 
     @property
     def is_last(self) -> bool:
@@ -54,11 +56,11 @@ def plan_buckets(sizes: Sequence[int], limit: int) -> list[int]:
     return counts
 
 
-def as_buckets(named: Iterable[tuple[str, Tensor]], sizes: Sequence[int], limit: int) -> Iterator[Bucket]:
-    """The tensors, whose bytes are `sizes`, as buckets; `named` is read one bucket at a time."""
-    counts, stream = plan_buckets(sizes, limit), iter(named)
+def as_buckets(named: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int) -> Iterator[Bucket]:
+    """The tensors, whose bytes by name are `sizes`, as buckets; `named` is read one bucket at a time."""
+    counts, stream, names = plan_buckets(list(sizes.values()), limit), iter(named), frozenset(sizes)
     for number, count in enumerate(counts, 1):
-        bucket = Bucket(number, len(counts), list(islice(stream, count)))
+        bucket = Bucket(number, len(counts), list(islice(stream, count)), names)
         yield bucket
         bucket.tensors.clear()
 
@@ -71,7 +73,7 @@ def hf_buckets(shards: Mapping[str, Tensor], spec: ModelSpec, limit: int) -> Ite
         limit: see `plan_buckets`.
     """
     names = megatron_names(spec)
-    sizes = [hf.nbytes for name in names for _, hf in hf_tensors(name, _outline(name, shards[name]), spec)]
+    sizes = {key: hf.nbytes for name in names for key, hf in hf_tensors(name, _outline(name, shards[name]), spec)}
     named = (pair for name in names for pair in hf_tensors(name, unsharded(name, shards[name]), spec))
     return as_buckets(named, sizes, limit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from relax_cli.backends.megatron.weight_buckets import RoleRanks
 from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError
+from relax_cli.models import hf
 from tests.support.sglang.faults import Faults
 from tests.support.sglang.server import ContractServer
 from tests.support.training_runs import Run, build
@@ -51,6 +53,13 @@ def send(
     state = model.hf_state()
     # Arrays: tensors would stay in the memory of this process, which ends.
     return failures, None if state is None else {name: tensor.numpy() for name, tensor in state.items()}
+
+
+def die_writing(folder: Path, target: WeightTarget, port: int) -> None:
+    """Be killed in the middle of writing version 3 for a server; to be started as a process."""
+    model = build(Run("policy", folder), 0, 1, port)
+    hf.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    sender([target], "disk", folder).send(model.hf_buckets, 3)
 
 
 def change(model: Any) -> None:

@@ -30,10 +30,14 @@ from relax_cli.backends.rollout.sglang.transports import (
     Transport,
     TransportName,
 )
-from relax_cli.backends.rollout.sglang.weight_version import check_served
+from relax_cli.backends.rollout.sglang.weight_version import ASKING_SECONDS, check_served
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
-from relax_cli.errors import RunError, problem_kind
+from relax_cli.errors import RelaxError, RunError, problem_kind
+from relax_cli.models.files import CONFIG_FILE
+from relax_cli.models.headers import HEAD, ROTARY_TABLE, stored_tensors
 from relax_cli.models.hf import write_hf
+from relax_cli.models.hybrid import read_any_spec
+from relax_cli.models.spec import FAMILIES
 
 NOT_SENT = problem_kind(
     "sglang-weights",
@@ -47,6 +51,12 @@ NO_TRANSPORT = problem_kind(
     "A server cannot be reached in the way that `--update-weight-transport` names: shared memory needs one machine and "
     "the same GPUs, and NCCL takes one rank per GPU.",
     option="--update-weight-transport",
+)
+OTHER_NAMES = problem_kind(
+    "sglang-weight-names",
+    "SGLang servers",
+    "The names of the actor's weights are not those of the model that a server has loaded. They are compared before "
+    "anything is sent: a server answers 200 to a name it does not know, and keeps the old numbers of a missing one.",
 )
 DISK_FAILED = problem_kind(
     "sglang-weights-disk",
@@ -105,10 +115,12 @@ class WeightSender:
         if spread:
             self._transports.append(DistributedTransport(spread, ranks.rank, device, self._client, options.timeout))
         self._in_session: list[WeightTarget] = []
+        self._compared = False
+        self._remove_folder()  # of a run that was killed
 
     def send(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> None:
         """See `protocol.WeightSender`."""
-        once = partial(buckets, self.options.bucket_bytes)
+        once = partial(self._with_compared_names, buckets, version)
         if "disk" in self.chosen.values():
             self._send_by_disk(once, version)
         else:
@@ -145,24 +157,45 @@ class WeightSender:
             post = partial(self._tell_all, "/update_weights_from_disk", {**fields, **marks}, self.options.timeout)
             self._agreed(version, f"loading {folder} (the server has to see this folder)", post)
         finally:
-            if self.ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                with contextlib.suppress(OSError):  # not empty, or never made
-                    self.options.folder.rmdir()
+            self._remove_folder()
 
     def _write(self, buckets: Iterator[Bucket], folder: Path) -> None:
         """Write the folder, on the first rank; it has its name only when it is complete."""
         partly = folder.with_name(f"{folder.name}.tmp")
         try:
             if self.ranks.rank == 0:
-                shutil.rmtree(self.options.folder, ignore_errors=True)  # of a run that was killed
                 write_hf(partly, (pair for bucket in buckets for pair in bucket.tensors), self.options.template)
                 partly.rename(folder)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(partly, ignore_errors=True)
             raise _disk_failed(folder, error) from error
         finally:
             _take_part(buckets)
+
+    def _remove_folder(self) -> None:
+        if self.ranks.rank == 0:
+            shutil.rmtree(self.options.folder, ignore_errors=True)
+
+    def _with_compared_names(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> Iterator[Bucket]:
+        for bucket in buckets(self.options.bucket_bytes):
+            if not self._compared:
+                self._agreed(version, "comparing names", partial(self._compare_names, bucket.names))
+                self._compared = True
+            yield bucket
+
+    def _compare_names(self, ours: frozenset[str]) -> None:
+        for target in self.targets if self.ranks.rank == 0 else ():
+            expected, where = names_of(self._client(target), self.options.template)
+            unknown, missing = sorted(ours - expected), sorted(expected - ours)
+            if expected and (unknown or missing):
+                raise RunError(
+                    OTHER_NAMES(
+                        f"SGLang server {target.address} has loaded a model with other weights than the actor's",
+                        where=str(where),
+                        got=f"{len(unknown)} names unknown to it {unknown[:3]}, {len(missing)} missing {missing[:3]}",
+                        expected="the same names on both sides",
+                        fix="start the server with the folder of --hf-checkpoint as its --model-path",
+                    )
+                )
 
     def _begin(self) -> None:
         """Open a session on every server; one that does not know of sessions goes without."""
@@ -219,13 +252,33 @@ class WeightSender:
         result, failure = None, None
         try:
             result = action()
-        except RunError as error:
+        except WeightsNotSent:
+            raise  # on every rank already
+        except RelaxError as error:
             failure = error
         outcomes = self.ranks.gather((result, failure))
         for _, failed in outcomes:
             if failed is not None:
                 raise _with_place(failed, version, doing)
         return [value for value, _ in outcomes]
+
+
+def names_of(client: SglangClient, template: Path) -> tuple[set[str], Path]:
+    """The names of the weights that a server takes, and the model folder that says so; none of a bridged model.
+
+    Args:
+        template: read where this machine does not see the folder of the server.
+
+    Raises:
+        RunError: the server does not answer.
+        ConfigError: the folder has weights that cannot be read.
+    """
+    said = client.request("GET", "/model_info", timeout=ASKING_SECONDS)
+    theirs = Path(said.get("model_path") or "" if isinstance(said, dict) else "")
+    folder = theirs if (theirs / CONFIG_FILE).is_file() else template
+    spec = read_any_spec(folder)
+    names = stored_tensors(folder) if spec.family in FAMILIES else ()
+    return {name for name in names if not (name == HEAD and spec.tied) and not name.endswith(ROTARY_TABLE)}, folder
 
 
 def choose_transport(
@@ -266,9 +319,9 @@ def _take_part(buckets: Iterator[Bucket]) -> None:
         pass
 
 
-def _with_place(error: RunError, version: int, doing: str) -> RunError:
+def _with_place(error: RelaxError, version: int, doing: str) -> RunError:
     cause = error.problems[0]
-    kind = {GROUP_BROKE.id: GROUP_BROKE, DISK_FAILED.id: DISK_FAILED}.get(cause.id, NOT_SENT)
+    kind = next((kind for kind in (GROUP_BROKE, DISK_FAILED, OTHER_NAMES) if kind.id == cause.id), NOT_SENT)
     return WeightsNotSent(
         kind(
             f"weights of version {version} were not sent ({doing}): {cause.message}",
