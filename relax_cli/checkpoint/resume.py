@@ -52,19 +52,20 @@ class ResumeDecision:
         if self.verdict == "refuse":
             return "refuse: see the errors"
         if self.verdict == "cold-start":
-            return "cold start: there is no checkpoint, so the run starts at rollout 0"
+            return "cold start: there is no checkpoint, so the run starts at step 1"
         assert self.actor is not None
+        next_step = (self.iteration or 0) + 1
         if self.verdict == "weights-only":
-            words = f"weights only: the run starts at rollout 0 from {self.actor.folder}, with new optimizers"
+            words = f"weights only: the run starts at step 1 from {self.actor.folder}, with new optimizers"
             if self.critic is None:
                 return words
             source = "the same weights" if self.critic == self.actor else f"those of {self.critic.folder}"
             return f"{words}; the critic takes {source} and a new value head"
         if self.critic is None or self.critic.weights_only:
-            words = f"resume: the actor continues with rollout {self.iteration}"
+            words = f"resume: the actor continues with step {next_step}"
             fresh = "; the critic starts from the actor's backbone, a new value head and a new optimizer"
             return words if self.critic is None else words + fresh
-        return f"resume: both continue with rollout {self.iteration}"
+        return f"resume: both continue with step {next_step}"
 
 
 @dataclass(frozen=True)

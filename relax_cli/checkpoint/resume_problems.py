@@ -236,7 +236,7 @@ def nothing_left(where: Path | None, iteration: int, last: int) -> Problem:
 def would_overwrite(option: str, folder: str) -> Problem:
     """A run that starts at 0 would replace the checkpoints of another one."""
     return SAVE_IN_USE(
-        f"the run starts at rollout 0, and the folder of {option} contains other checkpoints",
+        f"the run starts at step 1, and the folder of {option} contains other checkpoints",
         fix=f"{option} {shlex.quote(folder.rstrip('/') + '-new')}",
         option=option,
         got=folder,
@@ -257,7 +257,7 @@ def other_reference(hf_checkpoint: str) -> Problem:
 def run_dir_in_use(run_dir: str) -> Problem:
     """A run that starts at 0 would drop the metrics of another one."""
     return RUN_DIR_IN_USE(
-        "the run starts at rollout 0, and the run folder already contains a run",
+        "the run starts at step 1, and the run folder already contains a run",
         fix=f"--run-dir {shlex.quote(run_dir.rstrip('/') + '-2')}",
         got=run_dir,
         expected="a new or empty folder",

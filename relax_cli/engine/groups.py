@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from relax_cli.roles.actor import ActorRole
     from relax_cli.roles.advantages import AdvantagesRole
     from relax_cli.roles.critic import CriticRole
-    from relax_cli.roles.evaluation import EvalShare
+    from relax_cli.roles.evaluation import Outcome
     from relax_cli.roles.reference import ReferenceRole
     from relax_cli.roles.rollout import RolloutRole
     from relax_cli.roles.spread import Spread
@@ -120,9 +120,15 @@ class RolloutGroup(SleepingGroup):
         """See `RolloutRole.generate_missing`; the metrics of every worker's share."""
         return self.ranks.all(lambda rollout: rollout.generate_missing(rollout_id))
 
-    def evaluate(self, name: str, examples: int) -> list[EvalShare]:
-        """See `RolloutRole.evaluate`; every worker's share."""
-        return self.ranks.all(lambda rollout: rollout.evaluate(name, examples))
+    def evaluate(self, name: str) -> list[Outcome]:
+        """See `RolloutRole.evaluate`; what all workers found."""
+        return [outcome for share in self.ranks.all(lambda rollout: rollout.evaluate(name)) for outcome in share]
+
+    def dump_evaluation(self, step: int, *, append: bool) -> None:
+        """See `RolloutRole.dump_evaluation`; one worker after the other, because they write one file."""
+        self.ranks.on(0, lambda rollout: rollout.dump_evaluation(step, append))
+        for rank in range(1, self.ranks.count):
+            self.ranks.on(rank, lambda rollout: rollout.dump_evaluation(step, True))
 
     def weight_targets(self) -> list[WeightTarget]:
         """The servers of all workers; none where workers generate themselves."""

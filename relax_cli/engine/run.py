@@ -34,6 +34,7 @@ from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.start import decide_run, schedule_of
 from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import drop_samples
+from relax_cli.tracking.evaluations import evaluations_of
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.view import RunHeader
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
@@ -82,7 +83,8 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         )
         for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *start_notes(checked)]:
             display.note(note)
-        writers = metric_writers(stack, config, run_dir, first)
+        metrics = stack.enter_context(MetricsWriter(run_dir, first))
+        writers: list[MetricsWriter | TensorBoardWriter] = [metrics, *trackers(stack, config, run_dir, first)]
         model = model_folder(config.model.hf_checkpoint, display)
         identity = identify(config, model, checked.inputs.prompts)
         plan = LaunchPlan(
@@ -106,6 +108,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             first=first,
             dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)],
             checkpoint_meta=checkpoint_meta(identity, checked, graph) | {"schedule": schedule_of(config)},
+            evaluated=None if metrics.last is None else {e.name for e in evaluations_of(metrics.last)},
         )
         ended_by = run_trainer(trainer, run_dir, stop, checked)
         if ended_by is not None:
@@ -147,14 +150,9 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
         raise
 
 
-def metric_writers(
-    stack: ExitStack, config: Config, run_dir: Path, done: int
-) -> list[MetricsWriter | TensorBoardWriter]:
-    """Files that get the metrics of every step after `done`, open until `stack` closes."""
-    writers: list[MetricsWriter | TensorBoardWriter] = [stack.enter_context(MetricsWriter(run_dir, done))]
-    if config.run.tensorboard:
-        writers.append(stack.enter_context(TensorBoardWriter(run_dir, done)))
-    return writers
+def trackers(stack: ExitStack, config: Config, run_dir: Path, done: int) -> list[TensorBoardWriter]:
+    """What gets the metrics of every step after `done` besides their file, open until `stack` closes."""
+    return [stack.enter_context(TensorBoardWriter(run_dir, done))] if config.run.tensorboard else []
 
 
 def run_header(checked: CheckedRun, run_dir: Path) -> RunHeader:
@@ -204,10 +202,23 @@ class Recorder:
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """See `trainer.Watcher`."""
-        record = {"step": step, "time": time.time(), **metrics, "memory_gb": memory_gb()}
+        self.display.show(self._record(step, metrics | {"memory_gb": memory_gb()}))
+        self._tell_plugins(step, metrics)
+
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
+        """See `trainer.Watcher`."""
+        self._record(step, metrics)
+        for evaluation in evaluations_of({"step": step, **metrics}):
+            self.display.note(f"step {step}: {evaluation.text}")
+        self._tell_plugins(step, metrics)
+
+    def _record(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        record = {"step": step, "time": time.time(), **metrics}
         for writer in self.writers:
             writer.write(record)
-        self.display.show(record)
+        return record
+
+    def _tell_plugins(self, step: int, metrics: dict[str, Any]) -> None:
         for warning in self.plugins.step_end(step, metrics, self.config, self.run_dir):
             self.warn(f"{warning.message}: {warning.got}")
 

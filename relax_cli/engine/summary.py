@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import Any
 
 from relax_cli.engine.run import FinishedRun, resume_lines
-from relax_cli.engine.trainer import Evaluation
+from relax_cli.tracking.evaluations import Evaluation, read_evaluations, read_samples
 from relax_cli.tracking.plots import curve
+
+EXAMPLES = 3
+"""Responses shown for each held-out set."""
 
 
 def summary_dict(run: FinishedRun) -> dict[str, Any]:
     """The object that `--format json` prints."""
     rewards = run.report.rewards
-    pairs = before_and_after(run)
+    evaluations = read_evaluations(run.run_dir)
+    pairs = before_and_after(evaluations)
     return {
         "ok": run.ended_by is None,
         "run_dir": str(run.run_dir),
@@ -20,8 +25,9 @@ def summary_dict(run: FinishedRun) -> dict[str, Any]:
         "seconds": round(run.report.seconds, 2),
         "reward_before": rewards[0] if rewards else None,
         "reward_after": rewards[-1] if rewards else None,
-        "eval_before": pairs[0][0].reward.mean if pairs else None,
-        "eval_after": pairs[0][1].reward.mean if pairs else None,
+        "eval_before": pairs[0][0].metrics["reward/mean"] if pairs else None,
+        "eval_after": pairs[0][1].metrics["reward/mean"] if pairs else None,
+        "evaluations": [evaluation.dict() for evaluation in evaluations],
     }
 
 
@@ -37,14 +43,16 @@ def closing_lines(run: FinishedRun) -> list[str]:
         lines.append(f"Stopped after {report.steps} finished steps of {total}.")
     if len(report.rewards) > 1:
         lines += ["", "Mean reward per step", *curve(report.rewards, width=60, height=6)]
-    for before, after in before_and_after(run):
-        found = f"mean reward {after.reward.mean:.3f}"
-        if before is not after:
-            found = f"mean reward {before.reward.mean:.3f} before, {after.reward.mean:.3f} after"
-        lines += ["", f"Held-out set `{before.name}`: {found}"]
-        lines += [f"  ({before.reward.count} samples at temperature {config.rollout.rollout_temperature:g})"]
-        lines += example_lines(before, after)
+    evaluations = read_evaluations(run.run_dir)
+    for before, after in before_and_after(evaluations):
+        lines += ["", *evaluation_lines(run, before, after)]
+        between = [e for e in evaluations if e.name == after.name and before.step < e.step < after.step]
+        if between:
+            shown = ", ".join(f"{e.metrics['reward/mean']:.3f} (step {e.step})" for e in between)
+            lines += wrap(f"between: {shown}", initial_indent="  ", subsequent_indent="    ")
     lines += ["", f"Metrics   {run.run_dir / 'metrics.jsonl'}", f"Samples   {run.run_dir / 'rollouts'}"]
+    if evaluations:
+        lines.append(f"          and {run.run_dir / 'evals'}")
     if config.checkpoint.save and report.saved_iteration is not None:
         lines.append(f"Saved     iteration {report.saved_iteration} in {config.checkpoint.save}")
         if config.critic.critic_save:
@@ -58,26 +66,33 @@ def next_lines(run: FinishedRun) -> list[str]:
     return resume_lines(run.config, run.resume, complete=run.ended_by is None)
 
 
-def before_and_after(run: FinishedRun) -> list[tuple[Evaluation, Evaluation]]:
-    """First and last evaluation of each held-out set; the same one twice where there was nothing left to train."""
-    found = run.report.evaluations
-    names = {e.name: None for e in found}
-    by_name = [[e for e in found if e.name == name] for name in names]
-    return [(evals[0], evals[-1]) for evals in by_name if len(evals) > 1 or not run.report.steps]
+def before_and_after(evaluations: list[Evaluation]) -> list[tuple[Evaluation, Evaluation]]:
+    """First and last evaluation of each held-out set; the same one twice where there is only one."""
+    by_name: dict[str, list[Evaluation]] = {}
+    for evaluation in evaluations:
+        by_name.setdefault(evaluation.name, []).append(evaluation)
+    return [(found[0], found[-1]) for found in by_name.values()]
 
 
-def example_lines(before: Evaluation, after: Evaluation) -> list[str]:
-    """A few responses side by side."""
+def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) -> list[str]:
+    """A held-out set at the beginning and at the end, with a few responses side by side."""
+    found = f"mean reward {after.metrics['reward/mean']:.3f}"
+    if before is not after:
+        found = f"mean reward {before.metrics['reward/mean']:.3f} before, {after.metrics['reward/mean']:.3f} after"
+    temperature = run.config.rollout.rollout_temperature
+    lines = [f"Held-out set `{before.name}`: {found}"]
+    lines += [f"  ({after.metrics['samples']} samples at temperature {temperature:g})"]
+    examples = [read_samples(run.run_dir, evaluation, EXAMPLES) for evaluation in (before, after)]
     rows: list[dict[str, Any]] = [
         {"prompt": b["prompt"], "label": b["label"], "before": b["response"], "after": a["response"]}
-        for b, a in zip(before.examples, after.examples, strict=True)
+        for b, a in zip(*examples, strict=False)
     ]
     if not rows:
-        return []
+        return lines
     shown = [{k: _short(v) for k, v in row.items()} for row in rows]
     widths = {k: max(len(k), *(len(row[k]) for row in shown)) for k in shown[0]}
     header = "  ".join(k.ljust(w) for k, w in widths.items())
-    return [f"  {header}", *("  " + "  ".join(row[k].ljust(w) for k, w in widths.items()) for row in shown)]
+    return [*lines, f"  {header}", *("  " + "  ".join(row[k].ljust(w) for k, w in widths.items()) for row in shown)]
 
 
 def _short(value: object, limit: int = 28) -> str:

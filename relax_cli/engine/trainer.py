@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,10 +14,7 @@ from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord, run_step
 from relax_cli.engine.stopping import StopRequest
-from relax_cli.roles.spread import Spread
-
-EXAMPLES = 3
-"""Judged samples of each held-out set kept for a person to read."""
+from relax_cli.roles.evaluation import eval_metrics
 
 HEAD_MOVES_WITHIN = 3
 """Rollouts after which an unchanged value head is worth a warning."""
@@ -28,6 +26,9 @@ class Watcher(Protocol):
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """Step `step` is done: the `step`-th rollout of the run."""
 
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
+        """The held-out sets were evaluated after step `step`, 0 being before the first."""
+
     def warn(self, message: str) -> None:
         """Something a person should know of during the run."""
 
@@ -36,17 +37,6 @@ class Watcher(Protocol):
 
     def status(self, text: str) -> None:
         """What is being done now."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A held-out set at one point of the run."""
-
-    name: str
-    rollout_id: int
-    """Finished rollouts at that point."""
-    reward: Spread
-    examples: list[dict[str, Any]]
 
 
 @dataclass
@@ -59,7 +49,6 @@ class RunReport:
     seconds: float = 0.0
     rewards: list[float] = field(default_factory=list)
     """Mean reward of every step."""
-    evaluations: list[Evaluation] = field(default_factory=list)
     saved_iteration: int | None = None
     """Newest checkpoint that this run wrote."""
 
@@ -77,7 +66,14 @@ class Trainer:
         first: int,
         dump_fields: list[str],
         checkpoint_meta: dict[str, Any],
+        evaluated: Set[str] | None = None,
     ) -> None:
+        """Args:
+        first: rollouts that are finished.
+        dump_fields: queue fields to write next to each sample.
+        checkpoint_meta: what every checkpoint says about the run.
+        evaluated: held-out sets whose evaluation after rollout `first` is recorded; None when nothing of it is.
+        """
         assert config.batch.num_rollout is not None, "resolved before launch"
         self.session = session
         self.config = config
@@ -86,6 +82,8 @@ class Trainer:
         self.last = config.batch.num_rollout
         self.dump_fields = dump_fields
         self.stop = stop
+        self.sets = [name for name, _ in config.eval.sets]
+        self.evaluated = evaluated
         self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=watcher.warn)
         self.report = RunReport(first=first)
         self.head_moved = False
@@ -100,7 +98,10 @@ class Trainer:
             KeyboardInterrupt: see `StopRequest`; what was not saved is lost.
         """
         self.session.publish_weights(version=self.first)
-        self._evaluate(self.first)
+        if self.evaluated is None or (
+            self._due(self.config.eval.eval_interval, self.first) and not self.evaluated >= {*self.sets}
+        ):
+            self._evaluate(self.first)
         if self.first == self.last:
             self.saver.rotate(self.last)  # A run that was killed after its last save may have left more than it keeps.
         for rollout_id in range(self.first, self.last):
@@ -194,17 +195,15 @@ class Trainer:
             self.watcher.warn(warning + kept)
 
     def _evaluate(self, done: int) -> None:
-        for name, _ in self.config.eval.sets:
-            self._evaluate_set(name, done)
+        metrics: dict[str, Any] = {}
+        for name in self.sets:
+            metrics |= self._evaluate_set(name, done)
+            self.session.roles.rollout.dump_evaluation(done, append=name != self.sets[0])
+        if metrics:
+            self.watcher.evaluated(done, metrics)
 
-    def _evaluate_set(self, name: str, done: int) -> None:
+    def _evaluate_set(self, name: str, done: int) -> dict[str, float]:
         self.watcher.status(f"evaluating {name}")
-        shares, _ = with_revival(self.session, done, lambda rollout: rollout.evaluate(name, EXAMPLES))
-        self.report.evaluations.append(
-            Evaluation(
-                name=name,
-                rollout_id=done,
-                reward=Spread.merge(share.rewards for share in shares),
-                examples=[example for share in shares for example in share.examples][:EXAMPLES],
-            )
-        )
+        started = time.perf_counter()
+        outcomes, _ = with_revival(self.session, done, lambda rollout: rollout.evaluate(name))
+        return eval_metrics(name, outcomes) | {f"eval/{name}/seconds": time.perf_counter() - started}

@@ -41,7 +41,7 @@ def missing_data(rollout_id: int, names: Sequence[str], graph: ServiceGraph, wai
     wanted = ", ".join(f"`{name}` (written by {writers.get(name, 'no role')})" for name in names)
     return RunError(
         QUEUE_TIMEOUT(
-            f"rollout {rollout_id} never became complete in the sample queue",
+            f"the samples of step {rollout_id + 1} never became complete in the sample queue",
             where=f"partition {partition(rollout_id)}",
             got=f"nothing after {waited:.0f} s",
             expected=wanted,

@@ -60,7 +60,7 @@ RUN_FORMAT = 2
 """`format` in the `config.json` of a run folder. Step k is the k-th rollout; without a format, steps began at 0."""
 
 LEFT_BY_A_START = frozenset(
-    {".lock", ".config.json.tmp", "config.json", "logs", "metrics.jsonl", "rollouts", "tb", "weights"}
+    {".lock", ".config.json.tmp", "config.json", "evals", "logs", "metrics.jsonl", "rollouts", "tb", "weights"}
 )
 """What a run writes into its folder before its first step has finished."""
 
@@ -72,9 +72,14 @@ def holds_a_run(run_dir: Path) -> bool:
 
 
 def has_metrics(run_dir: Path) -> bool:
-    """Whether a run has finished a step in this folder."""
+    """Whether a run has finished a step in this folder; an evaluation before the first step is none."""
     metrics = run_dir / "metrics.jsonl"
-    return metrics.is_file() and metrics.stat().st_size > 0
+    if not metrics.is_file():
+        return False
+    with metrics.open("rb") as file:
+        first, more = file.readline(), file.readline()
+    evaluated_only = first.startswith(b'{"step": 0,') and b'"phase_seconds"' not in first
+    return bool(more if evaluated_only else first)
 
 
 def counts_from_zero(run_dir: Path) -> bool:

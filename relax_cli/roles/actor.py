@@ -182,7 +182,7 @@ def check_gap(mean: float, rollout_id: int) -> None:
         raise RunError(
             LOGPROB_GAP(
                 "the rollout engine samples from another model than the one that is trained",
-                where=f"rollout {rollout_id}, train_rollout_logprob_diff/mean",
+                where=f"step {rollout_id + 1}, train_rollout_logprob_diff/mean",
                 got=f"{mean:.3g} nats",
                 expected=f"at most {MOST_GAP:g}",
                 fix="start external servers with the folder of --hf-checkpoint as --model-path, and let nothing else "

@@ -18,7 +18,7 @@ from relax_cli.data.rewards import RewardFunction
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError
 from relax_cli.roles.context import RoleContext
-from relax_cli.roles.evaluation import EvalShare
+from relax_cli.roles.evaluation import Outcome
 from relax_cli.roles.judging import Judge, Judged, Sampled, reward_spreads
 from relax_cli.roles.sample_files import SampleWriter
 from relax_cli.roles.spread import Spread
@@ -65,9 +65,11 @@ class RolloutRole:
         mixture = prompts.mixture if isinstance(prompts, Prompts) else ()
         self.order = PromptOrder(len(prompts), self.rollout.rollout_seed, self.data.shuffle, mixture)
         self.writer = SampleWriter(context.run_dir)
+        self.eval_writer = SampleWriter(context.run_dir, "evals")
         self.awake = True
         self.has_weights = True
         self.judged: list[Judged] = []
+        self.evaluated: tuple[str, list[Judged]] = ("", [])
         self.written: tuple[int, dict[str, Spread]] | None = None
 
     def wake_for_weights(self) -> None:
@@ -138,26 +140,26 @@ class RolloutRole:
             "truncated": Spread.of(j.generation.finish_reason == "length" for j in self.judged),
         }
 
-    def evaluate(self, name: str, examples: int) -> EvalShare:
-        """Sample this worker's share of a held-out set, with the same noise every time.
-
-        Args:
-            examples: how many judged samples to return for a person to read.
-        """
+    def evaluate(self, name: str) -> list[Outcome]:
+        """Sample this worker's share of a held-out set, with the same noise every time."""
         assert self.awake, "rollout generates only while awake"
         judged = self._sample(self.eval_prompts[name], self.eval_samples, stream=EVAL_STREAM)
-        return EvalShare(
-            rewards=Spread.of(j.result.reward for j in judged),
-            examples=[
-                {
-                    "prompt": self._prompt_text(j),
-                    "response": j.response,
-                    "label": j.prompt.label,
-                    "reward": j.result.reward,
-                }
-                for j in judged[:examples]
-            ],
-        )
+        self.evaluated = (name, judged)
+        return [
+            Outcome(
+                prompt=j.group,
+                reward=j.result.reward,
+                parts=j.result.parts,
+                response_len=len(j.generation.tokens),
+                truncated=j.generation.finish_reason == "length",
+            )
+            for j in judged
+        ]
+
+    def dump_evaluation(self, step: int, append: bool) -> None:
+        """Add this worker's samples of the set evaluated last to `evals/step_*.jsonl`; workers are called in turn."""
+        name, judged = self.evaluated
+        self.eval_writer.write(step, ({"set": name, **self._sample_record(j)} for j in judged), append=append)
 
     def dump(self, rollout_id: int, step_fields: Sequence[str]) -> None:
         """Add this worker's samples with per-token numbers to `rollouts/step_*.jsonl`; workers are called in turn."""
@@ -224,6 +226,15 @@ class RolloutRole:
     def _record(self, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:
         judged = self.judged[index]
         return {
+            **self._sample_record(judged),
+            "prompt_token_ids": judged.prompt_tokens,
+            "response_token_ids": judged.generation.tokens,
+            "log_probs": judged.generation.log_probs,
+            **{name: values[index].tolist() for name, values in fields.items()},
+        }
+
+    def _sample_record(self, judged: Judged) -> dict[str, Any]:
+        return {
             "row": judged.row,
             "group": judged.group,
             "source": judged.prompt.source,
@@ -233,10 +244,6 @@ class RolloutRole:
             "reward": judged.result.reward,
             "reward_parts": judged.result.parts,
             "finish_reason": judged.generation.finish_reason,
-            "prompt_token_ids": judged.prompt_tokens,
-            "response_token_ids": judged.generation.tokens,
-            "log_probs": judged.generation.log_probs,
-            **{name: values[index].tolist() for name, values in fields.items()},
         }
 
 

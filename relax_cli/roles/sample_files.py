@@ -1,4 +1,4 @@
-"""The samples of a run: `rollouts/step_000001.jsonl`, one JSON object per sample."""
+"""The samples of a run: `rollouts/step_000001.jsonl` and `evals/step_000000.jsonl`, one JSON object per sample."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from relax_cli.checkpoint.layout import fsync_folder
 from relax_cli.roles.run_folder import run_folder_errors
@@ -16,9 +16,9 @@ from relax_cli.roles.run_folder import run_folder_errors
 class SampleWriter:
     """Writes the samples of each step."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, folder: Literal["rollouts", "evals"] = "rollouts") -> None:
         self._run_dir = run_dir
-        self._folder = run_dir / "rollouts"
+        self._folder = run_dir / folder
         with run_folder_errors(run_dir):
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -41,9 +41,9 @@ class SampleWriter:
 
 
 def drop_samples(run_dir: Path, done: int) -> None:
-    """Delete sample files of steps after `done`: an aborted run left them, and they run again."""
-    for path in (run_dir / "rollouts").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) > done:
+    """Delete sample files of steps after `done`, which an aborted run left; all when nothing is done."""
+    for path in run_dir.glob("*/step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > done or not done:
             path.unlink()
 
 

@@ -167,7 +167,7 @@ class TrainingRole(ModelRole[TrainableModel]):
         return RunError(
             NAN_GRADIENT(
                 f"the gradient of the {self.name} is not finite; its weights are those of before the step",
-                where=f"rollout {rollout_id}, optimizer step {step} of {self.batch.steps_per_rollout}",
+                where=f"step {rollout_id + 1}, optimizer step {step} of {self.batch.steps_per_rollout}",
                 got=f"gradient norm {grad_norm}",
                 expected="a finite norm",
                 fix="look at the rewards and log-probabilities of that rollout, or lower the learning rate; "

@@ -27,7 +27,7 @@ class MetricsWriter:
     """Appends one JSON object per step to `metrics.jsonl`; a line is on the disk when `write` returns.
 
     Opened with the number of finished steps. Later lines and a torn last line are from a run that was aborted after
-    its last checkpoint: they are dropped, since those steps run again.
+    its last checkpoint: they are dropped, since those steps run again. So are all lines when nothing is finished.
     """
 
     def __init__(self, run_dir: Path, done: int = 0) -> None:
@@ -37,23 +37,39 @@ class MetricsWriter:
             ResumeError: its last step is before step `done`, or it is not a metrics file.
         """
         self._path = run_dir / "metrics.jsonl"
-        self._next_step = done + 1
+        self._done = done
+        self.last: dict[str, Any] | None = None
+        """The newest record; None in a file without any."""
         if self._path.exists():
             text = _text_of(self._path)
             kept = _lines_of(done, text, self._path)
             if kept != text:
                 replace_file(self._path, kept)
+            self.last = json.loads(kept.splitlines()[-1]) if kept else None
         self._file = self._path.open("a", encoding="utf-8")
         fsync_folder(run_dir)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one step, `record["step"]`, which must be the next; NaN and infinity become null (JSON)."""
+        """Write the next step, `record["step"]`, or add an evaluation to the newest; NaN and infinity become null."""
         step = record["step"]
-        assert step == self._next_step, f"step {step} was written where step {self._next_step} is due"
+        if self.last is not None and step == self.last["step"] and is_evaluation(record):
+            self._amend(record)
+            return
+        expected = self._done + 1 if self.last is None else self.last["step"] + 1
+        starts = self.last is None and step == self._done  # with the evaluation before the first step
+        assert starts or step == expected, f"step {step} was written where step {expected} is due"
         self._file.write(json_line(record))
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._next_step += 1
+        self.last = dict(record)
+
+    def _amend(self, record: Mapping[str, Any]) -> None:
+        assert self.last is not None, "there is a newest record"
+        self.last |= {name: value for name, value in record.items() if name != "time"}
+        before, _, _ = self._path.read_text("utf-8").removesuffix("\n").rpartition("\n")
+        self._file.close()
+        replace_file(self._path, (before and before + "\n") + json_line(self.last))
+        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""
@@ -98,6 +114,12 @@ class TensorBoardWriter:
         self.close()
 
 
+def is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Whether a record has the metrics of an evaluation alone."""
+    names = record.keys() - {"step", "time"}
+    return bool(names) and all(name.startswith("eval/") for name in names)
+
+
 def write_config(run_dir: Path, dump: Mapping[str, Any]) -> Path:
     """Write the resolved configuration (`model_dump(mode="json")`) to `config.json`; returns the file."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -124,7 +146,7 @@ def _lines_of(done: int, text: str, path: Path) -> str:
             expected = "a step's metrics" if last_step is None else f"the metrics of step {last_step + 1}"
             raise _bad_metrics(path, line[:60], expected, number)
         last_step = step
-        if step <= done:
+        if step <= done and done:
             kept.append(line + "\n")
     if kept and last_step is not None and last_step < done:
         raise _bad_metrics(path, f"last step {last_step}", f"last step {done} or later")

@@ -346,7 +346,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(role: str, policy: str,
             with pytest.raises(RunError, match=f"gradient of the {role} is not finite") as caught:
                 poisoned_update(0)
             (problem,) = caught.value.problems
-            assert (problem.id, problem.where) == ("nan-gradient", "rollout 0, optimizer step 1 of 2")
+            assert (problem.id, problem.where) == ("nan-gradient", "step 1, optimizer step 1 of 2")
         else:
             metrics = poisoned_update(0)
             assert (metrics[f"{role}/skipped_steps"], metrics[f"{role}/optimizer_steps"]) == (1, 1)

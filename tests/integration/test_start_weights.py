@@ -247,7 +247,7 @@ def test_a_run_from_release_weights_equals_the_model_folders(task: Path, release
     )
     assert without_times(run.metrics) == without_times(expected.metrics)
     assert run.samples == expected.samples
-    assert "weights only: the run starts at rollout 0" in run.screen
+    assert "weights only: the run starts at step 1" in run.screen
     assert "the critic takes the same weights and a new value head" in run.screen
     # Nothing is written where weights are only read from.
     assert sorted((path.name, path.stat().st_mtime_ns) for path in release.rglob("*")) == before

@@ -122,7 +122,7 @@ def test_a_pair_resumes_at_its_iteration(tmp_path: Path) -> None:
         assert (decision.verdict, decision.iteration) == ("resume", 4)
         assert decision.actor == LoadFrom(tmp_path / "a/iter_0000004")
         assert decision.critic == LoadFrom(tmp_path / "c/iter_0000004")
-        assert "both continue with rollout 4" in decision.text
+        assert "both continue with step 5" in decision.text
     alone = decide_resume(actor, None, has_critic=False)
     assert (alone.verdict, alone.actor, alone.critic) == ("resume", LoadFrom(tmp_path / "a/iter_0000004"), None)
 
@@ -304,7 +304,7 @@ def test_release_weights_start_both_at_0(tmp_path: Path) -> None:
         decision = decide_resume(weights, critic_load, has_critic=True)
         assert (decision.verdict, decision.iteration) == ("weights-only", None)
         assert decision.actor == decision.critic == LoadFrom(tmp_path / "w/release", weights_only=True)
-        assert "rollout 0" in decision.text
+        assert "step 1" in decision.text
         assert "the critic takes the same weights and a new value head" in decision.text
     alone = decide_resume(weights, None, has_critic=False)
     assert alone.critic is None

@@ -49,7 +49,7 @@ def test_check_resume_shows_the_pair_and_exits_0_or_3(relax: Relax, tmp_path: Pa
     assert (found["ok"], found["verdict"], found["iteration"], found["next_rollout_id"]) == (True, "resume", 3, 3)
     assert found["critic"] == {"path": critic, "tracker": 3, "iteration": 3, "complete": True, "role": "critic"}
     assert found["loads"]["critic"] == {"path": f"{critic}/iter_0000003", "weights_only": False}
-    assert "both continue with rollout 3" in relax(*words, "--critic-load", critic).stdout
+    assert "both continue with step 4" in relax(*words, "--critic-load", critic).stdout
 
     alone = relax(*words, "--format", "json")
     assert alone.exit_code == 3

@@ -151,6 +151,8 @@ class Quiet:
 
     def step(self, rollout_id: int, metrics: dict[str, Any]) -> None: ...
 
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None: ...
+
     def warn(self, message: str) -> None:
         self.warnings.append(message)
 
@@ -195,6 +197,8 @@ class Full:
 
     def step(self, rollout_id: int, metrics: dict[str, Any]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/run/metrics.jsonl")
+
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None: ...
 
     def warn(self, message: str) -> None:
         raise AssertionError(message)

@@ -15,6 +15,7 @@ import pytest
 
 from relax_cli.errors import ResumeError
 from relax_cli.roles.sample_files import SampleWriter, drop_samples
+from relax_cli.tracking.evaluations import read_evaluations
 from relax_cli.tracking.plots import curve
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
 
@@ -61,6 +62,41 @@ def test_resuming_drops_what_an_aborted_run_left_behind(tmp_path: Path) -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["step"], r["run"]) for r in records] == [(1, 1), (2, 1), (3, 1), (4, 2)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_an_evaluation_joins_the_metrics_of_its_step(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        assert writer.last is None
+        writer.write({"step": 0, "time": 1.0, "eval/a/reward/mean": 0.1})
+        for step in (1, 2):
+            writer.write({"step": step, "time": 2.0, "loss": math.nan})
+        writer.write({"step": 2, "time": 3.0, "eval/a/reward/mean": 0.5})
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records[2:] == [{"step": 2, "time": 2.0, "loss": None, "eval/a/reward/mean": 0.5}]
+    assert [record["step"] for record in records] == [0, 1, 2]
+
+    with MetricsWriter(tmp_path, done=2) as writer:
+        assert writer.last == records[2]
+        writer.write({"step": 2, "time": 4.0, "eval/b/reward/mean": 0.7})
+        writer.write({"step": 3, "time": 5.0})
+    assert [(e.step, e.name, e.metrics["reward/mean"]) for e in read_evaluations(tmp_path)] == [
+        (0, "a", 0.1),
+        (2, "a", 0.5),
+        (2, "b", 0.7),
+    ]
+
+
+@pytest.mark.parametrize(("done", "kept"), [(0, []), (1, [0, 1])])
+def test_a_run_that_starts_over_forgets_its_evaluation(tmp_path: Path, done: int, kept: list[int]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/a/reward/mean": 0.1}\n{"step": 1}\n')
+    for folder in ("evals", "rollouts"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "evals/step_000000.jsonl").touch()
+    (tmp_path / "rollouts/step_000001.jsonl").touch()
+    MetricsWriter(tmp_path, done).close()
+    drop_samples(tmp_path, done)
+    assert steps_in(tmp_path) == kept
+    assert [int(p.stem[-6:]) for p in sorted(tmp_path.glob("*/step_*"))] == kept
 
 
 def test_a_torn_line_just_before_the_resumed_step_is_a_gap(tmp_path: Path) -> None:
@@ -141,9 +177,11 @@ def test_a_second_worker_adds_to_the_samples_of_a_step(tmp_path: Path) -> None:
 
 def test_resuming_deletes_samples_of_steps_that_run_again(tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path)
+    SampleWriter(tmp_path, "evals").write(3, [])
     for step in range(1, 5):
         writer.write(step, [])
     drop_samples(tmp_path, 2)
+    assert list((tmp_path / "evals").iterdir()) == []
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
 
 
