@@ -12,7 +12,7 @@ CONSTRAINTS = ("-c", "constraints-cpu.txt")
 def tests(session: nox.Session) -> None:
     """The test suite; arguments go to pytest, for example `nox -s tests -- -m slow`."""
     session.install(*CONSTRAINTS, "-e", ".[test]")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session

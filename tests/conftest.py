@@ -1,11 +1,13 @@
 """For all tests."""
 
 import os
+from pathlib import Path
 
 # Before torch is imported, and for every process that a test starts: waiting OpenMP threads spin by default, and on two
 # cores they take the time of those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pytest
 from hypothesis import settings
 
 # As relax itself does before it imports Ray, which some tests import first.
@@ -14,3 +16,17 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 # The same examples on every run: a test that failed can be run again, and one that passed does not fail by chance.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+SLOWEST_FIRST = ("faults", "integration", "cli", "sglang", "plugins", "unit", "numerics")
+"""Folders of tests. With several processes a file that takes minutes must not be the last to start."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hand files to processes in the order of collection, not by their number of tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first, formulas last."""
+    items.sort(key=lambda item: SLOWEST_FIRST.index(item.path.relative_to(Path(__file__).parent).parts[0]))
