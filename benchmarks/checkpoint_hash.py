@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import checkpointing, parallel
-from relax_cli.backends.megatron.trainer import TrainableModel
+from relax_cli.backends.megatron.trainer import Build, TrainableModel
 from relax_cli.checkpoint import layout, store
 from relax_cli.config.schema import OptimizerSection, ParallelSection
 
@@ -67,13 +67,11 @@ def build(layers: int, folder: Path) -> TrainableModel:
     model = TrainableModel(
         "policy",
         folder,
+        Build(ParallelSection(), device, seed=0),
         OptimizerSection(),
         lr=1e-6,
         warmup_iters=0,
         decay_iters=10,
-        layout=ParallelSection(),
-        device=device,
-        seed=0,
     )
     with torch.no_grad():
         for tensor in model.optimizer.tensors():

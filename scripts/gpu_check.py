@@ -227,7 +227,7 @@ def _trainable(kind: str, folder: Path, device: str, dtype: Any, *, parks: bool 
     """A model in training; `dtype` None is the device's own type."""
     from relax_cli.backends.device import select_device
     from relax_cli.backends.megatron import parallel
-    from relax_cli.backends.megatron.trainer import TrainableModel
+    from relax_cli.backends.megatron.trainer import Build, TrainableModel
     from relax_cli.config.schema import OptimizerSection, ParallelSection
 
     chosen = select_device("cuda" if device == "cuda" else "cpu")
@@ -235,7 +235,7 @@ def _trainable(kind: str, folder: Path, device: str, dtype: Any, *, parks: bool 
     parallel.initialize(parallel.Rank(0, 1), 1, chosen, seed=5)
     section = OptimizerSection(lr=1e-4)
     schedule = {"lr": 1e-4, "warmup_iters": 0, "decay_iters": 10}
-    return TrainableModel(kind, folder, section, **schedule, layout=ParallelSection(), device=chosen, seed=7)
+    return TrainableModel(kind, folder, Build(ParallelSection(), chosen, seed=7), section, **schedule)
 
 
 def _batch() -> Any:

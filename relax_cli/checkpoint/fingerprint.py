@@ -23,7 +23,6 @@ from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.files import read_json
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
-from relax_cli.models.spec import INDIVISIBLE
 
 FOLDERS = "Folders and checkpoints"
 OTHER_MODEL = problem_kind(
@@ -263,26 +262,6 @@ def model_differences(
             )
         )
     return found
-
-
-def parallel_problems(shape: Mapping[str, Any], tensor_parallel: int) -> list[Problem]:
-    """What of a model's sizes does not divide by the tensor-parallel size."""
-    sizes = {
-        "attention heads": shape.get("num_heads"),
-        "key-value heads": shape.get("num_kv_heads"),
-        "FFN size": shape.get("ffn_hidden_size"),
-        "vocabulary": shape.get("vocab_size"),
-    }
-    return [
-        INDIVISIBLE(
-            f"the model's {what} ({size}) must be a multiple of --tensor-model-parallel-size",
-            got=str(tensor_parallel),
-            expected=f"a divisor of {size}",
-            fix="choose a --tensor-model-parallel-size that divides it",
-        )
-        for what, size in sizes.items()
-        if isinstance(size, int) and size % tensor_parallel
-    ]
 
 
 def _new_run(run: RunIdentity, where: Path) -> str:

@@ -6,11 +6,10 @@ import errno
 import hashlib
 import io
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -18,6 +17,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from relax_cli.checkpoint.layout import FileEntry
 
 BLOCK_BYTES = 1 << 20
+THREAD = "checkpoint-hash"
 
 
 class HashingFileSystem(FileSystem):
@@ -36,13 +36,10 @@ class HashingFileSystem(FileSystem):
         """Open a file to be written from its beginning to its end; its hash is known when the context is left."""
         assert mode == "wb", "only for writing"
         target = Path(path)
-        follower = _Follower(target)
-        try:
-            with _ReportingFile(target, follower) as stream:
+        with ThreadPoolExecutor(1, thread_name_prefix=THREAD) as reader:
+            with _FollowedFile(target, reader) as stream:
                 yield stream
-            self._entries[target] = follower.finish(target.name)
-        finally:
-            follower.stop()
+            self._entries[target] = stream.entry()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file, and what is known of it."""
@@ -62,65 +59,38 @@ def without_crc32() -> Iterator[None]:
         set_crc32_options(before)
 
 
-class _Follower:
-    """The thread that reads behind the writer, from the page cache."""
+class _FollowedFile(io.BufferedWriter):
+    """A file that `reader` hashes from the page cache, as far as it was flushed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reader: Executor) -> None:
+        super().__init__(io.FileIO(path, "wb"), BLOCK_BYTES)
         self._path = path
-        self._arrived: SimpleQueue[int | None] = SimpleQueue()
+        self._reader = reader
+        self._hashing: list[Future[None]] = []
         self._sha256 = hashlib.sha256()
         self._done = 0
-        self._failure: OSError | None = None
-        self._thread = threading.Thread(target=self._follow, name="checkpoint-hash", daemon=True)
-        self._thread.start()
-
-    def report(self, size: int) -> None:
-        """The file now has `size` bytes that will not change."""
-        self._arrived.put(size)
-
-    def finish(self, name: str) -> FileEntry:
-        """The entry of the finished file.
-
-        Raises:
-            OSError: what was written cannot be read again.
-        """
-        self.stop()
-        if self._failure is not None:
-            raise self._failure
-        return FileEntry(name, self._done, self._sha256.hexdigest())
-
-    def stop(self) -> None:
-        """Wait for the thread to end; it has hashed everything reported by then, or failed."""
-        self._arrived.put(None)
-        self._thread.join()
-
-    def _follow(self) -> None:
-        block = memoryview(bytearray(BLOCK_BYTES))
-        size = self._arrived.get()
-        if size is None:
-            return
-        try:
-            with self._path.open("rb", buffering=0) as file:
-                while size is not None:
-                    while self._done < size:
-                        count = file.readinto(block[: size - self._done])
-                        if not count:
-                            raise OSError(errno.EIO, f"{self._done} bytes arrived of {size}", str(self._path))
-                        self._sha256.update(block[:count])
-                        self._done += count
-                    size = self._arrived.get()
-        except OSError as error:
-            self._failure = error
-
-
-class _ReportingFile(io.BufferedWriter):
-    """A file that tells how much of it has arrived whenever it is flushed."""
-
-    def __init__(self, path: Path, follower: _Follower) -> None:
-        super().__init__(io.FileIO(path, "wb"), BLOCK_BYTES)
-        self._follower = follower
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
         super().flush()
-        self._follower.report(self.raw.tell())
+        self._hashing.append(self._reader.submit(self._hash_up_to, self.raw.tell()))
+
+    def entry(self) -> FileEntry:
+        """Size and hash of the closed file.
+
+        Raises:
+            OSError: what was written cannot be read again.
+        """
+        for part in self._hashing:
+            part.result()
+        return FileEntry(self._path.name, self._done, self._sha256.hexdigest())
+
+    def _hash_up_to(self, size: int) -> None:
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._done)
+            while self._done < size:
+                block = file.read(min(BLOCK_BYTES, size - self._done))
+                if not block:
+                    raise OSError(errno.EIO, f"{self._done} bytes arrived of {size}", str(self._path))
+                self._sha256.update(block)
+                self._done += len(block)

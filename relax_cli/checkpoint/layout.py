@@ -13,13 +13,11 @@ neither a pipe nor a huge file can block the reader.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -28,6 +26,7 @@ from pydantic import AfterValidator, ConfigDict, NonNegativeInt, PositiveInt, Ty
 from typing_extensions import TypedDict
 
 from relax_cli.errors import ResumeError, problem_kind
+from relax_cli.models.files import check_regular
 
 META_UNREADABLE = problem_kind(
     "checkpoint-meta-unreadable",
@@ -304,18 +303,8 @@ def read_small_file(path: Path, most_bytes: int) -> bytes:
     Raises:
         OSError: also where it is not a regular file, or larger.
     """
-    # Opening a pipe for reading would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(most_bytes + 1)
-    finally:
-        os.close(descriptor)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
-    return content
+    check_regular(path, most_bytes)
+    return path.read_bytes()
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.layout import CheckpointMeta, FileEntry
 from relax_cli.errors import RunError, problem_kind
+
+T = TypeVar("T")
 
 STORAGE_FAILED = problem_kind(
     "storage-failed",
@@ -66,7 +68,7 @@ def write(model: Saveable, save_dir: Path, iteration: int, role: str, meta: dict
     folder = layout.temporary_folder(save_dir, iteration)
     on_first_rank(lambda: _make_empty(folder))
     try:
-        hashed, states = _gather((model.save(folder, {"iteration": iteration, "role": role}), model.random_state()))
+        hashed = gather(model.save(folder, {"iteration": iteration, "role": role}))
         extra = dict(meta)
         record = CheckpointMeta(
             role=role,
@@ -76,7 +78,7 @@ def write(model: Saveable, save_dir: Path, iteration: int, role: str, meta: dict
             config_hash=extra.pop("config_hash", ""),
             parallel=model.parallel_layout(),
             extra=extra,
-            random_state=states,
+            random_state=tuple(gather(model.random_state())),
         )
         on_first_rank(lambda: _finish(folder, record, [entry for entries in hashed for entry in entries]))
     except RunError:
@@ -197,13 +199,14 @@ def on_first_rank(action: Callable[[], None]) -> None:
         raise failure[0]
 
 
-def _gather(mine: tuple[list[FileEntry], dict[str, Any]]) -> tuple[list[list[FileEntry]], tuple[dict[str, Any], ...]]:
-    """Hashed files and random states of all ranks, in rank order."""
-    everyone: list[Any] = [mine]
-    if world_size() > 1:
-        everyone = [None] * world_size()
-        dist.all_gather_object(everyone, mine)
-    return [entries for entries, _ in everyone], tuple(state for _, state in everyone)
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks, of this role or of a group, in rank order, on each of them."""
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if ranks == 1:
+        return [value]
+    values: list[Any] = [None] * ranks
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from relax_cli.checkpoint.fingerprint import (
     folder_of_model,
     model_differences,
     model_shape,
-    parallel_problems,
     tokenizer_fingerprint,
 )
 from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume, was_saved_beside_a_critic
@@ -25,6 +24,7 @@ from relax_cli.cli.help import CommandGroup
 from relax_cli.cli.report import decision_dict
 from relax_cli.errors import ConfigError, ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
+from relax_cli.models.spec import indivisible_sizes
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.rules.model import model_folder_missing
 
@@ -208,7 +208,8 @@ def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: 
                 for found in model_differences(shape, tokenizer, side.meta, side.checkpoint, str(hf_checkpoint)):
                     problems.setdefault(found.id, found)
     known = shape or (meta.extra.get("model_shape") if meta is not None else None)
-    fit = parallel_problems(known, size) if known is not None and size is not None else []
+    resized = saved is not None and size != saved.get("tensor_parallel")
+    fit = indivisible_sizes(known, size, resized=resized) if known is not None and size is not None else []
     return ModelFit(hf_checkpoint, saved, size, (*problems.values(), *fit))
 
 

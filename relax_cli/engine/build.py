@@ -138,10 +138,17 @@ class RoleBuilder:
         return TrainableModel(
             kind,
             self.spec.model_folder,
+            self._how_to_build(),
             self.config.optimizer,
             lr=lr,
             warmup_iters=warmup_iters,
             decay_iters=decay_iters,
+        )
+
+    def _how_to_build(self) -> Any:
+        from relax_cli.backends.megatron.micro_batch import Build
+
+        return Build(
             layout=self.config.parallel,
             device=self._join_ranks(),
             seed=self.config.run.seed,
@@ -150,16 +157,11 @@ class RoleBuilder:
         )
 
     def _reference(self, queue: SampleQueue) -> Any:
-        from relax_cli.backends.megatron.forward_only import FrozenModel
+        from relax_cli.backends.megatron.loaded import LoadedModel
         from relax_cli.roles.reference import ReferenceRole
 
-        model = FrozenModel(
-            self.spec.reference_folder or self.spec.model_folder,
-            layout=self.config.parallel,
-            device=self._join_ranks(),
-            seed=self.config.run.seed,
-            temperature=self.config.rollout.rollout_temperature,
-        )
+        folder = self.spec.reference_folder or self.spec.model_folder
+        model = LoadedModel("policy", folder, self._how_to_build())
         return ReferenceRole(model, self._context(queue))
 
     def _actor(self, queue: SampleQueue) -> Any:

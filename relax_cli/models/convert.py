@@ -16,7 +16,7 @@ from torch import Tensor
 from relax_cli.errors import ConfigError
 from relax_cli.models.headers import HEAD, shape_problems, tied_mismatch
 from relax_cli.models.hf import HfWeights
-from relax_cli.models.spec import INDIVISIBLE, ModelSpec
+from relax_cli.models.spec import ModelSpec, indivisible_sizes
 
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -54,7 +54,8 @@ def rank_tensors(
     Raises:
         ConfigError: a tensor is missing, unknown or of a wrong shape, or the model does not divide by `tp_size`.
     """
-    check_divisible(spec, tp_size)
+    if problems := indivisible_sizes(vars(spec), tp_size):
+        raise ConfigError(problems)
     shapes = weights.shapes if isinstance(weights, HfWeights) else {n: tuple(t.shape) for n, t in weights.items()}
     if problems := shape_problems(shapes, spec):
         raise ConfigError(problems)
@@ -147,27 +148,6 @@ def padded_vocab(spec: ModelSpec, tp_size: int) -> int:
 def is_sharded(name: str) -> bool:
     """Whether tensor-parallel ranks have different parts of a parameter; else each has all of it."""
     return _partition_of(name) != "none"
-
-
-def check_divisible(spec: ModelSpec, tp_size: int) -> None:
-    """Raises ConfigError where a dimension does not divide by the tensor-parallel size."""
-    parts = {
-        "attention heads": spec.num_heads,
-        "key-value heads": spec.num_kv_heads,
-        "FFN size": spec.ffn_hidden_size,
-    }
-    problems = [
-        INDIVISIBLE(
-            f"the model's {what} ({size}) does not divide by the tensor-parallel size",
-            fix="choose a --tensor-model-parallel-size that divides it",
-            got=str(tp_size),
-            expected=f"a divisor of {size}",
-        )
-        for what, size in parts.items()
-        if size % tp_size
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _partition_of(name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.families import BRIDGE_FAMILIES as BRIDGE_FAMILIES
 from relax_cli.models.families import FAMILIES as FAMILIES
 from relax_cli.models.families import completed, unsupported
@@ -110,6 +110,26 @@ class ModelSpec:
         norms = 2 * hidden + (2 * self.head_dim if self.qk_norm else 0)
         layers = self.num_layers * ((matrices + biases) // tensor_parallel + norms)
         return self.vocabulary_of_rank(tensor_parallel) * hidden + layers + hidden
+
+
+def indivisible_sizes(shape: Mapping[str, Any], tensor_parallel: int, *, resized: bool = False) -> list[Problem]:
+    """What of a model's sizes, by the names of `ModelSpec`, does not divide by the tensor-parallel size.
+
+    Args:
+        resized: a checkpoint of another tensor-parallel size is read, where the padding of the vocabulary differs.
+    """
+    sizes = {"attention heads": "num_heads", "key-value heads": "num_kv_heads", "FFN size": "ffn_hidden_size"}
+    sizes |= {"vocabulary": "vocab_size"} if resized else {}
+    return [
+        INDIVISIBLE(
+            f"the model's {what} ({shape[name]}) must be a multiple of --tensor-model-parallel-size",
+            fix="choose a --tensor-model-parallel-size that divides it",
+            got=str(tensor_parallel),
+            expected=f"a divisor of {shape[name]}",
+        )
+        for what, name in sizes.items()
+        if name in shape and shape[name] % tensor_parallel
+    ]
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.forward_only import FrozenModel
+from relax_cli.backends.megatron.loaded import LoadedModel
 from relax_cli.roles.training import ModelRole
 
 
-class ReferenceRole(ModelRole[FrozenModel]):
+class ReferenceRole(ModelRole[LoadedModel]):
     """One rank of the frozen policy."""
 
     name = "reference"

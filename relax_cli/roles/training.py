@@ -47,7 +47,7 @@ class RolloutShare:
 
 
 class Answers(Protocol):
-    """A model on the device that it shares with other roles: `TrainableModel` or `FrozenModel`."""
+    """A model on the device that it shares with other roles: `TrainableModel` or `LoadedModel`."""
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
         """Outputs of each micro-batch, without gradient."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from relax_cli.backends.device import Parking, peak_memory_bytes, select_device
 from relax_cli.checkpoint import layout, safe_load, store
-from relax_cli.checkpoint.hashing import HashingFileSystem
+from relax_cli.checkpoint.hashing import THREAD, HashingFileSystem
 from relax_cli.checkpoint.layout import Tracker
 from relax_cli.errors import ResumeError, RunError
 from tests.support.tiny_models import on_ranks, save_tiny_model
@@ -322,7 +322,7 @@ def test_a_file_that_fails_has_no_hash_and_leaves_no_thread(tmp_path: Path) -> N
         stream.write(b"some")
         raise ZeroDivisionError
     assert files.entries() == []
-    assert [thread.name for thread in threading.enumerate() if thread.name == "checkpoint-hash"] == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD)] == []
 
 
 def test_parked_memory_is_away_and_comes_back_bit_by_bit() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.forward_only import run_batch
+from relax_cli.backends.megatron.loaded import run_batch
 from relax_cli.backends.megatron.trainer import MicroBatch, TrainableModel
 from tests.support.tiny_models import on_ranks, save_tiny_model
 from tests.support.training_runs import ROWS, Run, build, loss_fn, micro_batches, rows_of_rank, samples, train

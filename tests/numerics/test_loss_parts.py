@@ -17,7 +17,7 @@ from relax_cli.algorithms.surrogate import tis_weight
 from relax_cli.algorithms.value_loss import clipped_value_loss
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
+from relax_cli.backends.megatron.heads import log_probs_and_entropy
 from tests.support.estimators import LENGTH, ROWS, SEEDS, Variant, random_inputs, some
 from tests.support.tiny_models import on_ranks
 

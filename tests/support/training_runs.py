@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
+from relax_cli.backends.megatron.trainer import Build, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.config.schema import OptimizerSection, ParallelSection
 from tests.support.tiny_models import VOCAB
 
@@ -54,14 +54,16 @@ def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableMo
     return TrainableModel(
         run.kind,
         run.model,
+        Build(
+            layout=ParallelSection(tensor_model_parallel_size=run.tensor_parallel, **run.layout),
+            device=device,
+            seed=7,
+            temperature=run.temperature,
+        ),
         OptimizerSection(**{"weight_decay": 0.01, "clip_grad": 0.5} | run.optimizer),
         lr=run.lr,
         warmup_iters=run.warmup_iters,
         decay_iters=run.decay_iters,
-        layout=ParallelSection(tensor_model_parallel_size=run.tensor_parallel, **run.layout),
-        device=device,
-        seed=7,
-        temperature=run.temperature,
     )
 
 

@@ -14,12 +14,12 @@ from relax_cli.checkpoint.fingerprint import (
     dataset_fingerprint,
     identify,
     model_shape,
-    parallel_problems,
     tokenizer_fingerprint,
 )
 from relax_cli.checkpoint.resume import ResumeReport
 from relax_cli.config.schema import Config
 from relax_cli.errors import ResumeError
+from relax_cli.models.spec import indivisible_sizes
 from relax_cli.preflight.rules.folders import one_folder_for_two, save_in_use
 from relax_cli.preflight.start import decide_run, examine_run
 from tests.support.checkpoints import save, save_release, write_weights
@@ -341,7 +341,7 @@ def test_the_position_in_the_data() -> None:
 def test_what_does_not_divide_by_the_tensor_parallel_size(tmp_path: Path, size: int, odd: int) -> None:
     shape = model_shape(write_model(tmp_path / "model", intermediate_size=64, vocab_size=100, num_key_value_heads=2))
     assert shape is not None
-    assert len(parallel_problems(shape, size)) == odd
+    assert len(indivisible_sizes(shape, size, resized=True)) == odd
 
 
 def test_an_identity_holds_no_secret(config: Config) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -18,9 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from relax_cli.backends.device import Device
-from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
-from relax_cli.backends.megatron.micro_batch import ModelOutput, ResponseIndex
+from relax_cli.backends.megatron.heads import ValueHead, policy_output
+from relax_cli.backends.megatron.micro_batch import Build, ModelKind, ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, as_buckets
 from relax_cli.config.schema import ParallelSection
 from relax_cli.errors import ConfigError, EnvironmentFault
@@ -28,9 +27,6 @@ from relax_cli.models.spec import ModelSpec
 from relax_cli.preflight.rules.layers import SEQUENCE_PARALLEL_BRIDGE, bridge_sequence_parallel
 from relax_cli.preflight.rules.model import bridge_missing
 from relax_cli.preflight.rules.registry import Finding
-
-NEVER = -1e30
-"""Logit of a token that does not exist."""
 
 
 def auto_bridge() -> Any:
@@ -56,28 +52,18 @@ def auto_bridge() -> Any:
 class BridgedModel(MegatronModule):  # type: ignore[misc]
     """A policy or value model around what Megatron-Bridge built; offers what the models of `model.py` do."""
 
-    def __init__(
-        self,
-        kind: Literal["policy", "value"],
-        folder: Path,
-        spec: ModelSpec,
-        device: Device,
-        *,
-        layout: ParallelSection,
-        temperature: float,
-        value_head_std: float,
-        seed: int,
-    ) -> None:
+    def __init__(self, kind: ModelKind, folder: Path, spec: ModelSpec, build: Build) -> None:
         """Build, and load the weights of the Hugging Face folder.
 
         Raises:
             ConfigError: sequence parallelism, which selecting response states does not know here.
             EnvironmentFault: Megatron-Bridge does not import.
         """
-        refuse_sequence_parallel(layout)
+        device = build.device
+        refuse_sequence_parallel(build.layout)
         self.bridge = auto_bridge().from_hf_pretrained(str(folder), trust_remote_code=False)
         provider = self.bridge.to_megatron_provider(load_weights=False)
-        configure(provider, layout, device)
+        configure(provider, build.layout, device)
         (inner,) = provider.provide_distributed_model(
             wrap_with_ddp=False,
             mixed_precision_wrapper=None,
@@ -87,14 +73,16 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         super().__init__(config=inner.config)
         self.kind = kind
         self.inner = inner.to(device.torch_device)
-        self.temperature = temperature
+        self.temperature = build.temperature
         self.entropy_grad = False
         self.vocab_size = spec.vocab_size
         self._sizes: dict[str, int] = {}
         self.bridge.load_hf_weights([self.inner])
         self._freeze_what_is_not_language()
         if kind == "value":
-            self._replace_output_layer(spec.hidden_size, value_head_std, seed, device)
+            head = ValueHead(spec.hidden_size, build.value_head_std, build.seed)
+            self.language_model.share_embeddings_and_output_weights = False
+            self.language_model.output_layer = head.to(device.torch_device)
         # What Megatron's schedules ask a model for.
         self.model_type = self.language_model.model_type
         self.share_embeddings_and_output_weights = self.language_model.share_embeddings_and_output_weights
@@ -123,17 +111,16 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
             out_1NV = self.inner(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None)
         finally:
             self._states_N = None
-        out_NV = out_1NV.squeeze(0).float()
+        out_NV = out_1NV.squeeze(0)
         if self.kind == "value":
             return ModelOutput(values=response.to_grid(out_NV.squeeze(-1)))
-        first = parallel.tensor_parallel_rank() * out_NV.size(1)
-        if first + out_NV.size(1) > self.vocab_size:
-            token_V = torch.arange(first, first + out_NV.size(1), device=out_NV.device)
-            out_NV = out_NV.masked_fill(token_V >= self.vocab_size, NEVER)
-        if self.temperature != 1.0:
-            out_NV = out_NV / self.temperature
-        log_probs_N, entropy_N = log_probs_and_entropy(out_NV, response.tokens_N, entropy_grad=self.entropy_grad)
-        return ModelOutput(log_probs=response.to_grid(log_probs_N), entropy=response.to_grid(entropy_N))
+        return policy_output(
+            out_NV,
+            response,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            entropy_grad=self.entropy_grad,
+        )
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:
         """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time."""
@@ -164,11 +151,6 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         for parameter in self.inner.parameters():
             parameter.requires_grad_(id(parameter) in language)
 
-    def _replace_output_layer(self, hidden_size: int, std: float, seed: int, device: Device) -> None:
-        language = self.language_model
-        language.share_embeddings_and_output_weights = False
-        language.output_layer = ScalarHead(hidden_size, std, seed).to(device.torch_device)
-
     def _pick_states(self, _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert self._states_N is not None, "only `forward` runs the model"
         hidden_SBH, *rest = args
@@ -176,24 +158,8 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         return (picked_N1H, *rest)
 
 
-class ScalarHead(torch.nn.Linear):
-    """A value head that is called like Megatron's output layer."""
-
-    def __init__(self, hidden_size: int, std: float, seed: int) -> None:
-        super().__init__(hidden_size, 1, dtype=torch.float32)
-        with torch.no_grad():
-            self.weight.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
-            self.bias.zero_()
-
-    def forward(self, input_: Tensor, weight: None = None, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
-        """`[N, 1, H]` to `[N, 1, 1]` in fp32."""
-        assert weight is None, "a value head shares no weights with the embedding"
-        return super().forward(input_.float()), None
-
-
 def configure(provider: Any, layout: ParallelSection, device: Device) -> None:
     """Tell a model provider of Megatron-Bridge how the model is split, stored and recomputed."""
-    full, selective = (layout.recompute_granularity == kind for kind in ("full", "selective"))
     settings = {
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
         "pipeline_model_parallel_size": 1,
@@ -201,10 +167,7 @@ def configure(provider: Any, layout: ParallelSection, device: Device) -> None:
         "params_dtype": device.training_dtype,
         "pipeline_dtype": device.training_dtype,
         "bf16": device.training_dtype == torch.bfloat16,
-        "recompute_granularity": layout.recompute_granularity,
-        "recompute_method": layout.recompute_method if full else None,
-        "recompute_num_layers": layout.recompute_num_layers if full else None,
-        "recompute_modules": list(layout.recompute_modules) or ["core_attn"] if selective else None,
+        **recompute_settings(layout),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # Heads that predict further tokens would be trained by nothing.
@@ -219,6 +182,17 @@ def configure(provider: Any, layout: ParallelSection, device: Device) -> None:
         assert hasattr(provider, name), f"this version of Megatron-Bridge has no {name}"
         setattr(provider, name, value)
     provider.finalize()
+
+
+def recompute_settings(layout: ParallelSection) -> dict[str, Any]:
+    """What Megatron is told about recomputing; options of the other granularity have no effect, and it refuses them."""
+    full, selective = (layout.recompute_granularity == kind for kind in ("full", "selective"))
+    return {
+        "recompute_granularity": layout.recompute_granularity,
+        "recompute_method": layout.recompute_method if full else None,
+        "recompute_num_layers": layout.recompute_num_layers if full else None,
+        "recompute_modules": list(layout.recompute_modules) or ["core_attn"] if selective else None,
+    }
 
 
 def refuse_sequence_parallel(layout: ParallelSection) -> None:

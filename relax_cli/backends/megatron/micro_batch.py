@@ -6,9 +6,31 @@ Legend: `B` samples, `S` prompt + response (padded), `T` response tokens (padded
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from relax_cli.backends.device import Device
+from relax_cli.config.schema import ParallelSection
+
+ModelKind: TypeAlias = Literal["policy", "value"]
+
+
+@dataclass(frozen=True)
+class Build:
+    """How to build a model, whichever its folder."""
+
+    layout: ParallelSection
+    """How it is split, built and recomputed; `--resource` is not looked at."""
+    device: Device
+    """Where it lives, the type it is trained in, and whether sleeping takes it away from there."""
+    seed: int
+    """Initialises the value head."""
+    temperature: float = 1.0
+    """Logits are divided by it, as the rollout engine's are."""
+    value_head_std: float = 0.02
+    """Standard deviation of the value head's initial weights; 0 starts with values of 0."""
 
 
 @dataclass(frozen=True)

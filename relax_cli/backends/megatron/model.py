@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.bridge import NEVER, BridgedModel
+from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
+from relax_cli.backends.megatron.heads import ValueHead, policy_output
 from relax_cli.backends.megatron.layers import LayerKind, block_spec, layer_kind, local_name
-from relax_cli.backends.megatron.log_probs import log_probs_and_entropy
-from relax_cli.backends.megatron.micro_batch import ModelOutput, ResponseIndex
+from relax_cli.backends.megatron.micro_batch import Build, ModelKind, ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
 from relax_cli.config.schema import ParallelSection
 from relax_cli.models.convert import OUTPUT, padded_vocab, rank_tensors
@@ -31,7 +31,6 @@ from relax_cli.models.spec import BRIDGE_FAMILIES, ModelSpec
 def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device) -> TransformerConfig:
     """Megatron's description of `spec`, split and recomputed as `layout` says."""
     dtype = device.training_dtype
-    full, selective = (layout.recompute_granularity == kind for kind in ("full", "selective"))
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -53,11 +52,7 @@ def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device)
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         # One rank has nothing to split, and Megatron refuses it.
         sequence_parallel=layout.sequence_parallel and layout.tensor_model_parallel_size > 1,
-        recompute_granularity=layout.recompute_granularity,
-        # Options of the other granularity have no effect, and Megatron refuses them.
-        recompute_method=layout.recompute_method if full else None,
-        recompute_num_layers=layout.recompute_num_layers if full else None,
-        recompute_modules=list(layout.recompute_modules) or None if selective else None,
+        **recompute_settings(layout),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -136,33 +131,24 @@ class PolicyModel(_ResponseModel):
     def __init__(self, spec: ModelSpec, config: TransformerConfig, kind: LayerKind, temperature: float) -> None:
         super().__init__(spec, config, kind, tied=spec.tied)
         self.temperature = temperature
-        ranks = config.tensor_model_parallel_size
-        rows = self.vocab_size // ranks
-        self.tokens_here = max(0, min(rows, spec.vocab_size - parallel.tensor_parallel_rank() * rows))
-        """Rows of the vocabulary on this rank; those after them only make the ranks' slices equally long."""
         self.entropy_grad = False
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits_NV = self.output_layer(hidden_states.squeeze(1), weight=weight)[0].float()
+        logits_NV = self.output_layer(hidden_states.squeeze(1), weight=weight)[0]
         if self.config.sequence_parallel:
             logits_NV = logits_NV[: labels.tokens_N.numel()]
-        if self.tokens_here < logits_NV.size(1):
-            filler_V = torch.arange(logits_NV.size(1), device=logits_NV.device) >= self.tokens_here
-            # Finite, so that probability times logit is 0.
-            logits_NV = logits_NV.masked_fill(filler_V, NEVER)
-        if self.temperature != 1.0:
-            logits_NV = logits_NV.div_(self.temperature)
-        log_probs_N, entropy_N = log_probs_and_entropy(logits_NV, labels.tokens_N, entropy_grad=self.entropy_grad)
-        return ModelOutput(log_probs=labels.to_grid(log_probs_N), entropy=labels.to_grid(entropy_N))
+        return policy_output(
+            logits_NV,
+            labels,
+            vocab_size=self.spec.vocab_size,
+            temperature=self.temperature,
+            entropy_grad=self.entropy_grad,
+        )
 
 
 class ValueModel(_ResponseModel):
-    """Values of the states before response tokens: the policy's backbone under a scalar head.
-
-    Under tensor parallelism every rank has the whole head and sees the same states, so its gradients agree without
-    communication, and so do those it hands down.
-    """
+    """Values of the states before response tokens: the policy's backbone under a scalar head."""
 
     head_from_folder = False
 
@@ -170,54 +156,33 @@ class ValueModel(_ResponseModel):
         # "Tied" keeps Megatron from allocating an output matrix that would be thrown away.
         super().__init__(spec, config, kind, tied=True)
         self.share_embeddings_and_output_weights = False
-        self.output_layer = torch.nn.Linear(spec.hidden_size, 1, dtype=torch.float32)
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(seed)
-            self.output_layer.weight.normal_(0.0, head_std, generator=generator)
-            self.output_layer.bias.zero_()
+        self.output_layer = ValueHead(spec.hidden_size, head_std, seed)
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput:
         states_NH = hidden_states.squeeze(1)
         if self.config.sequence_parallel:
             states_NH = gather_from_sequence_parallel_region(states_NH, tensor_parallel_output_grad=False)
             states_NH = states_NH[: labels.tokens_N.numel()]
-        return ModelOutput(values=labels.to_grid(self.output_layer(states_NH.float()).squeeze(-1)))
+        return ModelOutput(values=labels.to_grid(self.output_layer(states_NH)[0].squeeze(-1)))
 
 
 def build_model(
-    kind: Literal["policy", "value"],
-    folder: Path,
-    spec: ModelSpec,
-    device: Device,
-    *,
-    layout: ParallelSection,
-    temperature: float,
-    value_head_std: float,
-    seed: int,
+    kind: ModelKind, folder: Path, spec: ModelSpec, build: Build
 ) -> PolicyModel | ValueModel | BridgedModel:
-    """A model on `device`, to be filled by `load_hf`, which reads the Hugging Face folder `folder`, or a checkpoint.
+    """A model on its device, to be filled by `load_hf`, which reads the Hugging Face folder `folder`, or a checkpoint.
 
     Raises:
         ConfigError: a model of Megatron-Bridge under sequence parallelism.
         EnvironmentFault: TransformerEngine was requested, or Megatron-Bridge is needed, and does not import.
     """
     if spec.family in BRIDGE_FAMILIES:
-        return BridgedModel(
-            kind,
-            folder,
-            spec,
-            device,
-            layout=layout,
-            temperature=temperature,
-            value_head_std=value_head_std,
-            seed=seed,
-        )
-    config = transformer_config(spec, layout, device)
-    layers = layer_kind(layout.transformer_impl, device)
+        return BridgedModel(kind, folder, spec, build)
+    config = transformer_config(spec, build.layout, build.device)
+    layers = layer_kind(build.layout.transformer_impl, build.device)
     model: PolicyModel | ValueModel
     if kind == "policy":
-        model = PolicyModel(spec, config, layers, temperature)
+        model = PolicyModel(spec, config, layers, build.temperature)
     else:
-        model = ValueModel(spec, config, layers, value_head_std, seed)
-    model.to(device.torch_device)
+        model = ValueModel(spec, config, layers, build.value_head_std, build.seed)
+    model.to(build.device.torch_device)
     return model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from relax_cli.backends.device import Device
 from relax_cli.backends.meeting import choose_interface, open_store
 from relax_cli.backends.megatron import cpu_support
+from relax_cli.checkpoint.store import gather
 
 
 @dataclass(frozen=True)
@@ -128,19 +128,14 @@ def sum_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Sum metrics over data-parallel ranks; a rank without samples gives none."""
     if data_parallel_size() == 1:
         return metrics
-    parts: list[Any] = [None] * data_parallel_size()
-    dist.all_gather_object(parts, metrics, group=data_parallel_group())
+    parts = gather(metrics, data_parallel_group())
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
 def gather_rows(rows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The rows of all data-parallel ranks on each of them; every row is on one rank, its tensors on the CPU."""
-    if data_parallel_size() == 1:
-        return rows
-    shares: list[Any] = [None] * data_parallel_size()
-    dist.all_gather_object(shares, rows, group=data_parallel_group())
-    return {row: tensor for share in shares for row, tensor in share.items()}
+    return {row: tensor for share in gather(rows, data_parallel_group()) for row, tensor in share.items()}
 
 
 def _all_reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:

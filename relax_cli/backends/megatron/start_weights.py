@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from relax_cli.backends.megatron import checkpointing
 from relax_cli.checkpoint import safe_load
+from relax_cli.checkpoint.store import gather
 from relax_cli.errors import ResumeError, problem_kind
 
 OTHER_MODEL = problem_kind(
@@ -117,11 +117,7 @@ def _is_padded(wanted: Shape, saved: Shape) -> bool:
 def _of_all_ranks(state: Mapping[str, Any]) -> tuple[dict[str, Shape], frozenset[str]]:
     """Whole shapes by name of all stages, and which of them follow the vocabulary."""
     mine = [(t.key, tuple(t.global_shape), bool(t.allow_shape_mismatch)) for t in _tensors(state)]
-    everyone: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    entries = [entry for part in everyone for entry in part]
+    entries = [entry for part in gather(mine) for entry in part]
     return {key: shape for key, shape, _ in entries}, frozenset(key for key, _, resizable in entries if resizable)
 
 

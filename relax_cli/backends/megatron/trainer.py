@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.distributed import (
@@ -19,92 +19,50 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from relax_cli.backends.device import (
-    Device,
-    Parking,
-    forget_peak_memory,
-    free_unused_memory,
-    peak_memory_bytes,
-)
+from relax_cli.backends.device import forget_peak_memory, peak_memory_bytes
 from relax_cli.backends.megatron import checkpointing, parallel, random_state, replicated, start_weights
-from relax_cli.backends.megatron.forward_only import forward_only, run_batch
-from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelOutput, TrainStep
-from relax_cli.backends.megatron.model import build_model
+from relax_cli.backends.megatron.loaded import LoadedModel, run_batch
+from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
 from relax_cli.backends.megatron.optimizer import Optimizer
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.checkpoint.layout import FileEntry
-from relax_cli.config.schema import OptimizerSection, ParallelSection
-from relax_cli.models.hf import HfWeights
-from relax_cli.models.hybrid import read_any_spec
+from relax_cli.config.schema import OptimizerSection
 
 EXPORT_BYTES = 256 << 20
 """Device memory that exporting takes besides the weights, unless one tensor needs more."""
 
-__all__ = ["LossFunction", "MicroBatch", "ModelOutput", "TrainStep", "TrainableModel"]
+__all__ = ["Build", "LossFunction", "MicroBatch", "ModelOutput", "TrainStep", "TrainableModel"]
 
 LossFunction: TypeAlias = Callable[[ModelOutput, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """Loss of a micro-batch and metrics, both already divided by the denominators of the whole global batch."""
 
 
-class TrainableModel:
-    """A policy or a value model with its optimizer, spread over the ranks that `parallel.initialize` joined."""
+class TrainableModel(LoadedModel):
+    """A policy or a value model with its optimizer."""
 
     def __init__(
         self,
-        kind: Literal["policy", "value"],
+        kind: ModelKind,
         model_folder: Path,
+        build: Build,
         optimizer: OptimizerSection,
         *,
         lr: float,
         warmup_iters: int,
         decay_iters: int,
-        layout: ParallelSection,
-        device: Device,
-        seed: int,
-        temperature: float = 1.0,
-        value_head_std: float = 0.02,
     ) -> None:
-        """Build from the Hugging Face folder `model_folder`.
+        """Build from the Hugging Face folder `model_folder`; errors as for `LoadedModel`.
 
         Args:
             lr: peak learning rate; the schedule's shape comes from `optimizer`.
             warmup_iters: optimizer steps of linear warm-up.
             decay_iters: optimizer steps of the run; the rate decays towards `min_lr` after them.
-            layout: how the model is split, built and recomputed; `--resource` is not looked at.
-            device: where it lives, the type it is trained in, and whether sleeping takes it away from there.
-            seed: initialises the value head.
-            temperature: logits are divided by it, as the rollout engine's are.
-            value_head_std: standard deviation of the value head's initial weights; 0 starts with values of 0.
-
-        Raises:
-            ConfigError: the folder is unreadable, unsupported, or does not divide by the tensor-parallel size.
-            EnvironmentFault: TransformerEngine was requested and does not import.
         """
-        ranks = layout.tensor_model_parallel_size
-        assert ranks == parallel.tensor_parallel_size(), "parallel.initialize made other groups"
-        self.kind = kind
-        self.device = device
-        self.spec = read_any_spec(model_folder)
-        self.model = build_model(
-            kind,
-            model_folder,
-            self.spec,
-            device,
-            layout=layout,
-            temperature=temperature,
-            value_head_std=value_head_std,
-            seed=seed,
-        )
-        self.model.load_hf(HfWeights(model_folder), self.spec)
+        super().__init__(kind, model_folder, build)
         config = self.model.config
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model)
         config.finalize_model_grads_func = partial(_sum_gradients, replicated.partly_used(self.model, config))
         self.optimizer = Optimizer(self.ddp, optimizer, lr, warmup_iters, decay_iters)
-        self._parking = Parking()
-
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
-        """Outputs of each micro-batch, without gradient."""
-        return forward_only(self.ddp, micro_batches, self.device)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, need_entropy_grad: bool = False
@@ -195,18 +153,14 @@ class TrainableModel:
 
     def sleep(self) -> None:
         """Leave the device's memory to others, where roles share it."""
-        if not self.device.shared_memory:
-            return
-        self.optimizer.zero_grad()
-        kept = [*self.model.parameters(), *self.model.buffers(), *self.optimizer.tensors()]
-        self._parking.park(kept, scratch=[buffer.grad_data for buffer in self.ddp.buffers])
-        parallel.drop_scratch_memory()
-        free_unused_memory(self.device)
+        if self.device.shared_memory:
+            self.optimizer.zero_grad()
+            self._park(self.optimizer.tensors(), scratch=[buffer.grad_data for buffer in self.ddp.buffers])
 
     def wake(self) -> None:
         """Undo `sleep`, and reset the peak of memory."""
         forget_peak_memory(self.device)
-        self._parking.restore()
+        super().wake()
 
     def memory_metrics(self) -> dict[str, float]:
         """Most device memory since waking, in GB; nothing on a CPU, where the process's peak is not this model's."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_cli.backends.megatron import parallel
+from relax_cli.checkpoint.store import gather
 from relax_cli.models.convert import hf_tensors, is_sharded, megatron_names, merge_shards
 from relax_cli.models.spec import ModelSpec
 
@@ -109,8 +110,4 @@ class RoleRanks:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order, on each of them; a collective."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        return gather(value)

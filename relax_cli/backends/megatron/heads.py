@@ -1,9 +1,11 @@
-"""Log-probabilities and entropy from logits whose vocabulary is split over tensor-parallel ranks.
+"""What the last states become: log-probabilities and entropy from logits split over ranks by vocabulary, or values.
 
-Legend: `N` tokens, `V` the vocabulary slice of this rank.
+Legend: `N` tokens, `V` the vocabulary slice of this rank, `H` hidden.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,48 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch import Tensor
 
 from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.micro_batch import ModelOutput, ResponseIndex
+
+NEVER = -1e30
+"""Logit of a token that does not exist: finite, so that probability times logit is 0."""
+
+
+def policy_output(
+    logits_NV: Tensor, response: ResponseIndex, *, vocab_size: int, temperature: float, entropy_grad: bool
+) -> ModelOutput:
+    """Log-probabilities and entropies of the response tokens at a sampling temperature; changes fp32 logits in place.
+
+    Args:
+        vocab_size: of all ranks; rows after it only make their slices equally long.
+    """
+    logits_NV = logits_NV.float()
+    tokens_here = vocab_size - parallel.tensor_parallel_rank() * logits_NV.size(1)
+    if tokens_here < logits_NV.size(1):
+        filler_V = torch.arange(logits_NV.size(1), device=logits_NV.device) >= tokens_here
+        logits_NV = logits_NV.masked_fill(filler_V, NEVER)
+    if temperature != 1.0:
+        logits_NV = logits_NV.div_(temperature)
+    log_probs_N, entropy_N = log_probs_and_entropy(logits_NV, response.tokens_N, entropy_grad=entropy_grad)
+    return ModelOutput(log_probs=response.to_grid(log_probs_N), entropy=response.to_grid(entropy_N))
+
+
+class ValueHead(torch.nn.Linear):
+    """States to values in fp32; called like Megatron's output layer, whose place it takes.
+
+    Under tensor parallelism every rank has the whole head and sees the same states, so its gradients agree without
+    communication, and so do those it hands down.
+    """
+
+    def __init__(self, hidden_size: int, std: float, seed: int) -> None:
+        super().__init__(hidden_size, 1, dtype=torch.float32)
+        with torch.no_grad():
+            self.weight.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+            self.bias.zero_()
+
+    def forward(self, input_: Tensor, weight: None = None, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        """`[.., H]` to `[.., 1]`."""
+        assert weight is None, "a value head shares no weights with the embedding"
+        return super().forward(input_.float()), None
 
 
 def log_probs_and_entropy(logits_NV: Tensor, tokens_N: Tensor, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
