@@ -118,17 +118,19 @@ def indivisible_sizes(shape: Mapping[str, Any], tensor_parallel: int, *, resized
     Args:
         resized: a checkpoint of another tensor-parallel size is read, where the padding of the vocabulary differs.
     """
-    sizes = {"attention heads": "num_heads", "key-value heads": "num_kv_heads", "FFN size": "ffn_hidden_size"}
-    sizes |= {"vocabulary": "vocab_size"} if resized else {}
+    names = {"attention heads": "num_heads", "key-value heads": "num_kv_heads", "FFN size": "ffn_hidden_size"}
+    names |= {"vocabulary": "vocab_size"} if resized else {}
+    # A checkpoint's record of them may be damaged.
+    sizes = {what: shape.get(name) for what, name in names.items()}
     return [
         INDIVISIBLE(
-            f"the model's {what} ({shape[name]}) must be a multiple of --tensor-model-parallel-size",
+            f"the model's {what} ({size}) must be a multiple of --tensor-model-parallel-size",
             fix="choose a --tensor-model-parallel-size that divides it",
             got=str(tensor_parallel),
-            expected=f"a divisor of {shape[name]}",
+            expected=f"a divisor of {size}",
         )
-        for what, name in sizes.items()
-        if name in shape and shape[name] % tensor_parallel
+        for what, size in sizes.items()
+        if isinstance(size, int) and size % tensor_parallel
     ]
 
 

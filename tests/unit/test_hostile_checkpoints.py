@@ -112,11 +112,11 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 def test_a_file_of_any_size_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "MOST_META_BYTES", 1000)
     (tmp_path / layout.META_FILE).write_text("{}" + " " * 999)
-    with pytest.raises(ResumeError, match="larger than 1000 bytes"):
+    with pytest.raises(ResumeError, match="more than the limit of 1,000"):
         layout.read_meta(tmp_path)
     with (tmp_path / layout.TRACKER_FILE).open("wb") as tracker:
         tracker.truncate(1 << 40)  # takes no room on the disk
-    assert "larger than" in (layout.read_tracker(tmp_path).problem or "")
+    assert "more than the limit" in (layout.read_tracker(tmp_path).problem or "")
 
 
 def as_pipe(path: Path) -> None:
