@@ -207,9 +207,7 @@ class Recorder:
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         """See `trainer.Watcher`."""
-        self._record(step, metrics)
-        for evaluation in evaluations_of({"step": step, **metrics}):
-            self.display.note(f"step {step}: {evaluation.text}")
+        self.display.evaluated(self._record(step, metrics))
         self._tell_plugins(step, metrics)
 
     def _record(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:

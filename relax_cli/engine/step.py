@@ -43,7 +43,10 @@ class StepRecord:
             self.metrics |= spreads[name].metrics(name)
         self.metrics["prompt_len/mean"] = spreads["prompt_len"].mean
         self.metrics["truncated_frac"] = spreads["truncated"].mean
-        self.metrics |= {name: spread.mean for name, spread in spreads.items() if name.startswith("reward/part/")}
+        named = ("reward/part/", "groups/")
+        self.metrics |= {
+            name: spread.mean for name, spread in spreads.items() if name.startswith(named) and spread.count
+        }
         self.metrics["tokens/response"] = lengths.total
         self.metrics["tokens/total"] = lengths.total + spreads["prompt_len"].total
 

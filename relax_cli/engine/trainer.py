@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from relax_cli.config.schema import Config
-from relax_cli.engine.health import PolicyHealth
 from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord, run_step
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.roles.evaluation import eval_metrics
-
-HEAD_MOVES_WITHIN = 3
-"""Rollouts after which an unchanged value head is worth a warning."""
+from relax_cli.tracking.symptoms import HealthWatch, Warned
 
 
 class Watcher(Protocol):
@@ -86,8 +83,7 @@ class Trainer:
         self.evaluated = evaluated
         self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=watcher.warn)
         self.report = RunReport(first=first)
-        self.head_moved = False
-        self.health = PolicyHealth()
+        self.health = HealthWatch()
 
     def run(self) -> RunReport:
         """Train; the report is complete up to the last finished step even if this raises.
@@ -170,29 +166,21 @@ class Trainer:
         self.report.steps += 1
         self.report.seconds += seconds
         self.report.rewards.append(record.metrics["reward/mean"])
-        self.watcher.step(record.rollout_id + 1, metrics)
-        self._watch_value_head(record)
-        self._watch_policy(record)
+        step = record.rollout_id + 1
+        warnings = self._warnings(step, record.metrics)
+        self.watcher.step(step, metrics | {"warnings": [asdict(w) for w in warnings]} if warnings else metrics)
+        for warning in warnings:
+            self.watcher.warn(warning.text)
 
-    def _watch_value_head(self, record: StepRecord) -> None:
-        """One warning when the first rollouts left the value head where it was: the critic does not learn."""
-        moved = record.metrics.get("critic/value_head_moved")
-        self.head_moved = self.head_moved or moved is None or moved > 0
-        if self.report.steps == HEAD_MOVES_WITHIN and not self.head_moved:
-            self.watcher.warn(
-                f"the critic's value head has not moved in {HEAD_MOVES_WITHIN} rollouts: look at "
-                "critic/lr, critic/grad_norm and critic/skipped_steps (--critic-lr, --critic-lr-warmup-iters)"
-            )
-
-    def _watch_policy(self, record: StepRecord) -> None:
-        """Warn of a policy that has died, and keep the newest pair from before that."""
-        warning = self.health.observe(record.rollout_id + 1, record.metrics)
-        if self.health.is_alive and self.config.checkpoint.keep_checkpoints != 1:
-            self.saver.good = self.report.saved_iteration
-        self.saver.keeps_good = not self.health.is_alive
-        if warning is not None:
-            kept = "" if self.saver.good is None else f"; iteration {self.saver.good} was saved before and is kept"
-            self.watcher.warn(warning + kept)
+    def _warnings(self, step: int, metrics: dict[str, float]) -> list[Warned]:
+        """What the step shows of the run's health; once the policy has died, the newest pair from before is kept."""
+        found, saver = self.health.observe(step, metrics), self.saver
+        is_alive = self.health.history.is_alive
+        if is_alive and self.config.checkpoint.keep_checkpoints != 1:
+            saver.good = self.report.saved_iteration
+        saver.keeps_good = not is_alive
+        kept = "" if saver.good is None else f"; iteration {saver.good} was saved before and is kept"
+        return [replace(w, seen=w.seen + kept) if w.id == "policy-died" else w for w in found]
 
     def _evaluate(self, done: int) -> None:
         metrics: dict[str, Any] = {}

@@ -138,7 +138,15 @@ class RolloutRole:
             "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),
             "prompt_len": Spread.of(len(j.prompt_tokens) for j in self.judged),
             "truncated": Spread.of(j.generation.finish_reason == "length" for j in self.judged),
+            "groups/no_signal_frac": Spread.of(self._groups_without_signal()),
         }
+
+    def _groups_without_signal(self) -> list[bool]:
+        """Of every prompt with several samples: whether all of them got the same reward."""
+        size = self.batch.n_samples_per_prompt
+        rewards = [j.result.reward for j in self.judged]
+        groups = [rewards[i : i + size] for i in range(0, len(rewards), size)] if size > 1 else []
+        return [min(group) == max(group) for group in groups]
 
     def evaluate(self, name: str) -> list[Outcome]:
         """Sample this worker's share of a held-out set, with the same noise every time."""

@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from relax_cli.tracking.evaluations import evaluations_of
 from relax_cli.tracking.numbers import (
     PHASES,
     columns_of,
@@ -118,6 +119,12 @@ class StepDisplay:
         self._print(f"warning: {text}")
         at = f"step {self._state.last['step']}: " if self._state.last else ""
         self._state.warnings.append(at + text)
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """Show what held-out sets gave after a step."""
+        for evaluation in evaluations_of(record):
+            self._print(f"step {evaluation.step}: {evaluation.text}")
+            self._state.evaluations.setdefault(evaluation.name, []).append(evaluation)
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Show a finished step: `step` (from 1), metrics by name, `phase_seconds`; a dash for what is missing."""

@@ -13,6 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from relax_cli.tracking.evaluations import Evaluation
 from relax_cli.tracking.numbers import PHASES, clock_text, count_text, number_text
 from relax_cli.tracking.plots import sparkline
 
@@ -63,8 +64,8 @@ class RunState:
         """Of the step, where the activity is one."""
         self.since = now
         self.history: dict[str, list[float]] = {name: [] for name in WATCHED}
-        self.evaluations: dict[str, list[tuple[int, float]]] = {}
-        """Mean rewards of held-out sets by name, with their steps."""
+        self.evaluations: dict[str, list[Evaluation]] = {}
+        """Of each held-out set, in order."""
         self.last: Mapping[str, Any] = {}
         self.phases: dict[str, float] = {}
         """Mean seconds in the last steps that had it."""
@@ -90,10 +91,6 @@ class RunState:
         for name, values in self.history.items():
             if record.get(name) is not None:
                 values.append(record[name])
-        for name, value in record.items():
-            if name.startswith("eval/") and name.endswith("/reward/mean"):
-                found = self.evaluations.setdefault(name.removeprefix("eval/").removesuffix("/reward/mean"), [])
-                found.append((record["step"], value))
         phases: Mapping[str, float] = record.get("phase_seconds", {})
         self._phase_seconds.append(phases)
         for name in dict.fromkeys(name for step in self._phase_seconds for name in step):
@@ -113,7 +110,7 @@ class RunState:
 
 def picture(state: RunState, width: int, height: int, now: float) -> RenderableType:
     """The live view; on a low terminal the lines that matter least are left out."""
-    evaluations = [_evaluation(name, found) for name, found in state.evaluations.items()]
+    evaluations = [_evaluation(found) for found in state.evaluations.values()]
     warnings = [Text(f"! {text}", style="yellow") for text in state.warnings]
     top: list[RenderableType] = [Rule(style="dim"), *_header(state.header)]
     middle: list[RenderableType] = [_progress(state, width, now)]
@@ -215,10 +212,10 @@ def _speed(record: Mapping[str, Any]) -> Text:
     return Text("   ".join(parts))
 
 
-def _evaluation(name: str, found: Sequence[tuple[int, float]]) -> Text:
-    (first, before), (last, after) = found[0], found[-1]
-    earlier = f"{number_text(before)} at step {first}, " if len(found) > 1 else ""
-    return Text(f"held-out {name}: {earlier}{number_text(after)} at step {last}", style="magenta")
+def _evaluation(found: Sequence[Evaluation]) -> Text:
+    rewards = [f"{number_text(e.metrics['reward/mean'])} after step {e.step}" for e in found]
+    shown = rewards[-1:] if len(rewards) == 1 else [rewards[0], rewards[-1]]
+    return Text(f"held-out set {found[0].name}, reward {', '.join(shown)}", style="magenta")
 
 
 def broken_in_red(text: str) -> Text:

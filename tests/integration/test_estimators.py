@@ -293,7 +293,7 @@ def test_a_value_head_that_does_not_move_is_one_warning(task: Path, tmp_path: Pa
     lost = ("critic.critic_lr=1e-30", "batch.num_rollout=4")
     run = train(task, tmp_path / "run", "tiny-ppo-cpu", *PPO, *lost)
     assert [step["critic/value_head_moved"] for step in run.metrics] == [0.0] * 4
-    assert run.screen.count("value head has not moved in 3 rollouts") == 1
+    assert run.screen.count("value head has not moved in 3 steps") == 1
 
 
 # -- optimizer steps -------------------------------------------------------------------------------

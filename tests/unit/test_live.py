@@ -181,7 +181,9 @@ def test_time_left_ignores_start_up_and_follows_the_last_steps() -> None:
 @pytest.mark.parametrize("width", [80, 100, 140, 200])
 def test_the_view_fits_and_keeps_what_is_read_together(width: int, height: int) -> None:
     console = terminal(width, height)
-    display = trained(console, **{"eval/heldout/reward/mean": 0.5, "entropy": 1.0, "actor/grad_norm": 2.0})
+    display = trained(console, **{"entropy": 1.0, "actor/grad_norm": 2.0})
+    for step, reward in ((0, 0.25), (12, 0.5)):
+        display.evaluated({"step": step, "eval/heldout/reward/mean": reward})
     for number in range(5):
         display.warn(f"warning {number}")
     display.phase("actor")
@@ -198,7 +200,7 @@ def test_the_view_fits_and_keeps_what_is_read_together(width: int, height: int) 
     assert lines[-1] == "! step 12: warning 4"
     if height > 12:
         assert "5234 tokens/s   memory 1.2 GB" in text
-        assert "held-out heldout: 0.500 at step 1, 0.500 at step 12" in text
+        assert "held-out set heldout, reward 0.250 after step 0, 0.500 after step 12" in text
         assert "! step 12: warning 2" in text
     (reward,) = (line for line in lines if "reward/mean" in line)
     assert "0.300 ▁" in reward
@@ -249,7 +251,8 @@ def test_texts_of_others_do_nothing_to_the_terminal() -> None:
     display.status(evil)
     started = "\n".join(picture(display, console))
     display.warn(evil)
-    display.show(FULL | {f"eval/{evil}/reward/mean": 1.0})
+    display.show(FULL)
+    display.evaluated({"step": 12, "eval/[bold]x[\\] \x1b[2J/reward/mean": 1.0})
     text = started + shown(console) + "\n".join(picture(display, console))
     assert text.count("[bold]x[/] \\x1b[2J") >= 6
     assert "\x1b[2J" not in text
