@@ -73,7 +73,7 @@ def _check_schedule(config: Config) -> list[Problem]:
         message = "PPO runs its roles in turns on the same devices (synchronous colocate)"
         problems.append(NEEDS_COLOCATE(message, got="off", expected="on", fix=f"--colocate, {_RECIPE_HINT}"))
     if config.parallel.fully_async:
-        fix = f"remove --fully-async and use --colocate, {_RECIPE_HINT}"
+        fix = f"drop --fully-async, {_RECIPE_HINT}"
         message = "PPO is synchronous: values and advantages belong to the policy that sampled"
         problems.append(NO_FULLY_ASYNC(message, got="on", expected="off", fix=fix))
     if not config.algorithm.use_rollout_logprobs:
@@ -105,7 +105,7 @@ def _kl_off(changes: list[Change]) -> Problem:
     return KL_OFF(
         "PPO runs without KL terms: they are switched off, and no reference model is needed",
         option=changes[0].option,
-        got=", ".join(f"{change.option} {change.before}" for change in changes),
+        got=", ".join(f"{change.option} {json.dumps(change.before)}" for change in changes),
         expected="no KL options",
-        fix=f"remove {' and '.join(change.option for change in changes)}",
+        fix=f"drop {' and '.join(change.option for change in changes)}",
     )

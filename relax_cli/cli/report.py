@@ -13,6 +13,7 @@ from relax_cli.cli.lines import wrapped
 from relax_cli.cli.plan_text import plan_lines
 from relax_cli.cli.problem_text import problem_lines, problems_data, problems_text
 from relax_cli.config.layers import Layers
+from relax_cli.config.text import in_json
 from relax_cli.errors import ConfigError, ExitCode
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
@@ -91,8 +92,8 @@ def as_text(checked: CheckedRun, *, show_origin: bool, problems_last: bool = Fal
     if checked.changes:
         lines += ["", "changed"]
         for change in checked.changes:
-            lines += wrapped(f"  - {change.option} {change.before}")
-            lines += wrapped(f"  + {change.option} {change.after}  ({change.why})")
+            lines += wrapped(f"  - {change.option} {in_json(change.before)}")
+            lines += wrapped(f"  + {change.option} {in_json(change.after)}  ({change.why})")
     if show_origin:
         lines += ["", "configuration", *as_recipe(checked.dump()["config"], checked.origins)]
     if checked.start is not None:
@@ -111,7 +112,10 @@ def show(plugins: Plugins, layers: Layers, output: Output) -> None:
     if checked.unread:
         raise ConfigError(checked.problems)
     data = checked.dump()
-    changes = [f"# changed: {c.option} from {c.before} to {c.after}, because {c.why}" for c in checked.changes]
+    changes = [
+        f"# changed: {c.option} from {in_json(c.before)} to {in_json(c.after)}, because {c.why}"
+        for c in checked.changes
+    ]
     output.result(data, "\n".join([*changes, *as_recipe(data["config"], checked.origins)]))
 
 

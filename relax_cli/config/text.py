@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import reprlib
 import shlex
 import shutil
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -28,6 +31,15 @@ def printable(text: str) -> str:
 def _written_out(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def in_json(value: Any, most: int = 200) -> str:
+    """A value as JSON spells it (`true`, `null`, `NaN`), at most so many characters of it; a text as it is."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, TypeError, RecursionError):  # in a circle, with keys that are no text, or very deep
+        text = reprlib.repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def with_program(text: str) -> str:

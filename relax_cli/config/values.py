@@ -16,6 +16,7 @@ from relax_cli.config.paths import PATH_OPTIONS, expand_path
 from relax_cli.config.recipes import Setting
 from relax_cli.config.redact import redacted
 from relax_cli.config.schema import Config
+from relax_cli.config.text import in_json
 from relax_cli.errors import Problem, problem_kind
 
 INVALID_VALUE = problem_kind(
@@ -52,8 +53,6 @@ MOST = 10**12
 """Of any whole number: nothing that is counted here comes near it, and arithmetic with it stays exact."""
 MOST_PROCESSES = 1 << 16
 MOST_PATH, MOST_NAME = 4095, 255
-MOST_SHOWN = 200
-"""Characters of a wrong value in its problem."""
 _RESOURCE_EXAMPLE = """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
 
 
@@ -79,7 +78,7 @@ def with_expanded_paths(setting: Setting, env: Mapping[str, str]) -> Setting:
             fix=f"export {name}=…, or write the path out",
             option=option,
             where=setting.where,
-            got=str(redacted(setting.section, setting.key, setting.value)),
+            got=in_json(redacted(setting.section, setting.key, setting.value)),
         )
         for name in dict.fromkeys(missing)
     )
@@ -156,7 +155,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bad_json(setting: Setting, message: str) -> Problem:
-    got = _shortened(setting.value)
+    got = in_json(setting.value)
     if setting.key == "resource":
         expected = 'a JSON object {"role": [services, devices]}'
         return RESOURCE_JSON(message, fix=_RESOURCE_EXAMPLE, where=setting.where, got=got, expected=expected)
@@ -171,14 +170,9 @@ def _bad_value(setting: Setting, expected: str, fix: str) -> Problem:
         fix=fix,
         option=flag(setting.key),
         where=setting.where,
-        got=_shortened(redacted(setting.section, setting.key, setting.value)),
+        got=in_json(redacted(setting.section, setting.key, setting.value)),
         expected=expected,
     )
-
-
-def _shortened(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
@@ -193,7 +187,7 @@ def invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
         fix=_RESOURCE_EXAMPLE if is_resource else f"give {section}.{key} a value that {verb} {expected}",
         option=flag(key),
         where=origins[f"{section}.{key}"],
-        got=_shortened(redacted(section, key, error["input"])),
+        got=in_json(redacted(section, key, error["input"])),
         expected=expected,
     )
 
@@ -224,7 +218,7 @@ def beyond_limits(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[
                         fix=f"give {section}.{name} at most {most:,}",
                         option=flag(name),
                         where=origins[f"{section}.{name}"],
-                        got=str(value),
+                        got=in_json(value),
                         expected=f"at most {most:,}",
                     ),
                 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Iterator
 from datetime import date, datetime, time
 from decimal import Decimal
 from math import isfinite, isinf, isnan
 from typing import Any
+
+from relax_cli.config.text import in_json
 
 DEEPEST = 64
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -81,7 +82,7 @@ def sendable(value: Any) -> Any:
 
 def shown(value: Any) -> str:
     """A value of a file in one short line without control characters."""
-    return printable(value[:80] if isinstance(value, str) else reprlib.repr(value)[:80])
+    return printable(in_json(value, 80))
 
 
 def printable(text: str) -> str:

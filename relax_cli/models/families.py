@@ -7,11 +7,11 @@ harmless; every other key is refused by name, unless its value switches nothing 
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from relax_cli.config.text import in_json
 from relax_cli.errors import ConfigError, problem_kind
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -166,7 +166,7 @@ def require_counts(path: Path, config: Mapping[str, Any], names: Iterable[str]) 
 
 def unsupported(path: Path, key: str, got: object, expected: str) -> ConfigError:
     """The error that a value of `config.json` is not one that can be trained."""
-    shown = reprlib.repr(got)
+    shown = in_json(got, 80)
     return ConfigError(
         UNSUPPORTED(
             f"this model cannot be trained: {key} is {shown}",
@@ -191,7 +191,7 @@ def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
                     f"config.json sets {key}, which may change what the model computes and which relax does not know",
                     fix=f"use a model without {key}; delete the line only if transformers also ignores it",
                     where=str(path),
-                    got=f"{key} = {reprlib.repr(value)}",
+                    got=f"{key} = {in_json(value, 80)}",
                     expected=f"keys of the {config['model_type']} family in transformers",
                 )
             )

@@ -13,10 +13,13 @@ from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.redact import redacted
 from relax_cli.config.schema import Config, CriticSection, SglangSection
+from relax_cli.config.text import in_json
 from relax_cli.errors import Problem, ProblemKind, problem_kind
 from relax_cli.plugin.records import Estimator
 
 THEME = "Options without effect"
+PPO_RECIPE = "start from a PPO recipe (`relax recipes list`)"
+"""An estimator with a critic needs more than its name."""
 Works = Callable[[Config, Estimator], bool]
 
 
@@ -55,7 +58,7 @@ CONDITIONS: tuple[Condition, ...] = (
         " ".join(CriticSection.model_fields),
         lambda config, estimator: estimator.needs_critic,
         "with an estimator that has a critic",
-        "--advantage-estimator ppo",
+        PPO_RECIPE,
         "Options of the critic, and an estimator without one.",
     ),
     _only(
@@ -128,7 +131,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "sequence_parallel",
         lambda config, _: config.parallel.tensor_model_parallel_size > 1,
         "with tensor parallelism",
-        "--tensor-model-parallel-size 2",
+        "raise --tensor-model-parallel-size",
     ),
     _only(
         "cpu-offload-unused",
@@ -142,7 +145,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "num_epoch",
         lambda config, _: config.batch.num_rollout is None,
         "without --num-rollout, which already sets the length of the run",
-        "leave --num-rollout out",
+        "drop --num-rollout",
     ),
     _only(
         "save-option-unused",
@@ -203,7 +206,8 @@ def unused_options(config: Config, origins: Mapping[str, str], estimators: Mappi
     }
     if foreign:
         able = sorted(other for other, names in readers.items() if foreign.keys() <= names)
-        fix = f"--advantage-estimator {able[0]}" if able else ""
+        alone = [other for other in able if not estimators[other].needs_critic]
+        fix = f"--advantage-estimator {alone[0]}" if alone else PPO_RECIPE if able else ""
         problems.append(
             _problem(ESTIMATOR_OPTION_UNUSED, foreign, f"belong{_s(foreign)} to estimators other than {name}", fix)
         )
@@ -220,7 +224,7 @@ def _given(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
     for name, (section, _) in options_by_name(type(config)).items():
         value = config.model_dump(include={section: {name}})[section][name]
         if not origins[f"{section}.{name}"].startswith("default") and value:  # off, 0 and empty ask for no effect
-            found[name] = flag(name) if value is True else f"{flag(name)} {redacted(section, name, value)}"
+            found[name] = flag(name) if value is True else f"{flag(name)} {in_json(redacted(section, name, value))}"
     return found
 
 
@@ -235,5 +239,5 @@ def _problem(kind: ProblemKind, found: Mapping[str, str], why: str, fix: str) ->
         f"{many if len(names) > 1 else f'{names[0]} changes nothing: it'} {why}",
         option=names[0],
         got=", ".join(found.values()),
-        fix=" or ".join(filter(None, [fix, f"drop {'it' if len(names) == 1 else 'them'}"])),
+        fix=", or ".join(filter(None, [f"drop {'it' if len(names) == 1 else 'them'}", fix])),
     )

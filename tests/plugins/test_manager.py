@@ -339,7 +339,7 @@ def test_ppo_switches_kl_off_with_one_warning_and_offloading_on() -> None:
     assert all(change.why for change in normalized.changes)
     (warning,) = normalized.warnings
     assert (warning.id, warning.severity) == ("ppo-kl-off", "warning")
-    assert warning.fix == "remove --use-kl-loss and --kl-coef"
+    assert warning.fix == "drop --use-kl-loss and --kl-coef"
 
 
 def test_forcing_offload_alone_is_no_warning() -> None:

@@ -73,6 +73,12 @@ def test_a_label_becomes_the_text_people_write(tmp_path: Path, literal: str) -> 
     assert prompt.label == LABELS[literal]
 
 
+@pytest.mark.parametrize("literal", ["NaN", "true", "false", "null", "[1, null]", '{"a": true}'])
+def test_a_value_is_shown_as_the_file_spells_it(tmp_path: Path, literal: str) -> None:
+    assert problem_of(jsonl(tmp_path, f'{{"input": "x", "label": {literal}}}')).got == literal
+    assert problem_of(jsonl(tmp_path, f'{{"input": {literal}, "label": "y"}}')).got == literal
+
+
 @pytest.mark.parametrize("literal", BAD_LABELS)
 def test_a_label_without_meaning_is_refused(tmp_path: Path, literal: str) -> None:
     spec = jsonl(tmp_path, '{"input": "x", "label": "y"}', f'{{"input": "x", "label": {literal}}}')

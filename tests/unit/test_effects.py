@@ -58,7 +58,7 @@ def test_options_of_one_kind_share_a_warning_across_layers(plugins: Plugins) -> 
     assert gae[0].message.startswith(f"{critic} changes nothing: it only works with an estimator that has a critic")
     assert gae[1].message == "--gamma and --lambd change nothing: they belong to estimators other than grpo"
     assert gae[1].got == "--gamma 0.9, --lambd 0.9"
-    assert gae[1].fix == "--advantage-estimator ppo or drop them"
+    assert gae[1].fix == "drop them, or start from a PPO recipe (`relax recipes list`)"
 
 
 def test_nothing_is_said_of_an_estimator_that_is_not_known(plugins: Plugins) -> None:

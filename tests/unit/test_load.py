@@ -226,6 +226,12 @@ def test_numbers_that_are_not_finite_are_refused_in_every_layer(text: str) -> No
         assert (problem.id, problem.option) == ("invalid-value", "--adam-eps")
 
 
+@pytest.mark.parametrize("value", ["true", "null", "[1, null]", '{"a": false}'])
+def test_a_wrong_value_is_shown_as_json_spells_it(tmp_path: Path, value: str) -> None:
+    (problem,) = problems(write(tmp_path, f"batch: {{micro_batch_size: {value}}}"))
+    assert problem.got == value
+
+
 def test_an_empty_recipe_and_an_empty_section_change_nothing(tmp_path: Path) -> None:
     assert load(write(tmp_path, "# nothing\n")).config == MODEL()
     assert load(write(tmp_path, "critic:\n")).config == MODEL()

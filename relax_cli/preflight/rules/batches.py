@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, RolloutSection
 from relax_cli.preflight.inputs import RunInputs
-from relax_cli.preflight.rules.registry import Finding, Found, rule
+from relax_cli.preflight.rules.registry import Finding, Found, largest_divisor, rule
 from relax_cli.preflight.rules.resources import TRAINED_ROLES
 
 THEME = "Batches and length of the run"
@@ -33,7 +33,7 @@ def batch_arithmetic(batch: BatchSection) -> Found:
             option=option,
             got=f"{got}; {option} {divisor}",
             expected=f"a divisor of {samples}",
-            fix=f"choose a divisor of {samples}",
+            fix=f"{option} {largest_divisor(samples, divisor)}",
         )
 
 

@@ -6,7 +6,7 @@ from relax_cli.config.names import nearest
 from relax_cli.config.schema import ParallelSection
 from relax_cli.models.spec import BRIDGE_FAMILIES, INDIVISIBLE
 from relax_cli.preflight.inputs import RunInputs
-from relax_cli.preflight.rules.registry import Finding, Found, rule
+from relax_cli.preflight.rules.registry import Finding, Found, largest_divisor, rule
 from relax_cli.preflight.rules.resources import THEME
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
@@ -69,7 +69,7 @@ def recompute_layers(parallel: ParallelSection, inputs: RunInputs) -> Found:
             f"the model's {layers} layers do not make whole chunks of {size}",
             got=str(size),
             expected=f"a divisor of {layers}",
-            fix=f"--recompute-num-layers {max(n for n in range(1, layers + 1) if layers % n == 0 and n <= size)}",
+            fix=f"--recompute-num-layers {largest_divisor(layers, size)}",
         )
 
 
@@ -84,7 +84,7 @@ def heads_not_divisible(parallel: ParallelSection, inputs: RunInputs) -> Found:
                 f"{name} of the model ({count}) must be a multiple of --tensor-model-parallel-size",
                 got=f"{count} heads over {size} ranks",
                 expected=f"a divisor of {count}",
-                fix="lower --tensor-model-parallel-size to a divisor",
+                fix=f"--tensor-model-parallel-size {largest_divisor(count, size)}",
             )
 
 
@@ -97,7 +97,7 @@ def tensor_parallel_indivisible(parallel: ParallelSection, inputs: RunInputs) ->
             f"the model's FFN size ({size}) must be a multiple of --tensor-model-parallel-size",
             got=str(ranks),
             expected=f"a divisor of {size}",
-            fix="choose a --tensor-model-parallel-size that divides it",
+            fix=f"--tensor-model-parallel-size {largest_divisor(size, ranks)}",
         )
 
 

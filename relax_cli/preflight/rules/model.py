@@ -80,7 +80,7 @@ def model_package_unknown(model: ModelSection) -> Found:
     name = model.hf_checkpoint
     if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in INSTALL:
         known = ", ".join(PREFIX + package for package in INSTALL)
-        yield Finding(f"no model is known in {name!r}", f"use {known}", name, known)
+        yield Finding(f"no model is known in {name!r}", f"--hf-checkpoint {known}", name, known)
 
 
 @rule("model-package-missing", MACHINE_THEME, option="--hf-checkpoint", needs="machine")

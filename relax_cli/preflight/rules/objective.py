@@ -28,7 +28,7 @@ def min_lr_above_lr(optimizer: OptimizerSection, critic: CriticSection, parallel
             "the learning rate would rise, not decay",
             got=f"{optimizer.min_lr:g}",
             expected=f"at most {rates[option]:g} ({option})",
-            fix=f"drop --min-lr, or lower it to {rates[option]:g} or less",
+            fix=f"drop --min-lr, or --min-lr {rates[option]:g} (or less)",
         )
 
 
@@ -47,7 +47,7 @@ def warmup_too_long(config: Config, inputs: RunInputs) -> Found:
                 option=option,
                 got=f"{warmup} of {count} optimizer steps",
                 expected=f"below {count}",
-                fix=f"lower or drop {option}, or raise --num-rollout",
+                fix=f"drop {option} or lower it, or raise --num-rollout",
             )
 
 
@@ -60,7 +60,7 @@ def actor_never_trained(config: Config, inputs: RunInputs) -> Found:
             "the run ends before the critic-only steps do: the actor is not trained",
             got=f"{config.critic.num_critic_only_steps} critic-only steps, {inputs.rollouts(config)} rollouts",
             expected=f"fewer than {inputs.rollouts(config)}",
-            fix="lower --num-critic-only-steps, or raise --num-rollout",
+            fix="drop --num-critic-only-steps or lower it, or raise --num-rollout",
         )
 
 
@@ -79,7 +79,7 @@ def tis_bounds(algorithm: AlgorithmSection) -> Found:
             "--tis-clip-low is above --tis-clip",
             got=f"{algorithm.tis_clip_low:g}",
             expected=f"at most {algorithm.tis_clip:g}",
-            fix="swap the two",
+            fix=f"--tis-clip-low {algorithm.tis_clip:g} --tis-clip {algorithm.tis_clip_low:g}",
         )
 
 
@@ -89,7 +89,7 @@ def tis_no_effect(algorithm: AlgorithmSection) -> Found:
     if algorithm.use_tis and algorithm.use_rollout_logprobs:
         yield Finding(
             "every TIS weight will be 1: --use-rollout-logprobs makes both log-probabilities the same",
-            fix="drop --use-tis, or --use-rollout-logprobs where the estimator allows it",
+            fix="drop --use-tis, or drop --use-rollout-logprobs where the estimator allows it",
         )
 
 
@@ -116,7 +116,7 @@ def kl_loss_k1(algorithm: AlgorithmSection) -> Found:
             "towards the reference model",
             got="k1",
             expected="k2, k3 or low_var_kl",
-            fix="--kl-loss-type k2, or low_var_kl (k1 is right in the reward: --kl-coef)",
+            fix="--kl-loss-type k2, or --kl-loss-type low_var_kl (k1 is right in the reward: --kl-coef)",
         )
 
 
@@ -145,5 +145,5 @@ def filtered_sampling(rollout: RolloutSection) -> Found:
             option=given[0].split()[0],
             got=" ".join(given),
             expected="--rollout-top-p 1 and --rollout-top-k -1",
-            fix=f"drop {' and '.join(text.split()[0] for text in given)}; --rollout-temperature is part of both",
+            fix=f"drop {' and '.join(text.split()[0] for text in given)} (--rollout-temperature is part of both)",
         )

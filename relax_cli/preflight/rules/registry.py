@@ -104,6 +104,11 @@ def rule(
     return declare
 
 
+def largest_divisor(count: int, most: int) -> int:
+    """The largest divisor of `count` that is not above `most`."""
+    return max(n for n in range(1, min(count, most) + 1) if count % n == 0)
+
+
 def run_rules(context: RuleContext, *, skip_files: bool = False) -> list[Problem]:
     """Every problem of a configuration.
 

@@ -80,7 +80,7 @@ def resource_no_device(parallel: ParallelSection) -> Found:
 
 
 def _count(role: str, services: int, devices: int, expected: str) -> Finding:
-    fix = f'write "{role}": [1, {max(devices, role in DEVICE_ROLES)}]'
+    fix = f'write "{role}": [1, {max(devices, int(role in DEVICE_ROLES))}] in --resource'
     got = f'"{role}": [{services}, {devices}]'
     return Finding(f"--resource gives {role} impossible counts", fix, got, expected)
 
@@ -94,7 +94,7 @@ def local_launcher_one_process(parallel: ParallelSection) -> Found:
             "--launcher local runs everything in one process",
             got=", ".join(f"{role} on {n}" for role, n in wide.items()),
             expected="at most 1 device per role",
-            fix="--launcher ray, or a count of 1 for every role",
+            fix="--launcher ray, or write a count of 1 for every role",
         )
 
 
@@ -107,7 +107,7 @@ def pipeline_not_supported(parallel: ParallelSection) -> Found:
             "pipeline parallelism is not supported yet",
             got=str(size),
             expected="1",
-            fix="drop --pipeline-model-parallel-size; --tensor-model-parallel-size also splits a model",
+            fix="drop --pipeline-model-parallel-size (--tensor-model-parallel-size also splits a model)",
         )
 
 

@@ -34,7 +34,7 @@ def reward_twice(reward: RewardSection) -> Found:
         yield Finding(
             "two rewards are chosen",
             got=f"{reward.rm_type} and {reward.custom_rm_path}",
-            fix="drop one of --rm-type and --custom-rm-path",
+            fix="drop --rm-type, or drop --custom-rm-path",
         )
 
 

@@ -74,7 +74,7 @@ def sglang_external_workers(sglang: SglangSection, parallel: ParallelSection) ->
             "there are more rollout workers than servers",
             got=f"{workers} workers, {servers} servers",
             expected=f"at most {servers} workers",
-            fix=f"--resource '{{\"rollout\": [1, {servers}], …}}', or name more servers",
+            fix=f'write "rollout": [1, {servers}] in --resource, or name more servers',
         )
 
 
@@ -86,7 +86,7 @@ def sglang_external_embedded(rollout: RolloutSection, sglang: SglangSection) -> 
             "--rollout-external generates on SGLang servers, --rollout-engine embedded in the run itself",
             got="embedded",
             expected="sglang or auto",
-            fix="drop one of the two",
+            fix="drop --rollout-engine, or drop --rollout-external and --rollout-external-engine-addrs",
         )
 
 
@@ -98,8 +98,8 @@ def sglang_external_options(sglang: SglangSection) -> Found:
         yield Finding(
             "server options do not change servers that already run",
             option=flag(given[0]),
-            got=", ".join(flag(name) for name in given),
-            fix="give them where those servers are started, and drop them here",
+            got=", ".join(map(flag, given)),
+            fix=f"drop {' and '.join(map(flag, given))} (give them where those servers are started)",
         )
 
 
