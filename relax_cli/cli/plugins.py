@@ -16,6 +16,7 @@ from relax_cli.cli.help import CommandGroup
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
+from relax_cli.config.text import with_program
 from relax_cli.errors import ExitCode
 from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.scaffold import Kind, write_package
@@ -83,9 +84,12 @@ def register(parent: typer.Typer, plugins: Plugins) -> None:
         written = write_package(name, folder, taken=taken_names(plugins), kind=kind)
         chosen = {"estimator": "--advantage-estimator", "reward": "--label-key label --rm-type"}[kind]
         steps = [
-            f"pip install -e {shlex.quote(str(folder))}",
-            f"relax plugins check {name}",
-            f"relax train {chosen} {name} ...",
+            with_program(step)
+            for step in (
+                f"pip install -e {shlex.quote(str(folder))}",
+                f"relax plugins check {name}",
+                f"relax train {chosen} {name} ...",
+            )
         ]
         data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
         output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))

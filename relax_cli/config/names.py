@@ -100,12 +100,14 @@ NOT_HERE = {
     "config_file": "recipes are given as --recipe NAME|FILE",
 }
 """What other trainers have and relax does otherwise."""
+SHORTEST = 5
+"""Letters of a name of another trainer that a typing error can be told from."""
 _MEANT = {other: option for option, others in OTHER_TRAINERS.items() for other in others.split()}
 
 
 def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
     """The candidate spelt most like `name`, or an empty string."""
-    return next(iter(difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)), "")
+    return next(iter(difflib.get_close_matches(name, sorted(candidates), n=1, cutoff=cutoff)), "")
 
 
 def same_option(name: str, options: Collection[str]) -> str:
@@ -116,15 +118,18 @@ def same_option(name: str, options: Collection[str]) -> str:
 
 
 def meant_option(name: str, options: Collection[str]) -> str:
-    """`same_option`, or else the one spelt most like it; empty where nobody knows."""
-    if done_otherwise(name) and _plain(name) not in options:
-        return ""
-    return same_option(name, options) or nearest(_plain(name), options, cutoff=0.7)
+    """`same_option`, or else the one whose name, here or in another trainer, is spelt most like it; empty where nobody
+    knows."""
+    if option := same_option(name, options):
+        return option
+    others = (other for other in (*_MEANT, *NOT_HERE) if len(other) >= SHORTEST)
+    near = nearest(_plain(name), {*options, *others}, cutoff=0.8) or nearest(_plain(name), options, cutoff=0.7)
+    return same_option(near, options)
 
 
 def done_otherwise(name: str) -> str:
-    """How relax does what other trainers call `name`; empty where there is nothing to say."""
-    return NOT_HERE.get(_plain(name), "")
+    """How relax does what other trainers call `name`, or nearly so; empty where there is nothing to say."""
+    return NOT_HERE.get(nearest(_plain(name), NOT_HERE, cutoff=0.9), "")
 
 
 def _plain(name: str) -> str:

@@ -18,8 +18,8 @@ _UNPRINTABLE = re.compile(
 )
 """Control characters but for tab and line feed, what turns the direction of text round, half surrogate pairs."""
 _COMMAND = re.compile(
-    r"(?<![\w./-])relax (?=(?:train|validate-config|checkpoint|plugins|recipes|quickstart|doctor|eval|report|rollouts"
-    r"|replay)\b)"
+    r"(?<![\w./-])(?<!-m )(?:pip (?=(?:un)?install )|relax (?=(?:train|validate-config|checkpoint|plugins|recipes"
+    r"|quickstart|doctor|eval|report|rollouts|replay)\b))"
 )
 
 
@@ -43,8 +43,8 @@ def in_json(value: Any, most: int = 200) -> str:
 
 
 def with_program(text: str) -> str:
-    """The text, in which commands of relax start with `program`."""
-    return _COMMAND.sub(lambda _: f"{program()} ", text)
+    """The text, in which commands of relax start with `program`, and those of pip with `pip`."""
+    return _COMMAND.sub(lambda command: f"{pip() if command[0] == 'pip ' else program()} ", text)
 
 
 @cache
@@ -54,6 +54,16 @@ def program() -> str:
     if typed == Path(__file__).parent.parent / "__main__.py":
         return f"{_shortest('python', Path(sys.executable))} -m relax_cli"
     return _shortest("relax", typed) if typed.name == "relax" else "relax"
+
+
+@cache
+def pip() -> str:
+    """What to type to install something next to this program."""
+    python, module, _ = program().partition(" -m ")
+    typed = Path(sys.argv[0]).with_name("pip")
+    if module or not typed.exists():
+        return f"{python} -m pip" if module else "pip"
+    return _shortest("pip", typed)
 
 
 def _shortest(name: str, path: Path) -> str:
