@@ -92,7 +92,9 @@ LEADS_TO = {"recompute-option-unused": {"recompute-incomplete"}}
 
 
 def typed(value: Any) -> Any:
-    """A value of a configuration as a flag gives it."""
+    """A value of a configuration as a flag gives it; None where it is not given."""
+    if value == "":
+        return None
     if value is None or isinstance(value, dict):
         return json.dumps(value)
     return value if isinstance(value, bool | list) else str(value)
