@@ -23,7 +23,8 @@ MEANT = [
     ("warmup_steps", "lr_warmup_iters"), ("max_grad_norm", "clip_grad"), ("save_steps", "save_interval"),
     ("resume_from_checkpoint", "load"), ("rollout_batchsize", "rollout_batch_size"), ("clip_gard", "clip_grad"),
     ("lern_rate", "lr"), ("learning_rat", "lr"), ("num_generation", "n_samples_per_prompt"),
-    ("max_step", "num_rollout"), ("max_completion_lenght", "rollout_max_response_len"), ("warmup_step", "lr_warmup_iters"),
+    ("max_step", "num_rollout"), ("max_completion_lenght", "rollout_max_response_len"),
+    ("warmup_step", "lr_warmup_iters"),
 ]  # fmt: skip
 
 
