@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from relax_cli.config.held_out import OF_A_SET
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -34,6 +36,7 @@ def _on(value: Any) -> bool:
     return bool(value)
 
 
+EVALUATED = (*OF_A_SET.values(), "eval_sampling", "eval_pass_reward")
 RECOMPUTED = ("recompute_method", "recompute_num_layers")
 CHECKPOINTS = ("save_interval", "keep_checkpoints", "on_save_error", "critic_save")
 
@@ -51,8 +54,8 @@ REPLACEMENTS = (
     Replacement("lr_decay_style", lambda value: value == "constant", ("min_lr",)),
     Replacement("use_kl_loss", _off, ("kl_loss_coef", "kl_loss_type")),
     Replacement("use_tis", _off, ("tis_clip", "tis_clip_low")),
-    Replacement("eval_prompt_data", _off, ("eval_interval", "n_samples_per_eval_prompt")),
-    Replacement("eval_interval", _off, ("eval_prompt_data", "n_samples_per_eval_prompt")),
+    Replacement("eval_prompt_data", _off, ("eval_interval", *EVALUATED)),
+    Replacement("eval_interval", _off, ("eval_prompt_data", *EVALUATED)),
     Replacement("save", _off, CHECKPOINTS),
     Replacement("recompute_granularity", lambda value: value != "full", RECOMPUTED),
     Replacement("recompute_granularity", lambda value: value != "selective", ("recompute_modules",)),

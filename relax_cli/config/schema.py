@@ -7,30 +7,15 @@ Field names are unique over all sections. The sections import nothing heavy.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from relax_cli.config.held_out import EvalSection
+from relax_cli.config.section import LEAST_TEMPERATURE
+from relax_cli.config.section import Section as Section
 
 Aggregation = Literal["sample-mean", "token-mean", "constant"]
-
-
-SMALLEST, LARGEST = 1e-30, 1e38
-"""Bounds of the absolute value of every number with a fraction, except 0."""
-
-
-class Section(BaseModel):
-    """Base of every option group: frozen, unknown keys and numbers that are not finite refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _fits_float32(cls, value: Any) -> Any:
-        """Beyond these bounds products and squares overflow in the arithmetic of a run, or vanish."""
-        if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
-            raise ValueError(f"between {SMALLEST:g} and {LARGEST:g}, or 0")
-        return value
 
 
 class ClipRange(Section):
@@ -241,7 +226,7 @@ class RolloutSection(Section):
     rollout_max_prompt_len: int | None = Field(
         None, ge=1, description="longest prompt in tokens; longer ones are an error"
     )
-    rollout_temperature: float = Field(1.0, ge=1e-4, description="sampling temperature")
+    rollout_temperature: float = Field(1.0, ge=LEAST_TEMPERATURE, description="sampling temperature")
     rollout_top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling mass")
     rollout_top_k: int = Field(-1, ge=-1, description="sample among the k likeliest tokens; -1 for all")
     rollout_stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="stop string (repeatable)")
@@ -293,23 +278,6 @@ class RewardSection(Section):
         description="deadline of the reward for one batch, in seconds",
     )
     rm_url: str | None = Field(None, description="URL that judges samples over HTTP, for --rm-type remote")
-
-
-class EvalSection(Section):
-    """Held-out evaluation."""
-
-    eval_interval: int | None = Field(
-        None, ge=1, description="rollouts between evaluations; also before the first and after the last"
-    )
-    eval_prompt_data: tuple[str, ...] = Field((), description="held-out prompts as NAME PATH or NAME=PATH (repeatable)")
-    n_samples_per_eval_prompt: int = Field(1, ge=1, description="samples per held-out prompt")
-
-    @property
-    def sets(self) -> tuple[tuple[str, str], ...]:
-        """Name and path of every held-out set; the name is empty where an item has only one of the two."""
-        pairs = (re.fullmatch(r"([^\s=]+)(?:=|\s+)(\S.*)", item) for item in self.eval_prompt_data)
-        items = zip(pairs, self.eval_prompt_data, strict=True)
-        return tuple((pair[1], pair[2]) if pair else ("", item) for pair, item in items)
 
 
 class ParallelSection(Section):

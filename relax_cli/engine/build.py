@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_cli.backends.rollout.targets import this_node
+from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.placement import processes_of, rollout_engine, threads_of
-from relax_cli.config.schema import Config
+from relax_cli.config.schema import Config, RolloutSection
 from relax_cli.plugin.config_model import estimator_options, rebuild_config
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan, LoadFrom
@@ -226,22 +227,26 @@ class RoleBuilder:
 
         config, folder = self.config, self.spec.model_folder
         tokenizer = load_tokenizer(folder)
-        section = config.rollout
-        sampling = SamplingParams(
-            max_new_tokens=section.rollout_max_response_len,
-            temperature=section.rollout_temperature,
-            top_p=section.rollout_top_p,
-            top_k=section.rollout_top_k,
-            stop_token_ids=stop_token_ids(folder, tokenizer),
-            stop=section.rollout_stop,
-        )
+        stop_ids = stop_token_ids(folder, tokenizer)
+
+        def sampling(section: RolloutSection) -> SamplingParams:
+            return SamplingParams(
+                max_new_tokens=section.rollout_max_response_len,
+                temperature=section.rollout_temperature,
+                top_p=section.rollout_top_p,
+                top_k=section.rollout_top_k,
+                stop_token_ids=stop_ids,
+                stop=section.rollout_stop,
+            )
+
         return RolloutRole(
             self._rollout_engine(tokenizer),
             tokenizer,
             load_reward(config.reward, self.rewards),
-            sampling,
+            sampling(config.rollout),
             load_prompts(config.data, config.data.prompt_data),
             {name: load_prompts(config.data, path) for name, path in config.eval.sets},
+            {name: sampling(sampling_of_set(config.eval, name, config.rollout)) for name, _ in config.eval.sets},
             self._context(queue),
         )
 

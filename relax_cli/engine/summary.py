@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from textwrap import wrap
 from typing import Any
 
+from relax_cli.config.held_out import sampling_of_set
+from relax_cli.config.schema import Config
 from relax_cli.engine.run import FinishedRun, resume_lines
 from relax_cli.tracking.evaluations import Evaluation, read_evaluations, read_samples
 from relax_cli.tracking.plots import curve
@@ -79,9 +82,8 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     found = f"mean reward {after.metrics['reward/mean']:.3f}"
     if before is not after:
         found = f"mean reward {before.metrics['reward/mean']:.3f} before, {after.metrics['reward/mean']:.3f} after"
-    temperature = run.config.rollout.rollout_temperature
     lines = [f"Held-out set `{before.name}`: {found}"]
-    lines += [f"  ({after.metrics['samples']} samples at temperature {temperature:g})"]
+    lines += [f"  ({sampling_text(run.config, after)})", *passed_lines(before, after)]
     examples = [read_samples(run.run_dir, evaluation, EXAMPLES) for evaluation in (before, after)]
     rows: list[dict[str, Any]] = [
         {"prompt": b["prompt"], "label": b["label"], "before": b["response"], "after": a["response"]}
@@ -93,6 +95,23 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     widths = {k: max(len(k), *(len(row[k]) for row in shown)) for k in shown[0]}
     header = "  ".join(k.ljust(w) for k, w in widths.items())
     return [*lines, f"  {header}", *("  " + "  ".join(row[k].ljust(w) for k, w in widths.items()) for row in shown)]
+
+
+def sampling_text(config: Config, evaluation: Evaluation) -> str:
+    """How many samples, and how they were drawn."""
+    sampling = sampling_of_set(config.eval, evaluation.name, config.rollout)
+    how = "greedy" if sampling.rollout_top_k == 1 else f"at temperature {sampling.rollout_temperature:g}"
+    interval = evaluation.metrics.get("reward/ci95")
+    return f"{evaluation.metrics['samples']} samples {how}" + (f", 95 % interval ±{interval:.3f}" if interval else "")
+
+
+def passed_lines(before: Evaluation, after: Evaluation) -> list[str]:
+    """pass@k and majority@k, where there are several samples of a prompt."""
+    names = [name for name in after.metrics if name.startswith(("pass@", "majority@"))]
+    return [
+        f"  {name} {before.metrics.get(name, math.nan):.3f} before, {after.metrics[name]:.3f} after"
+        for name in (names if len(names) > 1 else ())
+    ]
 
 
 def _short(value: object, limit: int = 28) -> str:

@@ -194,4 +194,5 @@ class Trainer:
         self.watcher.status(f"evaluating {name}")
         started = time.perf_counter()
         outcomes, _ = with_revival(self.session, done, lambda rollout: rollout.evaluate(name))
-        return eval_metrics(name, outcomes) | {f"eval/{name}/seconds": time.perf_counter() - started}
+        metrics = eval_metrics(name, outcomes, self.config.eval.eval_pass_reward)
+        return metrics | {f"eval/{name}/seconds": time.perf_counter() - started}

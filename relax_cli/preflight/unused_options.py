@@ -12,6 +12,7 @@ from relax_cli.config.layers import known
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.redact import redacted
+from relax_cli.config.replaced import EVALUATED
 from relax_cli.config.schema import Config, CriticSection, SglangSection
 from relax_cli.config.text import in_json
 from relax_cli.errors import Problem, ProblemKind, problem_kind
@@ -156,7 +157,7 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     _only(
         "eval-option-unused",
-        "n_samples_per_eval_prompt",
+        " ".join(EVALUATED),
         lambda config, _: bool(config.eval.eval_prompt_data),
         "with held-out prompts",
         "--eval-prompt-data NAME PATH",

@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from relax_cli.backends.rollout.protocol import LoadingEngine, Request, RolloutEngine, SamplingParams, ServerEngine
 from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.config.held_out import section_of_set
 from relax_cli.data.order import PromptOrder
 from relax_cli.data.prompts import Prompt, Prompts
 from relax_cli.data.rewards import RewardFunction
+from relax_cli.data.rewards.answers import comparable_answer
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError
 from relax_cli.roles.context import RoleContext
@@ -40,6 +42,7 @@ class RolloutRole:
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
         eval_prompts: dict[str, Sequence[Prompt]],
+        eval_sampling: dict[str, SamplingParams],
         context: RoleContext,
     ) -> None:
         config = context.config
@@ -59,7 +62,9 @@ class RolloutRole:
         self.data = config.data
         self.batch = config.batch
         self.rollout = config.rollout
-        self.eval_samples = config.eval.n_samples_per_eval_prompt
+        self.eval_sampling = eval_sampling
+        self.eval = config.eval
+        self.compared = config.reward.rm_type
         self.rank = context.rank
         self.workers = context.ranks
         mixture = prompts.mixture if isinstance(prompts, Prompts) else ()
@@ -151,7 +156,8 @@ class RolloutRole:
     def evaluate(self, name: str) -> list[Outcome]:
         """Sample this worker's share of a held-out set, with the same noise every time."""
         assert self.awake, "rollout generates only while awake"
-        judged = self._sample(self.eval_prompts[name], self.eval_samples, stream=EVAL_STREAM)
+        prompts, samples = self.eval_prompts[name], section_of_set(self.eval, name).n_samples_per_eval_prompt
+        judged = self._sample(prompts, samples, stream=EVAL_STREAM, sampling=self.eval_sampling[name])
         self.evaluated = (name, judged)
         return [
             Outcome(
@@ -160,6 +166,7 @@ class RolloutRole:
                 parts=j.result.parts,
                 response_len=len(j.generation.tokens),
                 truncated=j.generation.finish_reason == "length",
+                answer=comparable_answer(self.compared, j.response),
             )
             for j in judged
         ]
@@ -187,7 +194,14 @@ class RolloutRole:
         finally:
             self.judge.close()
 
-    def _sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, stream: int) -> list[Judged]:
+    def _sample(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        *,
+        stream: int,
+        sampling: SamplingParams | None = None,
+    ) -> list[Judged]:
         first, last = (len(prompts) * r // self.workers for r in (self.rank, self.rank + 1))
         jobs = [(p * samples_per_prompt + s, prompts[p]) for p in range(first, last) for s in range(samples_per_prompt)]
         tokens = [self._encode(prompt) for _, prompt in jobs]
@@ -195,7 +209,7 @@ class RolloutRole:
             Request(tuple(ids), sample_seed(self.rollout.rollout_seed, stream, row), prompt.source)
             for (row, prompt), ids in zip(jobs, tokens, strict=True)
         ]
-        generations = self.engine.generate(requests, self.sampling)
+        generations = self.engine.generate(requests, sampling or self.sampling)
         return self.judge(
             [
                 Sampled(row, row // samples_per_prompt, prompt, ids, generation)

@@ -21,8 +21,15 @@ class Evaluation:
 
     @property
     def text(self) -> str:
-        """One line."""
-        return f"held-out set {self.name}, reward {self.metrics['reward/mean']:.3f}"
+        """One line: the mean reward with its 95 % interval, and what passed, where that says more."""
+        mean = self.metrics["reward/mean"]
+        interval = f" ±{self.metrics['reward/ci95']:.3f}" if self.metrics.get("reward/ci95") else ""
+        passed = "".join(
+            f", {name} {value:.3f}"
+            for name, value in self.metrics.items()
+            if name.startswith(("pass@", "majority@")) and value != mean
+        )
+        return f"held-out set {self.name}, reward {mean:.3f}{interval}{passed}"
 
     def dict(self) -> dict[str, Any]:
         """For `--format json`."""

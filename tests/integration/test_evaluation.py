@@ -36,7 +36,8 @@ def zygote() -> Any:
 
 def options(task: Path) -> list[str]:
     sets = [word for name in ("one", "two") for word in ("--eval-prompt-data", f"{name}={task}/data/{name}.jsonl")]
-    return [*sets, "--eval-interval", "2", "--lr", "1e-3", "--format", "json"]
+    sampling = ["--eval-sampling", "two:temperature=0,n=2"]
+    return [*sets, *sampling, "--eval-interval", "2", "--lr", "1e-3", "--format", "json"]
 
 
 def without_clock(evaluations: list[Any]) -> list[Any]:
@@ -55,8 +56,12 @@ def test_every_evaluation_is_in_every_file_and_summary(zygote: Zygote, task: Pat
     for evaluation in found:
         path = straight.run / "evals" / f"step_{evaluation.step:06d}.jsonl"
         rows = [row for row in map(json.loads, path.read_text().splitlines()) if row["set"] == evaluation.name]
-        assert len(rows) == evaluation.metrics["samples"] == {"one": 40, "two": 10}[evaluation.name]
+        assert len(rows) == evaluation.metrics["samples"] == {"one": 40, "two": 20}[evaluation.name]
         assert sum(row["reward"] for row in rows) / len(rows) == evaluation.metrics["reward/mean"]
+        if evaluation.name == "two":
+            responses = [row["response"] for row in rows]
+            assert responses[::2] == responses[1::2], "greedy"
+            assert evaluation.metrics["pass@2"] == evaluation.metrics["majority@2"] == evaluation.metrics["pass@1"]
         assert f"step {evaluation.step}: held-out set {evaluation.name}, reward " in ended.err
     summary = json.loads(ended.out)
     assert [(e["step"], e["name"], e["reward/mean"]) for e in summary["evaluations"]] == [

@@ -19,6 +19,7 @@ def roles(**changes: list[int] | None) -> dict[str, list[int]]:
 
 URL = {"reward__rm_type": "remote", "reward__rm_url": "https://me:pass@[::1]:8000/judge?q=1"}
 
+HELDOUT = {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]}
 LINEAR = {"optimizer__lr": 1e-3, "optimizer__lr_decay_style": "linear"}
 
 REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
@@ -155,6 +156,14 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         "eval-data-unused",
         {"eval__eval_prompt_data": ["h=train.jsonl"]},
         {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]},
+    ),
+    *(
+        (
+            "eval-sampling",
+            {**HELDOUT, "eval__eval_sampling": [item]},
+            {**HELDOUT, "eval__eval_sampling": ["h:temperature=0, n=8", "h:top_p=0.5,max_response_len=4"]},
+        )
+        for item in ("n=8", "other:n=8", "h:", "h:m=8", "h:n", "h:n=0", "h:n=1,n=2", "h:temperature=-1", "h:top_p=x")
     ),
     (
         "min-lr-above-lr",

@@ -39,6 +39,8 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("save-option-unused", {"keep_checkpoints": "2"}, {"save": "actor"}),
     ("save-option-unused", {"on_save_error": "continue"}, {"save": "actor"}),
     ("eval-option-unused", {"n_samples_per_eval_prompt": "4"}, {"eval_prompt_data": ["h=x.jsonl"]}),
+    ("eval-option-unused", {"eval_temperature": "0.5"}, {"eval_prompt_data": ["h=x.jsonl"]}),
+    ("eval-option-unused", {"eval_pass_reward": "0.5"}, {"eval_prompt_data": ["h=x.jsonl"]}),
     ("sglang-option-unused", {"sglang_server_concurrency": "8"}, {"device": "cuda"}),
     ("sglang-option-unused", {"partial_rollout": ON}, {"rollout_engine": "sglang"}),
     ("ray-option-unused", {"ray_num_cpus": "8", "launcher": "local"}, {"launcher": "ray"}),

@@ -11,7 +11,7 @@ import pytest
 from relax_cli.config.layers import Layers, Loaded, load_config
 from relax_cli.config.model import flag, option_value, options_by_name
 from relax_cli.config.paths import PATH_OPTIONS, expand_path
-from relax_cli.config.replaced import REPLACEMENTS
+from relax_cli.config.replaced import EVALUATED, REPLACEMENTS
 from relax_cli.config.schema import Config
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
@@ -110,8 +110,7 @@ def test_every_replacement_has_a_row_in_the_table() -> None:
         ("save", "keep_checkpoints"),
         ("save", "on_save_error"),
         ("use_tis", "tis_clip_low"),
-        ("eval_prompt_data", "n_samples_per_eval_prompt"),
-        ("eval_interval", "n_samples_per_eval_prompt"),
+        *((option, name) for option in ("eval_prompt_data", "eval_interval") for name in EVALUATED),
     }
 
 
