@@ -78,7 +78,7 @@ def test_answers_are_compared_where_the_reward_says_how(rm_type: str | None, res
     assert comparable_answer(rm_type, response) == answer
 
 
-def test_a_set_is_sampled_as_it_says_then_as_all_then_as_rollouts() -> None:
+def test_a_set_follows_its_own_sampling_then_that_of_all() -> None:
     section = EvalSection(
         eval_temperature=0.5,
         n_samples_per_eval_prompt=2,
