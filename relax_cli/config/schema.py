@@ -353,8 +353,26 @@ class RunSection(Section):
     tensorboard: bool = Field(
         False, description="also write TensorBoard files to RUN_DIR/tb (needs the tensorboard extra)"
     )
+    dump_rollouts: str = Field(
+        "all", description="samples of each step written to RUN_DIR/rollouts: all, none, or how many"
+    )
+    dump_token_numbers: bool = Field(
+        True, description="write log-probabilities, values, advantages and returns of each token next to the samples"
+    )
     strict: bool = Field(False, description="treat warnings as errors")
     queue_timeout: float = Field(120.0, gt=0, description="seconds a role waits for another role's data")
+
+    @field_validator("dump_rollouts", mode="before")
+    @classmethod
+    def _is_a_choice_of_samples(cls, value: Any) -> Any:
+        if not re.fullmatch("all|none|[1-9][0-9]{0,8}", str(value)):
+            raise ValueError("all, none or a number of samples")
+        return str(value)
+
+    @property
+    def most_dumped(self) -> float:
+        """How many samples of a step are written: the first ones, whose prompts are in random order."""
+        return float({"all": "inf", "none": "0"}.get(self.dump_rollouts, self.dump_rollouts))
 
 
 class Config(Section):

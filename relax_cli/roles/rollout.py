@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from relax_cli.data.prompts import Prompt, Prompts
 from relax_cli.data.rewards import RewardFunction
 from relax_cli.data.rewards.answers import comparable_answer
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
-from relax_cli.errors import ConfigError
+from relax_cli.errors import ConfigError, RunError
 from relax_cli.roles.context import RoleContext
 from relax_cli.roles.evaluation import Outcome
 from relax_cli.roles.judging import Judge, Judged, Sampled, reward_spreads
@@ -69,12 +70,14 @@ class RolloutRole:
         self.workers = context.ranks
         mixture = prompts.mixture if isinstance(prompts, Prompts) else ()
         self.order = PromptOrder(len(prompts), self.rollout.rollout_seed, self.data.shuffle, mixture)
-        self.writer = SampleWriter(context.run_dir)
-        self.eval_writer = SampleWriter(context.run_dir, "evals")
+        self.writer = SampleWriter(context.run_dir, part=context.rank)
+        self.eval_writer = SampleWriter(context.run_dir, "evals", context.rank)
+        self.most_dumped = config.run.most_dumped
+        self.dumps_numbers = config.run.dump_token_numbers
         self.awake = True
         self.has_weights = True
         self.judged: list[Judged] = []
-        self.evaluated: tuple[str, list[Judged]] = ("", [])
+        self.evaluated: dict[str, list[Judged]] = {}
         self.written: tuple[int, dict[str, Spread]] | None = None
 
     def wake_for_weights(self) -> None:
@@ -122,6 +125,13 @@ class RolloutRole:
     def generate(self, rollout_id: int) -> dict[str, Spread]:
         """Sample this worker's share of rollout `rollout_id` and write it to the queue."""
         assert self.awake, "rollout generates only while awake"
+        try:
+            return self._generate(rollout_id)
+        finally:
+            # Those of the step before were written meanwhile.
+            self.writer.wait()
+
+    def _generate(self, rollout_id: int) -> dict[str, Spread]:
         chosen = self.order.rows(rollout_id, self.batch.rollout_batch_size)
         self.judged = self._sample(
             [self.prompts[i] for i in chosen], self.batch.n_samples_per_prompt, stream=rollout_id
@@ -158,7 +168,7 @@ class RolloutRole:
         assert self.awake, "rollout generates only while awake"
         prompts, samples = self.eval_prompts[name], section_of_set(self.eval, name).n_samples_per_eval_prompt
         judged = self._sample(prompts, samples, stream=EVAL_STREAM, sampling=self.eval_sampling[name])
-        self.evaluated = (name, judged)
+        self.evaluated[name] = judged
         return [
             Outcome(
                 prompt=j.group,
@@ -171,16 +181,24 @@ class RolloutRole:
             for j in judged
         ]
 
-    def dump_evaluation(self, step: int, append: bool) -> None:
-        """Add this worker's samples of the set evaluated last to `evals/step_*.jsonl`; workers are called in turn."""
-        name, judged = self.evaluated
-        self.eval_writer.write(step, ({"set": name, **self._sample_record(j)} for j in judged), append=append)
+    def dump_evaluation(self, step: int) -> None:
+        """Write this worker's samples of all sets that were evaluated to `evals/step_*.zip`."""
+        evaluated, self.evaluated = self.evaluated, {}
+        samples = [{"set": name} | self._sample_record(j) for name, judged in evaluated.items() for j in judged]
+        self.eval_writer.write(step, samples)
 
     def dump(self, rollout_id: int, step_fields: Sequence[str]) -> None:
-        """Add this worker's samples with per-token numbers to `rollouts/step_*.jsonl`; workers are called in turn."""
-        rows = [j.row for j in self.judged]
-        fields = self.queue.get(rollout_id, rows, list(step_fields)) if rows and step_fields else {}
-        self.writer.write(rollout_id + 1, (self._record(i, fields) for i in range(len(rows))), append=self.rank > 0)
+        """Begin to write this worker's part of the samples that `--dump-rollouts` chooses, with numbers per token."""
+        chosen = [judged for judged in self.judged if judged.row < self.most_dumped]
+        if not chosen:
+            return
+        names = list(step_fields) if self.dumps_numbers else []
+        fields = self.queue.get(rollout_id, [judged.row for judged in chosen], names) if names else {}
+        self.writer.start(rollout_id + 1, [self._record(judged, i, fields) for i, judged in enumerate(chosen)])
+
+    def finish_dump(self) -> None:
+        """Wait until what `dump` began is on the disk."""
+        self.writer.wait()
 
     def clear(self, rollout_id: int) -> None:
         """Drop the partition once the last reader is done."""
@@ -193,6 +211,9 @@ class RolloutRole:
                 self.engine.close()
         finally:
             self.judge.close()
+            # A run that succeeded has called `finish_dump`; of one that failed, the first failure is the one to report.
+            with suppress(RunError):
+                self.writer.wait()
 
     def _sample(
         self,
@@ -245,14 +266,13 @@ class RolloutRole:
         text: str = self.tokenizer.decode(judged.prompt_tokens, skip_special_tokens=True)
         return text
 
-    def _record(self, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:
-        judged = self.judged[index]
+    def _record(self, judged: Judged, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:
+        if not self.dumps_numbers:
+            return self._sample_record(judged)
         return {
             **self._sample_record(judged),
-            "prompt_token_ids": judged.prompt_tokens,
-            "response_token_ids": judged.generation.tokens,
-            "log_probs": judged.generation.log_probs,
-            **{name: values[index].tolist() for name, values in fields.items()},
+            "log_probs": np.array(judged.generation.log_probs, dtype=np.float32),
+            **{name: values[index].numpy() for name, values in fields.items()},
         }
 
     def _sample_record(self, judged: Judged) -> dict[str, Any]:
@@ -266,6 +286,8 @@ class RolloutRole:
             "reward": judged.result.reward,
             "reward_parts": judged.result.parts,
             "finish_reason": judged.generation.finish_reason,
+            "prompt_token_ids": np.array(judged.prompt_tokens, dtype=np.int32),
+            "response_token_ids": np.array(judged.generation.tokens, dtype=np.int32),
         }
 
 

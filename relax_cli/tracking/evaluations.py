@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from relax_cli.roles import sample_files
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,5 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 def read_samples(run_dir: Path, evaluation: Evaluation, count: int) -> list[dict[str, Any]]:
     """The first judged samples of an evaluation."""
-
-    def samples() -> Iterator[dict[str, Any]]:
-        with (run_dir / "evals" / f"step_{evaluation.step:06d}.jsonl").open(encoding="utf-8") as file:
-            yield from (sample for sample in map(json.loads, file) if sample["set"] == evaluation.name)
-
-    return list(islice(samples(), count))
+    samples = sample_files.read_samples(sample_files.sample_files(run_dir, "evals")[evaluation.step], numbers=False)
+    return [sample for sample in samples if sample["set"] == evaluation.name][:count]

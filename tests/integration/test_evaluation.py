@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_cli.quickstart.task import prepare
-from relax_cli.tracking.evaluations import read_evaluations
+from relax_cli.tracking.evaluations import read_evaluations, read_samples
 from tests.support.fault_runs import Folders, Zygote, arguments
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,8 +54,7 @@ def test_every_evaluation_is_in_every_file_and_summary(zygote: Zygote, task: Pat
 
     found = read_evaluations(straight.run)
     for evaluation in found:
-        path = straight.run / "evals" / f"step_{evaluation.step:06d}.jsonl"
-        rows = [row for row in map(json.loads, path.read_text().splitlines()) if row["set"] == evaluation.name]
+        rows = read_samples(straight.run, evaluation, 1000)
         assert len(rows) == evaluation.metrics["samples"] == {"one": 40, "two": 20}[evaluation.name]
         assert sum(row["reward"] for row in rows) / len(rows) == evaluation.metrics["reward/mean"]
         if evaluation.name == "two":
