@@ -7,6 +7,7 @@ Field names are unique over all sections. The sections import nothing heavy.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
