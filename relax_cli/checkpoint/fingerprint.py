@@ -126,6 +126,9 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
         prompts: how many training prompts there are, where they were counted.
     """
     name = config.model.ref_load
+    limit = config.rollout.rollout_max_prompt_len
+    dropped = f" up to {limit} tokens" if limit and config.rollout.overlong_prompts == "drop" else ""
+    dataset = dataset_fingerprint(config.data.prompt_data)
     reference = (model_folder if name is None else folder_of_model(name)) if config.algorithm.needs_reference else None
     return RunIdentity(
         estimator=config.algorithm.advantage_estimator,
@@ -133,7 +136,7 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
         prompt_data="\n".join(map(scrubbed, config.data.prompt_data)),
         model_shape=None if model_folder is None else model_shape(model_folder),
         tokenizer=None if model_folder is None else tokenizer_fingerprint(model_folder),
-        dataset=dataset_fingerprint(config.data.prompt_data),
+        dataset=None if dataset is None else dataset + dropped,
         prompts=prompts,
         rollout_batch_size=config.batch.rollout_batch_size,
         seeds={"seed": config.run.seed, "rollout_seed": config.rollout.rollout_seed},

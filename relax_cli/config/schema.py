@@ -172,7 +172,12 @@ class DataSection(Section):
     input_key: str = Field("input", description="key of the prompt (text, or a list of chat messages)")
     label_key: str | None = Field(None, description="key of the label the reward compares with")
     metadata_key: str = Field("metadata", description="key of a free-form object handed to the reward")
+    tools_key: str = Field("tools", description="key of the functions that a chat may call, for the chat template")
     apply_chat_template: bool = Field(False, description="render prompts with the tokenizer's chat template")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="JSON object of variables for the chat template"
+    )
+    system_prompt: str | None = Field(None, description="system message of chats that begin with none")
     shuffle: bool = Field(True, description="reshuffle the prompts every epoch, seeded by --rollout-seed")
 
     @field_validator("prompt_data", mode="before")
@@ -225,7 +230,10 @@ class RolloutSection(Section):
 
     rollout_max_response_len: int = Field(256, ge=1, description="maximum new tokens per sample")
     rollout_max_prompt_len: int | None = Field(
-        None, ge=1, description="longest prompt in tokens; longer ones are an error"
+        None, ge=1, description="longest prompt in tokens; for longer ones see --overlong-prompts"
+    )
+    overlong_prompts: Literal["error", "drop", "truncate-left"] = Field(
+        "error", description="what happens to prompts over --rollout-max-prompt-len; truncate-left keeps their end"
     )
     rollout_temperature: float = Field(1.0, ge=LEAST_TEMPERATURE, description="sampling temperature")
     rollout_top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling mass")

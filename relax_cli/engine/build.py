@@ -222,7 +222,7 @@ class RoleBuilder:
         from relax_cli.backends.rollout.protocol import SamplingParams
         from relax_cli.data.prompts import load_prompts
         from relax_cli.data.rewards import load_reward
-        from relax_cli.data.tokenise import load_tokenizer, stop_token_ids
+        from relax_cli.data.tokenise import fitting, load_tokenizer, stop_token_ids
         from relax_cli.roles.rollout import RolloutRole
 
         config, folder = self.config, self.spec.model_folder
@@ -239,13 +239,17 @@ class RoleBuilder:
                 stop=section.rollout_stop,
             )
 
+        limit = config.rollout.rollout_max_prompt_len
+        fits = None
+        if limit is not None and config.rollout.overlong_prompts == "drop":
+            fits = fitting(tokenizer, limit, apply_chat_template=config.data.apply_chat_template)
         return RolloutRole(
             self._rollout_engine(tokenizer),
             tokenizer,
             load_reward(config.reward, self.rewards),
             sampling(config.rollout),
-            load_prompts(config.data, config.data.prompt_data),
-            {name: load_prompts(config.data, path) for name, path in config.eval.sets},
+            load_prompts(config.data, config.data.prompt_data, fits),
+            {name: load_prompts(config.data, path, fits) for name, path in config.eval.sets},
             {name: sampling(sampling_of_set(config.eval, name, config.rollout)) for name, _ in config.eval.sets},
             self._context(queue),
         )

@@ -91,6 +91,20 @@ CONDITIONS: tuple[Condition, ...] = (
         "--use-tis",
     ),
     _only(
+        "chat-option-unused",
+        "chat_template_kwargs system_prompt",
+        lambda config, _: config.data.apply_chat_template,
+        "with the chat template",
+        "--apply-chat-template",
+    ),
+    _only(
+        "overlong-prompts-unused",
+        "overlong_prompts",
+        lambda config, _: config.rollout.rollout_max_prompt_len is not None,
+        "with a limit",
+        "--rollout-max-prompt-len 1024",
+    ),
+    _only(
         "min-lr-unused",
         "min_lr",
         lambda config, _: config.optimizer.lr_decay_style != "constant",

@@ -241,6 +241,8 @@ class RolloutRole:
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = encode_prompt(self.tokenizer, prompt, apply_chat_template=self.data.apply_chat_template)
         limit = self.rollout.rollout_max_prompt_len
+        if limit is not None and self.rollout.overlong_prompts == "truncate-left":
+            return ids[-limit:]
         if limit is not None and len(ids) > limit:
             raise ConfigError(prompt_too_long(prompt, len(ids), limit))
         return ids

@@ -42,6 +42,11 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": ["core_attn", "moe"]},
         {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": ["core_attn", "mlp"]},
     ),
+    (
+        "chat-template-kwargs-reserved",
+        {"data__chat_template_kwargs": {"tools": [], "x": 1}, "data__apply_chat_template": True},
+        {"data__chat_template_kwargs": {"enable_thinking": False}, "data__apply_chat_template": True},
+    ),
     ("reward-missing", {"reward__rm_type": None}, {}),
     ("reward-unknown", {"reward__rm_type": "exakt"}, {"reward__rm_type": "math"}),
     (
