@@ -233,7 +233,7 @@ def test_the_fix_for_long_prompts_holds_for_all_of_them(tmp_path: Path) -> None:
     assert (summary.prompts, summary.lengths, summary.longest) == (4, (2, 6, 10, 8), f"{tmp_path / 'data.jsonl'}:3")
 
 
-def test_overlong_prompts_are_dropped_alike_before_and_in_the_run(tmp_path: Path) -> None:
+def test_long_prompts_are_dropped_before_and_in_the_run(tmp_path: Path) -> None:
     rows = [{"input": "hello " * words, "label": "1"} for words in (1, 5, 3, 7)]
     reader, (warning,) = read_all(tmp_path, rows, overlong="drop")
     (summary,) = reader.summaries.values()
@@ -246,7 +246,7 @@ def test_overlong_prompts_are_dropped_alike_before_and_in_the_run(tmp_path: Path
     assert [p.id for p in read_all(tmp_path, rows[1:2], overlong="drop")[1]] == ["prompt-data-empty"]
 
 
-def test_overlong_prompts_are_cut_with_a_count_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_prompts_are_counted_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("relax_cli.preflight.data_cache.LEAST_BYTES", 0)
     rows = [{"input": "hello " * words, "label": "1"} for words in (1, 5)]
