@@ -79,7 +79,7 @@ def test_a_label_is_the_text_people_write_or_its_json(tmp_path: Path, literal: s
 
 @pytest.mark.parametrize("literal", ["NaN", "true", "false", "null", "[1, null]", '{"a": true}'])
 def test_a_value_is_shown_as_the_file_spells_it(tmp_path: Path, literal: str) -> None:
-    assert problem_of(jsonl(tmp_path, f'{{"input": "x", "label": {literal}}}')).got == literal
+    assert problem_of(jsonl(tmp_path, f'{{"input": {literal}, "label": "y"}}')).got == literal
     assert problem_of(jsonl(tmp_path, f'{{"input": {literal}, "label": "y"}}')).got == literal
 
 
