@@ -12,11 +12,25 @@ from relax_cli.preflight.rules import machine as machine_rules
 from relax_cli.preflight.rules.registry import Rule
 
 UNKNOWN = Machine(
-    memory=None, gpus=0, cores=2, free_disk=lambda _: None, gpu_memory=lambda: None, ray_address="", allocator=""
+    memory=None,
+    gpus=0,
+    cores=2,
+    free_disk=lambda _: None,
+    gpu_memory=lambda: None,
+    ray_address="",
+    allocator="",
+    shared_memory=None,
 )
 """A machine of two cores of which nothing else is known."""
 WITH_GPUS = Machine(
-    memory=None, gpus=8, cores=64, free_disk=lambda _: None, gpu_memory=lambda: None, ray_address="", allocator=""
+    memory=None,
+    gpus=8,
+    cores=64,
+    free_disk=lambda _: None,
+    gpu_memory=lambda: None,
+    ray_address="",
+    allocator="",
+    shared_memory=None,
 )
 
 
