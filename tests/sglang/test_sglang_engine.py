@@ -395,17 +395,17 @@ def test_an_aborted_reply_that_is_complete_is_not_continued(
     assert len(generated(server)) == 24
 
 
-@pytest.mark.parametrize("context", [6, 7, 9])
+@pytest.mark.parametrize("pool", [8, 9, 11])
 def test_a_response_cut_short_by_the_server_is_an_error(
-    server: ContractServer, served: tuple[ContractServer, str], context: int
+    server: ContractServer, served: tuple[ContractServer, str], pool: int
 ) -> None:
-    server.faults.context = context
+    server.faults.pool = pool
     long = replace(SAMPLING, stop_token_ids=())
     with pytest.raises(RunError) as caught:
-        engine_for(served[1]).generate([Request((1, 2, 3), next(SEEDS))], long)
+        engine_for(served[1]).generate([Request((1,), next(SEEDS))], long)
     (problem,) = caught.value.problems
     assert problem.id == "sglang-cut-short"
-    assert problem.got.startswith(f"{context - 3} tokens")
+    assert problem.got.startswith(f"{pool - 3} tokens")
     assert "--rollout-max-response-len" in problem.fix
 
 
@@ -435,6 +435,15 @@ def test_a_storm_of_aborts_is_one_line(
         engine_for(served[1], partial=True).generate(some_requests(16), long)
     lines = [record.getMessage() for record in caplog.records if "abort" in record.getMessage()]
     assert lines == [f"SGLang server {served[1]} aborted 40 requests of this rollout; they were repeated"]
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 1])
+def test_every_setting_is_one_that_the_server_takes(
+    server: ContractServer, served: tuple[ContractServer, str], embedded: EmbeddedEngine, top_k: int
+) -> None:
+    sampling = replace(SAMPLING, top_k=top_k)
+    requests = [Request((1, 2), 2**63 - 2 - top_k)]
+    assert_equal(engine_for(served[1]).generate(requests, sampling), embedded.generate(requests, sampling))
 
 
 def test_aborts_with_progress_are_repeated_without_end(

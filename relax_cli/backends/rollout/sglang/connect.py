@@ -127,7 +127,10 @@ def limits_of(address: str) -> tuple[int | None, int | None]:
         found = [state.get(name) for state in states if isinstance(state, dict) for name in names]
         return min((value for value in found if type(value) is int and value > 0), default=None)
 
-    return least("context_length", "max_total_num_tokens"), least("max_req_input_len")
+    # What it calls the longest input is one token too many, and 5 fewer than it has positions.
+    longest = least("max_req_input_len")
+    room = [least("context_length", "max_total_num_tokens"), None if longest is None else longest + 4]
+    return min((most for most in room if most is not None), default=None), None if longest is None else longest - 1
 
 
 def _attach(address: str, spec: ModelSpec) -> WeightTarget:

@@ -42,6 +42,8 @@ OTHER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 PACKAGES_OF_HERE = ("PYTHONPATH", "PYTHONHOME")
 UNSCALED_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Would make log-probabilities ignore the temperature, which training does not."""
+NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+"""With them a server whose scheduler died ends at once; else it keeps its port open 5 s longer."""
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +73,13 @@ def launch_command(
 
 
 def server_environment(environment: Mapping[str, str], *, other_python: bool = False) -> dict[str, str]:
-    """A worker's environment without what is meant for the training processes alone.
+    """A worker's environment without what is meant for the training processes alone; crash dumps only where it asks.
 
     Args:
         other_python: the server runs in a Python environment of its own.
     """
     left_out = {*OTHER_ALLOCATOR, UNSCALED_LOG_PROBS, *(PACKAGES_OF_HERE if other_python else ())}
-    return {name: value for name, value in environment.items() if name not in left_out}
+    return NO_CRASH_DUMPS | {name: value for name, value in environment.items() if name not in left_out}
 
 
 class LocalServer:
