@@ -109,9 +109,11 @@ def test_a_server_whose_model_differs_in_any_key_is_refused(
     config.pop("rope_parameters", None)
     config.pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, key: changed}))
-    with running_server(model) as (_, address), pytest.raises(EnvironmentFault, match=named) as caught:
-        attach(tmp_path, address)
-    assert caught.value.problems[0].id == "sglang-external-model"
+    with running_server(model) as (contract, address):
+        for contract.folder in (model, Path("/of/an/update/by/disk")):
+            with pytest.raises(EnvironmentFault, match=named) as caught:
+                attach(tmp_path, address)
+            assert caught.value.problems[0].id == "sglang-external-model"
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_other_names_are_refused_before_anything_is_sent(
     with running_server(tmp_path / "other") as (contract, address):
         target = WeightTarget(address, this_node(), 0, 1)
         if not sees_folder:  # what is compared with then is the folder of --hf-checkpoint
-            contract.folder = Path("/on/another/machine")
+            contract.folder = contract.tokenizer = Path("/on/another/machine")
             folder = tmp_path / "other"
         with pytest.raises(RunError, match="comparing names") as caught:
             sender([target], way, folder).send(policy.hf_buckets, 1)

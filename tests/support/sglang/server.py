@@ -60,7 +60,7 @@ class ContractServer:
 
     def __init__(self, folder: Path, faults: Faults, *, tp: int = 1, backup: bool = True, in_process: bool = True):
         self.model = ServedModel(folder)
-        self.folder = folder
+        self.folder = self.tokenizer = folder
         self.faults = faults
         self.receiver = WeightReceiver(tp)
         self.backup = backup
@@ -230,6 +230,7 @@ class ContractServer:
             {
                 "model_path": str(self.folder),
                 "served_model_name": str(self.folder),
+                "tokenizer_path": str(self.tokenizer),
                 "is_generation": True,
                 "weight_version": self.version,
                 "model_type": self.model.spec.family,
@@ -307,7 +308,9 @@ class ContractServer:
         body = await self._body(request)
         if not Path(body["model_path"]).is_dir():
             return _done(False, "Failed to get weights iterator: [Errno -2] Name or service not known.")
-        return await self._update(None, body, lambda: self.model.replace(Path(body["model_path"])))
+        done = await self._update(None, body, lambda: self.model.replace(Path(body["model_path"])))
+        self.folder = Path(body["model_path"])
+        return done
 
     async def _update(self, needs_session: str | None, body: dict[str, Any], take: Callable[[], None]) -> Response:
         if needs_session and not self.session_open and not self.faults.older:
