@@ -167,7 +167,7 @@ def _check_model(address: str, model: dict[str, Any], spec: ModelSpec) -> None:
             OTHER_MODEL(
                 f"SGLang server {address} serves another model than --hf-checkpoint: {', '.join(different)} differ",
                 where=f"http://{address}/model_info",
-                got=f"{', '.join(f'{name} {theirs.get(name)}' for name in different)} ({folder or model.get('model_path')})",
+                got=f"{', '.join(f'{name} {theirs.get(name)}' for name in different)} ({folder or 'not read'})",
                 expected=", ".join(f"{name} {ours[name]}" for name in different),
                 fix="start the server with the folder of --hf-checkpoint as its --model-path",
             )
