@@ -258,7 +258,7 @@ def test_an_update_waits_for_requests_that_run(way: str, policy: TrainableModel,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_of_another_shape_are_an_error_that_names_the_server(
+def test_weights_of_another_shape_are_an_error_with_the_server(
     way: str, policy: TrainableModel, folder: Path, server: Any
 ) -> None:
     contract, target = server
