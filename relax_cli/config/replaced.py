@@ -38,12 +38,15 @@ def _on(value: Any) -> bool:
 
 EVALUATED = (*OF_A_SET.values(), "eval_sampling", "eval_pass_reward")
 RECOMPUTED = ("recompute_method", "recompute_num_layers")
+EPISODES = ("env", "max_turns", "env_timeout")
 CHECKPOINTS = ("save_interval", "keep_checkpoints", "on_save_error", "critic_save")
 
 REPLACEMENTS = (
-    Replacement("rm_type", _given, ("custom_rm_path",)),
+    Replacement("rm_type", _given, ("custom_rm_path", *EPISODES)),
     Replacement("rm_type", lambda value: value != "remote", ("rm_url",)),
-    Replacement("custom_rm_path", _given, ("rm_type", "rm_url")),
+    Replacement("custom_rm_path", _given, ("rm_type", "rm_url", *EPISODES)),
+    Replacement("env", _given, ("rm_type", "custom_rm_path", "rm_url", "reward_key", "rm_timeout")),
+    Replacement("env", _off, ("max_turns", "env_timeout")),
     Replacement("num_epoch", _given, ("num_rollout",)),
     Replacement("num_rollout", _given, ("num_epoch",)),
     Replacement("global_batch_size", _given, ("num_steps_per_rollout",)),

@@ -228,7 +228,9 @@ class BatchSection(Section):
 class RolloutSection(Section):
     """Generation."""
 
-    rollout_max_response_len: int = Field(256, ge=1, description="maximum new tokens per sample")
+    rollout_max_response_len: int = Field(
+        256, ge=1, description="maximum new tokens per sample; of an episode, observations included"
+    )
     rollout_max_prompt_len: int | None = Field(
         None, ge=1, description="longest prompt in tokens; for longer ones see --overlong-prompts"
     )
@@ -287,6 +289,17 @@ class RewardSection(Section):
         description="deadline of the reward for one batch, in seconds",
     )
     rm_url: str | None = Field(None, description="URL that judges samples over HTTP, for --rm-type remote")
+
+
+class EpisodeSection(Section):
+    """Multi-turn episodes."""
+
+    env: str | None = Field(
+        None,
+        description="environment that answers responses: a plugin's name, or FILE.py:Class; one response when unset",
+    )
+    max_turns: int = Field(8, ge=1, description="maximum responses in an episode")
+    env_timeout: float = Field(600.0, gt=0, le=1e6, description="deadline of each call of the environment, in seconds")
 
 
 class ParallelSection(Section):
@@ -396,6 +409,7 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     sglang: SglangSection = SglangSection()
     reward: RewardSection = RewardSection()
+    episode: EpisodeSection = EpisodeSection()
     eval: EvalSection = EvalSection()
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()

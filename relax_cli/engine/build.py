@@ -95,6 +95,7 @@ class RoleBuilder:
         self.options = estimator_options(self.config, self.estimator)
         self.graph: ServiceGraph = plugins.service_graph(self.config)
         self.rewards = {name: reward.function for name, reward in plugins.rewards().items()}
+        self.envs = {name: env.environment for name, env in plugins.envs().items()}
 
     def build(self, queue: SampleQueue) -> Any:
         """The role, asleep."""
@@ -220,12 +221,13 @@ class RoleBuilder:
 
     def _rollout(self, queue: SampleQueue) -> Any:
         from relax_cli.backends.rollout.protocol import SamplingParams
+        from relax_cli.data.envs.load import load_env
         from relax_cli.data.prompts import load_prompts
         from relax_cli.data.rewards import load_reward
         from relax_cli.data.tokenise import fitting, load_tokenizer, stop_token_ids
         from relax_cli.roles.rollout import RolloutRole
 
-        config, folder = self.config, self.spec.model_folder
+        config, folder, env = self.config, self.spec.model_folder, self.config.episode.env
         tokenizer = load_tokenizer(folder)
         stop_ids = stop_token_ids(folder, tokenizer)
 
@@ -246,7 +248,7 @@ class RoleBuilder:
         return RolloutRole(
             self._rollout_engine(tokenizer),
             tokenizer,
-            load_reward(config.reward, self.rewards),
+            load_reward(config.reward, self.rewards) if env is None else load_env(env, self.envs),
             sampling(config.rollout),
             load_prompts(config.data, config.data.prompt_data, fits),
             {name: load_prompts(config.data, path, fits) for name, path in config.eval.sets},

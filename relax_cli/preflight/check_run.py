@@ -125,7 +125,9 @@ def check_run(
     resolved = resolve(plugins, layers, None if skip_files else machine, cluster_gpus)
     config = resolved.config
     inputs = RunInputs() if skip_files else read_inputs(config, progress)
-    context = RuleContext(config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}))
+    context = RuleContext(
+        config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}), frozenset(plugins.envs())
+    )
     problems = [*resolved.problems, *run_rules(context, skip_files=skip_files)]
     if not skip_files:
         problems += known(lambda: plugins.broken_references(config)) or []

@@ -63,6 +63,20 @@ CONDITIONS: tuple[Condition, ...] = (
         "Options of the critic, and an estimator without one.",
     ),
     _only(
+        "episode-option-unused",
+        "max_turns env_timeout",
+        lambda config, _: config.episode.env is not None,
+        "with multi-turn episodes",
+        "--env FILE.py:Class",
+    ),
+    _only(
+        "reward-option-unused",
+        "reward_key rm_timeout",
+        lambda config, _: config.episode.env is None,
+        "with a reward; the rewards of episodes come from their environment",
+        "--env-timeout SECONDS, or drop it",
+    ),
+    _only(
         "kl-option-unused",
         "kl_loss_coef kl_loss_type",
         lambda config, _: config.algorithm.use_kl_loss,

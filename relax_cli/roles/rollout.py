@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,18 @@ from transformers import PreTrainedTokenizerBase
 from relax_cli.backends.rollout.protocol import LoadingEngine, Request, RolloutEngine, SamplingParams, ServerEngine
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.held_out import section_of_set
+from relax_cli.data.envs.load import EnvFactory
 from relax_cli.data.order import PromptOrder
 from relax_cli.data.prompts import Prompt, Prompts
 from relax_cli.data.rewards import RewardFunction
 from relax_cli.data.rewards.answers import comparable_answer
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError, RunError
+from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.roles.context import RoleContext
+from relax_cli.roles.episodes import Episodes, Job
 from relax_cli.roles.evaluation import Outcome
-from relax_cli.roles.judging import Judge, Judged, Sampled, reward_spreads
+from relax_cli.roles.judging import Judge, Judged, Sampled, episode_spreads, reward_spreads
 from relax_cli.roles.sample_files import SampleWriter
 from relax_cli.roles.spread import Spread
 
@@ -39,7 +43,7 @@ class RolloutRole:
         self,
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
-        reward: RewardFunction,
+        reward: RewardFunction | EnvFactory,
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
         eval_prompts: dict[str, Sequence[Prompt]],
@@ -49,13 +53,13 @@ class RolloutRole:
         config = context.config
         self.engine = engine
         self.tokenizer = tokenizer
-        self.judge = Judge(
-            reward,
-            tokenizer,
-            sampling.stop,
-            apply_chat_template=config.data.apply_chat_template,
-            trace_file=context.run_dir / "logs" / f"reward-{context.rank}.txt",
-        )
+        chat = config.data.apply_chat_template
+        self.judge: Judge | Episodes
+        if isinstance(reward, EnvFactory):
+            self.judge = Episodes(reward, config.episode, tokenizer, self._encode, apply_chat_template=chat)
+        else:
+            trace_file = context.run_dir / "logs" / f"reward-{context.rank}.txt"
+            self.judge = Judge(reward, tokenizer, sampling.stop, apply_chat_template=chat, trace_file=trace_file)
         self.sampling = sampling
         self.prompts = prompts
         self.eval_prompts = eval_prompts
@@ -150,6 +154,7 @@ class RolloutRole:
     def _spreads(self) -> dict[str, Spread]:
         return {
             **reward_spreads(self.judged),
+            **episode_spreads(self.judged),
             "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),
             "prompt_len": Spread.of(len(j.prompt_tokens) for j in self.judged),
             "truncated": Spread.of(j.generation.finish_reason == "length" for j in self.judged),
@@ -176,7 +181,7 @@ class RolloutRole:
                 parts=j.result.parts,
                 response_len=len(j.generation.tokens),
                 truncated=j.generation.finish_reason == "length",
-                answer=comparable_answer(self.compared, j.response),
+                answer=comparable_answer(self.compared, j.last_response),
             )
             for j in judged
         ]
@@ -225,9 +230,19 @@ class RolloutRole:
     ) -> list[Judged]:
         first, last = (len(prompts) * r // self.workers for r in (self.rank, self.rank + 1))
         jobs = [(p * samples_per_prompt + s, prompts[p]) for p in range(first, last) for s in range(samples_per_prompt)]
+        seed = self.rollout.rollout_seed
+        if isinstance(self.judge, Episodes):
+            return self.judge(
+                self.engine,
+                [
+                    Job(row, row // samples_per_prompt, prompt, partial(sample_seed, seed, stream, row))
+                    for row, prompt in jobs
+                ],
+                sampling or self.sampling,
+            )
         tokens = [self._encode(prompt) for _, prompt in jobs]
         requests = [
-            Request(tuple(ids), sample_seed(self.rollout.rollout_seed, stream, row), prompt.source)
+            Request(tuple(ids), sample_seed(seed, stream, row), prompt.source)
             for (row, prompt), ids in zip(jobs, tokens, strict=True)
         ]
         generations = self.engine.generate(requests, sampling or self.sampling)
@@ -249,6 +264,8 @@ class RolloutRole:
 
     def _put(self, rollout_id: int) -> None:
         scalar = torch.tensor
+        traces = [j.trace for j in self.judged if j.trace is not None]
+        per_token = [scalar(trace.rewards, dtype=torch.float32) for trace in traces]
         self.queue.put(
             rollout_id,
             [j.row for j in self.judged],
@@ -256,11 +273,12 @@ class RolloutRole:
                 "tokens": [scalar([*j.prompt_tokens, *j.generation.tokens]) for j in self.judged],
                 "prompt_lens": [scalar(len(j.prompt_tokens)) for j in self.judged],
                 "response_lens": [scalar(len(j.generation.tokens)) for j in self.judged],
-                "response_mask": [torch.ones(len(j.generation.tokens), dtype=torch.int64) for j in self.judged],
+                "response_mask": [scalar(j.mask) for j in self.judged],
                 "rollout_log_probs": [scalar(j.generation.log_probs, dtype=torch.float32) for j in self.judged],
                 "rewards": [scalar(j.result.reward, dtype=torch.float32) for j in self.judged],
                 "group_ids": [scalar(j.group) for j in self.judged],
                 "truncated": [scalar(int(j.generation.finish_reason == "length")) for j in self.judged],
+                **({TOKEN_REWARDS: per_token} if traces else {}),
             },
         )
 
@@ -275,6 +293,7 @@ class RolloutRole:
             **self._sample_record(judged),
             "log_probs": np.array(judged.generation.log_probs, dtype=np.float32),
             **{name: values[index].numpy() for name, values in fields.items()},
+            **({} if judged.trace is None else {"response_mask": np.array(judged.mask, dtype=np.int32)}),
         }
 
     def _sample_record(self, judged: Judged) -> dict[str, Any]:
@@ -290,12 +309,15 @@ class RolloutRole:
             "finish_reason": judged.generation.finish_reason,
             "prompt_token_ids": np.array(judged.prompt_tokens, dtype=np.int32),
             "response_token_ids": np.array(judged.generation.tokens, dtype=np.int32),
+            **({} if judged.trace is None else {"turns": judged.trace.turns}),
         }
 
 
-def sample_seed(seed: int, stream: int, row: int) -> int:
-    """Seed of one sample's noise: a function of the run's seed, the rollout and the row, of nothing else.
+def sample_seed(seed: int, stream: int, row: int, *turn: int) -> int:
+    """Seed of one sample's noise: a function of the run's seed, the rollout, the row and the turn, of nothing else.
 
     So neither the number of workers nor a resume changes what is sampled.
     """
-    return int(np.random.SeedSequence((seed, stream, row)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(
+        np.random.SeedSequence((seed, stream, row), spawn_key=turn).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    )

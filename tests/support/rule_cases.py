@@ -20,6 +20,8 @@ def roles(**changes: list[int] | None) -> dict[str, list[int]]:
 URL = {"reward__rm_type": "remote", "reward__rm_url": "https://me:pass@[::1]:8000/judge?q=1"}
 
 HELDOUT = {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]}
+EPISODES = {"reward__rm_type": None, "episode__env": "mine", "episode__max_turns": 4}
+
 LINEAR = {"optimizer__lr": 1e-3, "optimizer__lr_decay_style": "linear"}
 
 REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
@@ -48,6 +50,9 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"data__chat_template_kwargs": {"enable_thinking": False}, "data__apply_chat_template": True},
     ),
     ("reward-missing", {"reward__rm_type": None}, {}),
+    ("env-unknown", {**EPISODES, "episode__env": "calk"}, {**EPISODES}),
+    ("env-and-reward", {**EPISODES, "reward__rm_type": "exact"}, {**EPISODES}),
+    ("env-turns", {**EPISODES, "episode__max_turns": 5}, {**EPISODES}),
     ("reward-unknown", {"reward__rm_type": "exakt"}, {"reward__rm_type": "math"}),
     (
         "resource-unknown-role",

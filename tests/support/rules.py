@@ -38,7 +38,7 @@ def context_of(
     config: Config, *, machine: Machine = UNKNOWN, more_rewards: frozenset[str] = frozenset(), read: bool = True
 ) -> RuleContext:
     inputs = read_inputs(config) if read else RunInputs()
-    return RuleContext(config, inputs, machine, frozenset(BUILTIN_REWARDS) | more_rewards)
+    return RuleContext(config, inputs, machine, frozenset(BUILTIN_REWARDS) | more_rewards, frozenset({"mine"}))
 
 
 def problems_of(

@@ -9,6 +9,8 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("critic-option-unused", {"critic_lr": "1e-5"}, {"advantage_estimator": "ppo"}),
     ("critic-option-unused", {"num_critic_only_steps": "3"}, {"num_critic_only_steps": "0"}),
     ("critic-option-unused", {"critic_init_from_actor": ON}, {"advantage_estimator": "ppo"}),
+    ("episode-option-unused", {"max_turns": "3"}, {"env": "mine"}),
+    ("reward-option-unused", {"rm_timeout": "3", "env": "mine"}, {"env": None}),
     ("kl-option-unused", {"kl_loss_coef": "0.1"}, {"use_kl_loss": ON}),
     ("kl-option-unused", {"kl_loss_type": "k3", "kl_coef": "0.1"}, {"use_kl_loss": ON}),
     ("ref-load-unused", {"ref_load": "model"}, {"use_kl_loss": ON}),
