@@ -150,7 +150,7 @@ def export_command(
                 expected="a folder with config.json and tokenizer",
             )
         )
-    checkpoint = _chosen(folder, iteration)
+    checkpoint = chosen_checkpoint(folder, iteration)
     meta = layout.read_meta(checkpoint)
     other = model_differences(model_shape(model), tokenizer_fingerprint(model), meta, checkpoint, hf_checkpoint)
     if other:
@@ -178,7 +178,7 @@ def export_command(
     output.result(data, text)
 
 
-def _chosen(folder: Path, iteration: int | None) -> Path:
+def chosen_checkpoint(folder: Path, iteration: int | None) -> Path:
     """The checkpoint of `iteration`, or the one that the tracker names.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -84,7 +85,7 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
         found = f"mean reward {before.metrics['reward/mean']:.3f} before, {after.metrics['reward/mean']:.3f} after"
     lines = [f"Held-out set `{before.name}`: {found}"]
     lines += [f"  ({sampling_text(run.config, after)})", *passed_lines(before, after)]
-    examples = [read_samples(run.run_dir, evaluation, EXAMPLES) for evaluation in (before, after)]
+    examples = [_examples(run.run_dir, evaluation) for evaluation in (before, after)]
     rows: list[dict[str, Any]] = [
         {"prompt": b["prompt"], "label": b["label"], "before": b["response"], "after": a["response"]}
         for b, a in zip(*examples, strict=False)
@@ -112,6 +113,14 @@ def passed_lines(before: Evaluation, after: Evaluation) -> list[str]:
         f"  {name} {before.metrics.get(name, math.nan):.3f} before, {after.metrics[name]:.3f} after"
         for name in (names if len(names) > 1 else ())
     ]
+
+
+def _examples(run_dir: Path, evaluation: Evaluation) -> list[dict[str, Any]]:
+    """The first sample of each of the first prompts."""
+    first: dict[int, dict[str, Any]] = {}
+    for sample in read_samples(run_dir, evaluation):
+        first.setdefault(sample["group"], sample)
+    return list(first.values())[:EXAMPLES]
 
 
 def _short(value: object, limit: int = 28) -> str:

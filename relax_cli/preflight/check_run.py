@@ -147,7 +147,7 @@ def check_run(
         plan = known(lambda: _plan(planned, graph, seen, machine, start))
     if here:
         problems, notes = problems + notes, []
-    problems = _shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
+    problems = shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
     if start is not None:
         problems = [*start.problems, *problems, *start.warnings]
     return CheckedRun(
@@ -157,7 +157,7 @@ def check_run(
         tuple(sorted(dict.fromkeys(problems), key=lambda p: p.severity != "error")),
         command_words(layers, type(config)),
         inputs,
-        tuple(_shown(notes, resolved, is_strict=False)),
+        tuple(shown(notes, resolved, is_strict=False)),
         graph,
         start,
         plan,
@@ -183,7 +183,7 @@ def _plan(
     return build_plan(config, graph.roles, inputs, machine, cores=usable_cores(), first_rollout=first)
 
 
-def _shown(problems: Sequence[Problem], resolved: Resolved, *, is_strict: bool) -> list[Problem]:
+def shown(problems: Sequence[Problem], resolved: Resolved, *, is_strict: bool) -> list[Problem]:
     """Problems ready to be shown: located, without secrets, and none that only follows from an unread value."""
     secrets = secrets_of(resolved.given)
     unread = {flag(name) for name in resolved.unread}

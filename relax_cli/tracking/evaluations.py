@@ -54,7 +54,7 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     return [evaluation for line in lines for evaluation in evaluations_of(line)]
 
 
-def read_samples(run_dir: Path, evaluation: Evaluation, count: int) -> list[dict[str, Any]]:
-    """The first judged samples of an evaluation."""
-    samples = sample_files.read_samples(sample_files.sample_files(run_dir, "evals")[evaluation.step], numbers=False)
-    return [sample for sample in samples if sample["set"] == evaluation.name][:count]
+def read_samples(run_dir: Path, evaluation: Evaluation) -> list[dict[str, Any]]:
+    """The judged samples of an evaluation, where they are still there."""
+    paths = sample_files.sample_files(run_dir, "evals").get(evaluation.step, [])
+    return [s for s in sample_files.read_samples(paths, numbers=False) if s["set"] == evaluation.name]

@@ -54,7 +54,7 @@ def test_every_evaluation_is_in_every_file_and_summary(zygote: Zygote, task: Pat
 
     found = read_evaluations(straight.run)
     for evaluation in found:
-        rows = read_samples(straight.run, evaluation, 1000)
+        rows = read_samples(straight.run, evaluation)
         assert len(rows) == evaluation.metrics["samples"] == {"one": 40, "two": 20}[evaluation.name]
         assert sum(row["reward"] for row in rows) / len(rows) == evaluation.metrics["reward/mean"]
         if evaluation.name == "two":
@@ -70,6 +70,15 @@ def test_every_evaluation_is_in_every_file_and_summary(zygote: Zygote, task: Pat
         found[0].metrics["reward/mean"],
         found[4].metrics["reward/mean"],
     )
+
+    # Without a trainer the same samples and numbers come out, to the bit.
+    alone = tmp_path / "alone"
+    words = ["--recipe", str(straight.run / "config.json"), "--load", str(straight.actor), "--run-dir", str(alone)]
+    ended = zygote.run(tmp_path / "eval", ["eval", *words, "--format", "json"])
+    assert ended.code == 0, ended.err
+    assert without_clock(read_evaluations(alone)) == without_clock(found[4:])
+    assert [read_samples(alone, e) for e in found[4:]] == [read_samples(straight.run, e) for e in found[4:]]
+    assert json.loads(ended.out)["evaluations"] == [e.dict() for e in read_evaluations(alone)]
 
     # Cut at a step that was not evaluated, the run does not evaluate it when it is resumed.
     for rollouts in ("1", "3"):
