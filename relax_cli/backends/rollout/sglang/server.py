@@ -29,6 +29,8 @@ SLOW = problem_kind("sglang-server-slow", "SGLang servers", "A server did not an
 START_SECONDS = 1800.0
 """Deadline of loading a model; large ones come slowly from a network disk."""
 HEALTH_SECONDS = 30.0
+ENDING_SECONDS = 15.0
+"""Deadline of a server's end; a process that waits for a disk does not even die of SIGKILL."""
 POLL_SECONDS = 0.5
 TAIL_BYTES = 1 << 20
 TAIL_LINES = 8
@@ -157,7 +159,7 @@ class LocalServer:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            process.wait(guard.PATIENCE + 5)
+            process.wait(ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             log.warning("SGLang server %s does not end: killing it", self.address)
             process.kill()
