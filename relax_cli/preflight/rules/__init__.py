@@ -3,7 +3,6 @@
 from relax_cli.preflight.rules import (
     batches,
     data,
-    episodes,
     evaluation,
     folders,
     layers,
@@ -18,18 +17,4 @@ from relax_cli.preflight.rules import (
 from relax_cli.preflight.rules.registry import RULES, RuleContext, run_rules
 
 __all__ = ["RULES", "RuleContext", "run_rules"]
-THEMES = (
-    resources,
-    layers,
-    batches,
-    evaluation,
-    rewards,
-    episodes,
-    objective,
-    sglang,
-    model,
-    data,
-    folders,
-    machine,
-    memory,
-)
+THEMES = (resources, layers, batches, evaluation, rewards, objective, sglang, model, data, folders, machine, memory)

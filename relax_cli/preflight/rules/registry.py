@@ -34,8 +34,6 @@ class RuleContext:
     machine: Machine = field(default_factory=Machine)
     rewards: frozenset[str] = frozenset(BUILTIN_REWARDS)
     """Names that `--rm-type` may have."""
-    envs: frozenset[str] = frozenset()
-    """Names that `--env` may have."""
 
 
 @dataclass(frozen=True)
