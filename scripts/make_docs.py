@@ -46,6 +46,7 @@ is left at its default, or set to off or 0, is never reported.
     "Model": "",
     "Data": "",
     "Reward": "",
+    "Episodes": "",
     "SGLang servers": "",
     "Folders and checkpoints": "",
     "This machine": "",

@@ -1,4 +1,5 @@
-"""PPO's advantages: GAE over the reward on the last trainable token, less the KL penalty of each token.
+"""PPO's advantages: GAE over the reward on the last trainable token (in episodes, of each turn), less the KL penalty of
+each token.
 
 Values and policy may use different lambdas, and the policy's may grow with the response's length: VAPO, Yue et al.
 2025, arXiv:2504.05118.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from relax_cli.algorithms.gae import gae, score_on_last_token
+from relax_cli.algorithms.masking import select
 from relax_cli.algorithms.types import AdvantageInputs, AdvantageOutputs
 
 
@@ -19,7 +21,10 @@ def advantages(inputs: AdvantageInputs) -> AdvantageOutputs:
     last token is `bootstrap`, or 0.
     """
     assert inputs.values is not None, "PPO needs the critic's values"
-    rewards_BT = score_on_last_token(inputs.rewards, inputs.mask)
+    if inputs.token_rewards is None:
+        rewards_BT = score_on_last_token(inputs.rewards, inputs.mask)
+    else:
+        rewards_BT = select(inputs.token_rewards, inputs.mask)
     if inputs.kl is not None:
         rewards_BT = rewards_BT - inputs.kl
     options, alpha = inputs.options, inputs.options.length_adaptive_lambd_alpha

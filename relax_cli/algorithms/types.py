@@ -17,7 +17,7 @@ class AdvantageInputs:
     """What is known about a batch once it was generated and, where there is a critic, valued."""
 
     rewards: Tensor
-    """Scalar reward of each sample `[B]`, float32."""
+    """Scalar reward of each sample `[B]`, float32; of an episode, the sum over its turns."""
     mask: Tensor
     """Trainable response tokens `[B, T]`, bool."""
     group_ids: Tensor
@@ -32,6 +32,8 @@ class AdvantageInputs:
     """True where the response hit the length limit `[B]`, bool."""
     bootstrap: Tensor | None = None
     """Value of the state after each response `[B]`, 0 where that is the end of the episode; None: 0 everywhere."""
+    token_rewards: Tensor | None = None
+    """Where the parts of `rewards` belong `[B, T]`, in multi-turn episodes; None: to the last trainable token."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ COMMANDS = {
     "quickstart": "Teach a tiny model two-digit addition with PPO on this CPU, in a few minutes.",
     "train": "Train a model.",
     "validate-config": "Check a configuration without Ray or a GPU, and show what its run will do.",
+    "eval": "Evaluate a model or a checkpoint on held-out sets, without a trainer.",
     "doctor": "Check this machine: versions, imports, devices, memory, disk, plugins.",
     "plugins": "Estimator and reward plugins.",
     "recipes": "Recipes: ready configurations for `relax train --recipe`.",

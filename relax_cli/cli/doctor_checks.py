@@ -188,7 +188,7 @@ def _memory() -> Iterator[Check]:
     if Path("/dev/shm").is_dir():
         usage = shutil.disk_usage("/dev/shm")
         found = f"{in_bytes(usage.free)} of {in_bytes(usage.total)} free"
-        fix = "give the container more: docker run --shm-size=8g (Ray uses slower files instead)"
+        fix = "docker run --shm-size=8g; with less, Ray puts stores of up to 10 GB into files and refuses larger ones"
         yield _note_if(usage.free < SMALL_SHARED_MEMORY, "shared memory", found, fix)
 
 

@@ -191,8 +191,11 @@ def option_flags(model: type[Config]) -> list[str]:
     return sorted(flags)
 
 
-def config_command(app: typer.Typer, name: str, plugins: Plugins) -> Callable[[Callable[..., ExitCode]], None]:
-    """Decorator: adds the function to `app` as the command `name`, with an option for every field of the configuration.
+def config_command(
+    app: typer.Typer, name: str, plugins: Plugins, options: Collection[str] | None = None
+) -> Callable[[Callable[..., ExitCode]], None]:
+    """Decorator: adds the function to `app` as the command `name`, with an option for every field of the configuration,
+    or for those of `options`.
 
     It is called with the layers that were given, the output, and the options that it declares itself, and returns the
     exit code.
@@ -210,7 +213,7 @@ def config_command(app: typer.Typer, name: str, plugins: Plugins) -> Callable[[C
             **given: Any,
         ) -> None:
             output = output_of(ctx, fmt)
-            flags = {name: given.pop(name) for name in options_by_name(model)}
+            flags = {name: given.pop(name, None) for name in options_by_name(model)}
             layers = Layers(recipe or (), os.environ, set_values or (), flags)
             if show_config:
                 show(plugins, layers, output)
@@ -221,7 +224,7 @@ def config_command(app: typer.Typer, name: str, plugins: Plugins) -> Callable[[C
         own = inspect.signature(function, eval_str=True).parameters.values()
         parameters = [p for p in shared if p.kind is not p.VAR_KEYWORD]
         parameters += [p for p in own if p.kind is p.KEYWORD_ONLY]
-        parameters += option_parameters(model)
+        parameters += [p for p in option_parameters(model) if options is None or p.name in options]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         command.__doc__ = function.__doc__

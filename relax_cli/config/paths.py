@@ -11,6 +11,7 @@ PATH_OPTIONS = frozenset(
         "critic_load",
         "critic_save",
         "custom_rm_path",
+        "env",
         "eval_prompt_data",
         "hf_checkpoint",
         "load",

@@ -25,6 +25,17 @@ def rollout_engine(
     return "sglang" if parallel.device == "cuda" or sglang.rollout_external else "embedded"
 
 
+SMALLEST_OBJECT_STORE = 256 << 20
+SERVERS_OBJECT_STORE = 2 << 30
+WEIGHT_COPIES = 6
+"""Of the embedded engines' weights: the published version and the one before it, while ranks put and read them."""
+
+
+def object_store_bytes(engine: Literal["embedded", "sglang"], weights: int) -> int:
+    """Bytes of Ray's object store on a machine of its own; weights for SGLang servers never pass through it."""
+    return SERVERS_OBJECT_STORE if engine == "sglang" else max(SMALLEST_OBJECT_STORE, WEIGHT_COPIES * weights)
+
+
 def has_counts(config: Config) -> bool:
     """Whether `--resource` says how many processes there are; rules say why not."""
     try:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from relax_cli.config.held_out import OF_A_SET
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -34,13 +36,17 @@ def _on(value: Any) -> bool:
     return bool(value)
 
 
+EVALUATED = (*OF_A_SET.values(), "eval_sampling", "eval_pass_reward")
 RECOMPUTED = ("recompute_method", "recompute_num_layers")
+EPISODES = ("env", "max_turns", "env_timeout")
 CHECKPOINTS = ("save_interval", "keep_checkpoints", "on_save_error", "critic_save")
 
 REPLACEMENTS = (
-    Replacement("rm_type", _given, ("custom_rm_path",)),
+    Replacement("rm_type", _given, ("custom_rm_path", *EPISODES)),
     Replacement("rm_type", lambda value: value != "remote", ("rm_url",)),
-    Replacement("custom_rm_path", _given, ("rm_type", "rm_url")),
+    Replacement("custom_rm_path", _given, ("rm_type", "rm_url", *EPISODES)),
+    Replacement("env", _given, ("rm_type", "custom_rm_path", "rm_url", "reward_key", "rm_timeout")),
+    Replacement("env", _off, ("max_turns", "env_timeout")),
     Replacement("num_epoch", _given, ("num_rollout",)),
     Replacement("num_rollout", _given, ("num_epoch",)),
     Replacement("global_batch_size", _given, ("num_steps_per_rollout",)),
@@ -51,8 +57,8 @@ REPLACEMENTS = (
     Replacement("lr_decay_style", lambda value: value == "constant", ("min_lr",)),
     Replacement("use_kl_loss", _off, ("kl_loss_coef", "kl_loss_type")),
     Replacement("use_tis", _off, ("tis_clip", "tis_clip_low")),
-    Replacement("eval_prompt_data", _off, ("eval_interval", "n_samples_per_eval_prompt")),
-    Replacement("eval_interval", _off, ("eval_prompt_data", "n_samples_per_eval_prompt")),
+    Replacement("eval_prompt_data", _off, ("eval_interval", *EVALUATED)),
+    Replacement("eval_interval", _off, ("eval_prompt_data", *EVALUATED)),
     Replacement("save", _off, CHECKPOINTS),
     Replacement("recompute_granularity", lambda value: value != "full", RECOMPUTED),
     Replacement("recompute_granularity", lambda value: value != "selective", ("recompute_modules",)),

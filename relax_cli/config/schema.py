@@ -10,28 +10,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+from relax_cli.config.held_out import EvalSection
+from relax_cli.config.section import LEAST_TEMPERATURE
+from relax_cli.config.section import Section as Section
+
 Aggregation = Literal["sample-mean", "token-mean", "constant"]
-
-
-SMALLEST, LARGEST = 1e-30, 1e38
-"""Bounds of the absolute value of every number with a fraction, except 0."""
-
-
-class Section(BaseModel):
-    """Base of every option group: frozen, unknown keys and numbers that are not finite refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _fits_float32(cls, value: Any) -> Any:
-        """Beyond these bounds products and squares overflow in the arithmetic of a run, or vanish."""
-        if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
-            raise ValueError(f"between {SMALLEST:g} and {LARGEST:g}, or 0")
-        return value
 
 
 class ClipRange(Section):
@@ -130,9 +115,6 @@ class CriticSection(Section):
     value_head_init_std: float = Field(
         0.02, ge=0, description="standard deviation of a new value head's weights; 0 starts with values of 0"
     )
-    critic_lora_rank: int = Field(
-        0, ge=0, le=4096, description="rank of the critic's adapters; 0 trains every weight of it"
-    )
     critic_updates_per_step: int = Field(1, ge=1, description="passes of value steps over each rollout's samples")
     critic_load: str | None = Field(
         None, description="critic checkpoint folder to resume from; LOAD-critic, or else --load, when unset"
@@ -152,15 +134,6 @@ class ModelSection(Section):
     )
     ref_load: str | None = Field(
         None, description="reference model folder for KL terms; follows --hf-checkpoint when unset"
-    )
-    lora_rank: int = Field(
-        0, ge=0, le=4096, description="rank of low-rank adapters, which the actor trains alone; 0 trains every weight"
-    )
-    lora_alpha: float = Field(16.0, gt=0, description="adapters are scaled by alpha / rank")
-    lora_targets: tuple[LoraTarget, ...] = Field(
-        ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-        min_length=1,
-        description="matrices with adapters (repeatable), by Megatron's names",
     )
 
 
@@ -199,7 +172,12 @@ class DataSection(Section):
     input_key: str = Field("input", description="key of the prompt (text, or a list of chat messages)")
     label_key: str | None = Field(None, description="key of the label the reward compares with")
     metadata_key: str = Field("metadata", description="key of a free-form object handed to the reward")
+    tools_key: str = Field("tools", description="key of the functions that a chat may call, for the chat template")
     apply_chat_template: bool = Field(False, description="render prompts with the tokenizer's chat template")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="JSON object of variables for the chat template"
+    )
+    system_prompt: str | None = Field(None, description="system message of chats that begin with none")
     shuffle: bool = Field(True, description="reshuffle the prompts every epoch, seeded by --rollout-seed")
 
     @field_validator("prompt_data", mode="before")
@@ -250,11 +228,16 @@ class BatchSection(Section):
 class RolloutSection(Section):
     """Generation."""
 
-    rollout_max_response_len: int = Field(256, ge=1, description="maximum new tokens per sample")
-    rollout_max_prompt_len: int | None = Field(
-        None, ge=1, description="longest prompt in tokens; longer ones are an error"
+    rollout_max_response_len: int = Field(
+        256, ge=1, description="maximum new tokens per sample; of an episode, observations included"
     )
-    rollout_temperature: float = Field(1.0, ge=1e-4, description="sampling temperature")
+    rollout_max_prompt_len: int | None = Field(
+        None, ge=1, description="longest prompt in tokens; for longer ones see --overlong-prompts"
+    )
+    overlong_prompts: Literal["error", "drop", "truncate-left"] = Field(
+        "error", description="what happens to prompts over --rollout-max-prompt-len; truncate-left keeps their end"
+    )
+    rollout_temperature: float = Field(1.0, ge=LEAST_TEMPERATURE, description="sampling temperature")
     rollout_top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling mass")
     rollout_top_k: int = Field(-1, ge=-1, description="sample among the k likeliest tokens; -1 for all")
     rollout_stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="stop string (repeatable)")
@@ -308,21 +291,15 @@ class RewardSection(Section):
     rm_url: str | None = Field(None, description="URL that judges samples over HTTP, for --rm-type remote")
 
 
-class EvalSection(Section):
-    """Held-out evaluation."""
+class EpisodeSection(Section):
+    """Multi-turn episodes."""
 
-    eval_interval: int | None = Field(
-        None, ge=1, description="rollouts between evaluations; also before the first and after the last"
+    env: str | None = Field(
+        None,
+        description="environment that answers responses: a plugin's name, or FILE.py:Class; one response when unset",
     )
-    eval_prompt_data: tuple[str, ...] = Field((), description="held-out prompts as NAME PATH or NAME=PATH (repeatable)")
-    n_samples_per_eval_prompt: int = Field(1, ge=1, description="samples per held-out prompt")
-
-    @property
-    def sets(self) -> tuple[tuple[str, str], ...]:
-        """Name and path of every held-out set; the name is empty where an item has only one of the two."""
-        pairs = (re.fullmatch(r"([^\s=]+)(?:=|\s+)(\S.*)", item) for item in self.eval_prompt_data)
-        items = zip(pairs, self.eval_prompt_data, strict=True)
-        return tuple((pair[1], pair[2]) if pair else ("", item) for pair, item in items)
+    max_turns: int = Field(8, ge=1, description="maximum responses in an episode")
+    env_timeout: float = Field(600.0, gt=0, le=1e6, description="deadline of each call of the environment, in seconds")
 
 
 class ParallelSection(Section):
@@ -398,8 +375,26 @@ class RunSection(Section):
     tensorboard: bool = Field(
         False, description="also write TensorBoard files to RUN_DIR/tb (needs the tensorboard extra)"
     )
+    dump_rollouts: str = Field(
+        "all", description="samples of each step written to RUN_DIR/rollouts: all, none, or how many"
+    )
+    dump_token_numbers: bool = Field(
+        True, description="write log-probabilities, values, advantages and returns of each token next to the samples"
+    )
     strict: bool = Field(False, description="treat warnings as errors")
     queue_timeout: float = Field(120.0, gt=0, description="seconds a role waits for another role's data")
+
+    @field_validator("dump_rollouts", mode="before")
+    @classmethod
+    def _is_a_choice_of_samples(cls, value: Any) -> Any:
+        if not re.fullmatch("all|none|[1-9][0-9]{0,8}", str(value)):
+            raise ValueError("all, none or a number of samples")
+        return str(value)
+
+    @property
+    def most_dumped(self) -> float:
+        """How many samples of a step are written: the first ones, whose prompts are in random order."""
+        return float({"all": "inf", "none": "0"}.get(self.dump_rollouts, self.dump_rollouts))
 
 
 class Config(Section):
@@ -414,6 +409,7 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     sglang: SglangSection = SglangSection()
     reward: RewardSection = RewardSection()
+    episode: EpisodeSection = EpisodeSection()
     eval: EvalSection = EvalSection()
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()

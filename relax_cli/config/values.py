@@ -37,6 +37,12 @@ RESOURCE_JSON = problem_kind(
     '`--resource` is not a JSON object `{"role": [services, devices]}` of whole numbers.',
     option="--resource",
 )
+TEMPLATE_JSON = problem_kind(
+    "chat-template-kwargs-json",
+    "Data",
+    "`--chat-template-kwargs` is not a JSON object.",
+    option="--chat-template-kwargs",
+)
 SERVER_OPTIONS_JSON = problem_kind(
     "sglang-options-json",
     "SGLang servers",
@@ -141,6 +147,8 @@ def _mapping(setting: Setting, value: Any) -> Any:
         return _bad_json(setting, f"{flag(setting.key)} is not a JSON object")
     if setting.key in ADDED_UP:
         return {str(key).replace("-", "_"): item for key, item in value.items()}
+    if setting.key != "resource":
+        return {str(key): item for key, item in value.items()}
     if any(type(count) is not int for pair in value.values() if isinstance(pair, list) for count in pair):
         return _bad_json(setting, f"{flag(setting.key)} has a count that is not a whole number")
     return value
@@ -159,6 +167,9 @@ def _bad_json(setting: Setting, message: str) -> Problem:
     if setting.key == "resource":
         expected = 'a JSON object {"role": [services, devices]}'
         return RESOURCE_JSON(message, fix=_RESOURCE_EXAMPLE, where=setting.where, got=got, expected=expected)
+    if setting.key == "chat_template_kwargs":
+        fix = """--chat-template-kwargs '{"enable_thinking": false}'"""
+        return TEMPLATE_JSON(message, fix=fix, where=setting.where, got=got, expected="a JSON object")
     fix = """--sglang-options '{"attention_backend": "triton"}'"""
     expected = "a JSON object of server options"
     return SERVER_OPTIONS_JSON(message, fix=fix, where=setting.where, got=got, expected=expected)

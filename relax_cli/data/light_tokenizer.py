@@ -51,7 +51,7 @@ class LightTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool, **given: Any
     ) -> str:
         """Rendered chat messages.
 
@@ -59,9 +59,8 @@ class LightTokenizer:
             jinja2.TemplateError: the template is invalid or refuses the messages.
         """
         assert not tokenize
-        text: str = self._template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._special
-        )
+        known = {"tools": None, "documents": None, **self._special, **given}
+        text: str = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
         return text
 
     @cached_property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 from relax_cli.config.schema import DataSection
 from relax_cli.data.formats import Progress, read_rows
 from relax_cli.data.reasoning_gym import generate
-from relax_cli.data.rows import TOOLS, prompt_of_row
+from relax_cli.data.rows import REWARD_KEY, prompt_of_row
 from relax_cli.data.rows import Prompt as Prompt
 from relax_cli.data.sources import source_of, weights_of
 from relax_cli.errors import ConfigError, Problem, RepeatedProblems, problem_kind
@@ -23,8 +24,15 @@ class Prompts(list[Prompt]):
     """Prompts and weight of each item, where items have weights."""
 
 
-def load_prompts(section: DataSection, specs: str | Sequence[str]) -> Prompts:
+def load_prompts(
+    section: DataSection,
+    specs: str | Sequence[str],
+    fitting: Callable[[list[Prompt]], list[Prompt]] | None = None,
+) -> Prompts:
     """Read every prompt of one item of `--prompt-data` (see docs/data.md), or of several.
+
+    Args:
+        fitting: leaves out the prompts of an item that are too long.
 
     Raises:
         ConfigError: the data are missing, empty or have bad rows (each named by file and line), or there is
@@ -34,13 +42,15 @@ def load_prompts(section: DataSection, specs: str | Sequence[str]) -> Prompts:
     weights = weights_of([source_of(item) for item in items])
     prompts, sizes, problems = Prompts(), [], RepeatedProblems()
     for item in items:
-        before = len(prompts)
+        read: list[Prompt] = []
         for row in read_prompts(section, item):
             if isinstance(row, Problem):
                 problems.add(row)
             else:
-                prompts.append(row)
-        sizes.append(len(prompts) - before)
+                read.append(row)
+        kept = read if fitting is None else fitting(read)
+        prompts += kept
+        sizes.append(len(kept))
     if found := problems.all():
         raise ConfigError(found)
     if nothing := [item for item, size in zip(items, sizes, strict=True) if not size]:
@@ -57,10 +67,14 @@ def read_prompts(section: DataSection, spec: str, progress: Progress | None = No
     """
     source = source_of(spec)
     if source.is_task:
-        found: Iterable[Prompt | Problem] = generate(source.place)
+        chat = (section.system_prompt, section.chat_template_kwargs)
+        found: Iterable[Prompt | Problem] = (
+            replace(p, system=chat[0], template=chat[1]) for p in generate(source.place)
+        )
     else:
         needed = [key for key in (section.input_key, section.label_key) if key is not None]
-        files = (read_rows(file, needed, [section.metadata_key, TOOLS], progress) for file in source.files())
+        optional = [section.metadata_key, section.tools_key, REWARD_KEY]
+        files = (read_rows(file, needed, optional, progress) for file in source.files())
         rows = chain.from_iterable(files)
         found = (row if isinstance(row, Problem) else prompt_of_row(section, row[1], row[0]) for row in rows)
     yield from islice(found, *source.rows)

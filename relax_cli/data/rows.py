@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from relax_cli.config.schema import DataSection
-from relax_cli.data.values import Unusable, label_of, metadata_of, printable, shown, text_of
+from relax_cli.data.values import Unusable, label_value, metadata_of, plain_json, printable, shown, text_of
 from relax_cli.errors import Problem, problem_kind
 
 MOST_CHARACTERS = 4 << 20
 """Of a prompt: a tokenizer needs 150 bytes for each."""
 TOO_LONG = f"has more than {MOST_CHARACTERS:,} characters"
+CALLS = "tool_calls"
+"""The key of an assistant's message whose value is a list of objects."""
 MOST_KEYS = 20
 """Keys of a row that a message names."""
 
 TOOLS = "tools"
-"""The key under which data sets keep what a chat may call; chat templates are rendered without."""
+"""What chat templates call the functions that a model may call."""
+REWARD_KEY = "reward"
+"""The key of a row that chooses its reward."""
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+Label = str | list[Any] | dict[str, Any] | None
 
 BAD_ROW = problem_kind(
     "prompt-data-row",
@@ -38,12 +44,26 @@ class Prompt:
 
     content: str | Messages
     """Text, or chat messages with `role` and `content`."""
-    label: str | None
-    """What the reward compares with."""
+    label: Label
+    """What the reward compares with: text, also of numbers, or the list or object of the row."""
     metadata: dict[str, Any]
     """Free-form plain JSON, handed to the reward."""
     source: str
     """`file:line`, or the reasoning-gym task and index."""
+    system: str | None = None
+    """The system message of a chat that begins with none."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is given besides the messages."""
+    reward: str | None = None
+    """What judges this prompt's responses; None: `--rm-type`."""
+
+    @property
+    def messages(self) -> Messages:
+        """The prompt as a chat."""
+        chat = [{"role": "user", "content": self.content}] if isinstance(self.content, str) else self.content
+        if self.system is None or chat[0]["role"] == "system":
+            return chat
+        return [{"role": "system", "content": self.system}, *chat]
 
 
 class _Absent(Exception):
@@ -58,25 +78,24 @@ def prompt_of_row(section: DataSection, row: Mapping[str, Any], where: str) -> P
         return missing_key("--input-key", section.input_key, row, where)
     except Unusable as error:
         return bad_row(where, f"{section.input_key!r} {error}", shown(row.get(section.input_key)), CONTENT)
-    if isinstance(content, list) and row.get(TOOLS):
-        return bad_row(where, f"{TOOLS!r} of a chat would not be shown to the model", shown(row[TOOLS]), "no tools")
     label = None
-    if section.label_key is not None:
-        try:
-            label = label_of(_look_up(row, section.label_key))
-        except _Absent:
-            return missing_key("--label-key", section.label_key, row, where, besides=section.input_key)
-        except Unusable as error:
-            return bad_row(
-                where, f"{section.label_key!r} {error}", shown(row.get(section.label_key)), "text or a number"
-            )
+    key = section.label_key
     try:
-        metadata = metadata_of(row.get(section.metadata_key))
+        if key is not None:
+            label = label_value(_look_up(row, key))
+        expected, key = "a JSON object", section.metadata_key
+        metadata = metadata_of(row.get(key))
+        expected, key = "a list of JSON objects, each a function", section.tools_key
+        tools = _tools(row, key)
+        expected, key = "the name of a reward", REWARD_KEY
+        reward = None if row.get(key) is None else text_of(row[key])
+    except _Absent:
+        return missing_key("--label-key", str(key), row, where, besides=section.input_key)
     except Unusable as error:
-        return bad_row(
-            where, f"{section.metadata_key!r} {error}", shown(row.get(section.metadata_key)), "a JSON object"
-        )
-    return Prompt(content, label, metadata, where)
+        got = shown(row.get(str(key)))
+        return bad_row(where, f"{key!r} {error}", got, "text or a number" if key == section.label_key else expected)
+    template = section.chat_template_kwargs if tools is None else section.chat_template_kwargs | {TOOLS: tools}
+    return Prompt(content, label, metadata, where, section.system_prompt, template, reward)
 
 
 USUAL_KEYS = {
@@ -156,7 +175,26 @@ def _content(content: Any) -> str | Messages:
     return messages
 
 
-def _message(message: Any, number: int) -> dict[str, str]:
+def _tools(row: Mapping[str, Any], key: str) -> list[dict[str, Any]] | None:
+    """The functions that a chat may call; a text is their JSON, for Arrow cannot keep objects of several shapes."""
+    try:
+        value = _look_up(row, key)
+    except _Absent:
+        return None
+    if isinstance(value, str | bytes) and value:
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise Unusable("is text, but not JSON") from error
+    tools = plain_json(value or [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable("is not a list of JSON objects")
+    return tools or None
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    if isinstance(message, dict) and message.get(CALLS) and message.get("content") is None:
+        message = {**message, "content": ""}
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise Unusable(f"is neither text nor chat messages: message {number} lacks role or content")
     try:
@@ -169,8 +207,8 @@ def _message(message: Any, number: int) -> dict[str, str]:
     return kept
 
 
-def _part(name: str, value: Any) -> str:
+def _part(name: str, value: Any) -> Any:
     try:
-        return text_of(value)
+        return plain_json(value) if name == CALLS and isinstance(value, list) else text_of(value)
     except Unusable as error:
         raise Unusable(f"{name!r} {error}") from error

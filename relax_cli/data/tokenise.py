@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_cli.data.rows import Prompt
+from relax_cli.data.rows import TOOLS, Prompt
 from relax_cli.data.values import printable
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.families import DEFAULTS
@@ -13,6 +14,8 @@ from relax_cli.models.files import MODEL_FOLDER, read_json
 from relax_cli.models.hybrid import language_config
 from relax_cli.models.spec import read_config
 
+CHUNK = 1024
+"""Prompts that are tokenised at once."""
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Values of `tokenizer_class` that mean: exactly what tokenizer.json says."""
 
@@ -80,9 +83,10 @@ def encoded_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) -
     if apply_chat_template:
         # The template writes the special tokens itself.
         return _render(tokenizer, prompt), False
-    if isinstance(prompt.content, str):
+    if isinstance(prompt.content, str) and TOOLS not in prompt.template:
         return prompt.content, True
-    raise _prompt_error(prompt, "chat messages need the chat template", fix="--apply-chat-template")
+    what = "chat messages need" if not isinstance(prompt.content, str) else "tools need"
+    raise _prompt_error(prompt, f"{what} the chat template", fix="--apply-chat-template")
 
 
 def ids_problem(prompt: Prompt, ids: list[int], vocab_size: int | None) -> Problem | None:
@@ -98,6 +102,21 @@ def ids_problem(prompt: Prompt, ids: list[int], vocab_size: int | None) -> Probl
     return None
 
 
+def fitting(tokenizer: Any, limit: int, *, apply_chat_template: bool) -> Callable[[Sequence[Prompt]], list[Prompt]]:
+    """What leaves out prompts of more than `limit` tokens."""
+
+    def keep(prompts: Sequence[Prompt]) -> list[Prompt]:
+        kept: list[Prompt] = []
+        for first in range(0, len(prompts), CHUNK):
+            chunk = prompts[first : first + CHUNK]
+            encoded = [encoded_text(tokenizer, p, apply_chat_template=apply_chat_template) for p in chunk]
+            ids = tokenizer([text for text, _ in encoded], add_special_tokens=not apply_chat_template).input_ids
+            kept += [prompt for prompt, one in zip(chunk, ids, strict=True) if len(one) <= limit]
+        return kept
+
+    return keep
+
+
 def prompt_too_long(prompt: Prompt, length: int, limit: int) -> Problem:
     """The problem of a prompt that is over `--rollout-max-prompt-len`."""
     return PROMPT_TOO_LONG(
@@ -105,7 +124,7 @@ def prompt_too_long(prompt: Prompt, length: int, limit: int) -> Problem:
         where=prompt.source,
         got=f"{length} tokens",
         expected=f"at most {limit}",
-        fix=f"--rollout-max-prompt-len {length}, or shorten that row",
+        fix=f"--rollout-max-prompt-len {length}, --overlong-prompts drop, or shorten that row",
     )
 
 
@@ -150,12 +169,12 @@ def prompt_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) ->
 
 
 def _render(tokenizer: Any, prompt: Prompt) -> str:
-    content = prompt.content
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if tokenizer.chat_template is None:
         raise _prompt_error(prompt, "the tokenizer has no chat template", fix="leave out --apply-chat-template")
     try:
-        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text: str = tokenizer.apply_chat_template(
+            prompt.messages, add_generation_prompt=True, tokenize=False, **prompt.template
+        )
     # A template is a program of the user's: besides TemplateError it raises what its expressions do.
     except Exception as error:
         what = f"the chat template refuses the messages: {str(error) or type(error).__name__}"

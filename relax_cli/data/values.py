@@ -57,6 +57,35 @@ def label_of(value: Any) -> str:
     return text_of(value)
 
 
+def label_value(value: Any) -> str | list[Any] | dict[str, Any]:
+    """A label: a list or an object as plain JSON, true and false as these words, anything else as in `label_of`.
+
+    Raises:
+        Unusable: it is null, not a finite number, or has a part without a JSON form.
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple | dict):
+        found: list[Any] | dict[str, Any] = _plain(value, "", 0)
+        return found
+    return label_of(value)
+
+
+def plain_json(value: Any) -> Any:
+    """A value as plain JSON, without the keys that are null: Arrow gives every object the keys of all.
+
+    Raises:
+        Unusable: something in it has no JSON form; the text then begins with its key.
+    """
+    return _without_nulls(_plain(value, "", 0))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def metadata_of(value: Any) -> dict[str, Any]:
     """Metadata as plain JSON: dates are ISO text, decimals numbers, and NaN, pandas' missing value, is null.
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_cli.backends.rollout.targets import this_node
+from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.placement import processes_of, rollout_engine, threads_of
-from relax_cli.config.schema import Config
-from relax_cli.models.lora import Lora, lora_of
+from relax_cli.config.schema import Config, RolloutSection
 from relax_cli.plugin.config_model import estimator_options, rebuild_config
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan, LoadFrom
@@ -95,6 +95,7 @@ class RoleBuilder:
         self.options = estimator_options(self.config, self.estimator)
         self.graph: ServiceGraph = plugins.service_graph(self.config)
         self.rewards = {name: reward.function for name, reward in plugins.rewards().items()}
+        self.envs = {name: env.environment for name, env in plugins.envs().items()}
 
     def build(self, queue: SampleQueue) -> Any:
         """The role, asleep."""
@@ -139,14 +140,14 @@ class RoleBuilder:
         return TrainableModel(
             kind,
             self.spec.model_folder,
-            self._how_to_build(lora_of(self.config, self.spec.role)),
+            self._how_to_build(),
             self.config.optimizer,
             lr=lr,
             warmup_iters=warmup_iters,
             decay_iters=decay_iters,
         )
 
-    def _how_to_build(self, lora: Lora | None = None) -> Any:
+    def _how_to_build(self) -> Any:
         from relax_cli.backends.megatron.micro_batch import Build
 
         return Build(
@@ -155,7 +156,6 @@ class RoleBuilder:
             seed=self.config.run.seed,
             temperature=self.config.rollout.rollout_temperature,
             value_head_std=self.config.critic.value_head_init_std,
-            lora=lora,
         )
 
     def _reference(self, queue: SampleQueue) -> Any:
@@ -221,29 +221,38 @@ class RoleBuilder:
 
     def _rollout(self, queue: SampleQueue) -> Any:
         from relax_cli.backends.rollout.protocol import SamplingParams
+        from relax_cli.data.envs.load import load_env
         from relax_cli.data.prompts import load_prompts
         from relax_cli.data.rewards import load_reward
-        from relax_cli.data.tokenise import load_tokenizer, stop_token_ids
+        from relax_cli.data.tokenise import fitting, load_tokenizer, stop_token_ids
         from relax_cli.roles.rollout import RolloutRole
 
-        config, folder = self.config, self.spec.model_folder
+        config, folder, env = self.config, self.spec.model_folder, self.config.episode.env
         tokenizer = load_tokenizer(folder)
-        section = config.rollout
-        sampling = SamplingParams(
-            max_new_tokens=section.rollout_max_response_len,
-            temperature=section.rollout_temperature,
-            top_p=section.rollout_top_p,
-            top_k=section.rollout_top_k,
-            stop_token_ids=stop_token_ids(folder, tokenizer),
-            stop=section.rollout_stop,
-        )
+        stop_ids = stop_token_ids(folder, tokenizer)
+
+        def sampling(section: RolloutSection) -> SamplingParams:
+            return SamplingParams(
+                max_new_tokens=section.rollout_max_response_len,
+                temperature=section.rollout_temperature,
+                top_p=section.rollout_top_p,
+                top_k=section.rollout_top_k,
+                stop_token_ids=stop_ids,
+                stop=section.rollout_stop,
+            )
+
+        limit = config.rollout.rollout_max_prompt_len
+        fits = None
+        if limit is not None and config.rollout.overlong_prompts == "drop":
+            fits = fitting(tokenizer, limit, apply_chat_template=config.data.apply_chat_template)
         return RolloutRole(
             self._rollout_engine(tokenizer),
             tokenizer,
-            load_reward(config.reward, self.rewards),
-            sampling,
-            load_prompts(config.data, config.data.prompt_data),
-            {name: load_prompts(config.data, path) for name, path in config.eval.sets},
+            load_reward(config.reward, self.rewards) if env is None else load_env(env, self.envs),
+            sampling(config.rollout),
+            load_prompts(config.data, config.data.prompt_data, fits),
+            {name: load_prompts(config.data, path, fits) for name, path in config.eval.sets},
+            {name: sampling(sampling_of_set(config.eval, name, config.rollout)) for name, _ in config.eval.sets},
             self._context(queue),
         )
 

@@ -124,11 +124,9 @@ class RolloutGroup(SleepingGroup):
         """See `RolloutRole.evaluate`; what all workers found."""
         return [outcome for share in self.ranks.all(lambda rollout: rollout.evaluate(name)) for outcome in share]
 
-    def dump_evaluation(self, step: int, *, append: bool) -> None:
-        """See `RolloutRole.dump_evaluation`; one worker after the other, because they write one file."""
-        self.ranks.on(0, lambda rollout: rollout.dump_evaluation(step, append))
-        for rank in range(1, self.ranks.count):
-            self.ranks.on(rank, lambda rollout: rollout.dump_evaluation(step, True))
+    def dump_evaluation(self, step: int) -> None:
+        """See `RolloutRole.dump_evaluation`, on every worker."""
+        self.ranks.all(lambda rollout: rollout.dump_evaluation(step))
 
     def weight_targets(self) -> list[WeightTarget]:
         """The servers of all workers; none where workers generate themselves."""
@@ -147,9 +145,12 @@ class RolloutGroup(SleepingGroup):
         return sum(self.ranks.all(lambda rollout: rollout.revive()))
 
     def dump(self, rollout_id: int, fields: Sequence[str]) -> None:
-        """See `RolloutRole.dump`; one worker after the other, because they write one file."""
-        for rank in range(self.ranks.count):
-            self.ranks.on(rank, lambda rollout: rollout.dump(rollout_id, fields))
+        """See `RolloutRole.dump`, on every worker."""
+        self.ranks.all(lambda rollout: rollout.dump(rollout_id, fields))
+
+    def finish_dump(self) -> None:
+        """See `RolloutRole.finish_dump`, on every worker."""
+        self.ranks.all(lambda rollout: rollout.finish_dump())
 
     def clear(self, rollout_id: int) -> None:
         """Drop the rollout's samples from the queue, by the first worker."""

@@ -35,12 +35,12 @@ RECORDED_VERSIONS = (
 """Distributions whose versions `config.json` records."""
 
 
-def run_record(checked: CheckedRun, config: Config) -> dict[str, Any]:
+def run_record(checked: CheckedRun, config: Config, command: str = "train") -> dict[str, Any]:
     """What `config.json` of the run folder says; `relax train --recipe config.json` runs it again."""
     versions = {"python": platform.python_version()}
     versions |= {name: found for name in RECORDED_VERSIONS if (found := installed_version(name)) is not None}
     record = {"format": RUN_FORMAT, **checked.dump(config)}
-    return {**record, "command": ["relax", "train", *checked.command], "versions": versions}
+    return {**record, "command": ["relax", command, *checked.command], "versions": versions}
 
 
 def new_run_folder(estimator: str) -> Path:

@@ -65,6 +65,11 @@ class PairSaver:
                 role.commit_checkpoint(iteration)
             self._prepared = iteration
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a pair is written that does not count yet."""
+        return self._prepared is not None
+
     def publish(self) -> None:
         """Let the pair that was prepared count; does nothing when there is none.
 

@@ -43,7 +43,7 @@ class StepRecord:
             self.metrics |= spreads[name].metrics(name)
         self.metrics["prompt_len/mean"] = spreads["prompt_len"].mean
         self.metrics["truncated_frac"] = spreads["truncated"].mean
-        named = ("reward/part/", "groups/")
+        named = ("reward/part/", "groups/", "episode/")
         self.metrics |= {
             name: spread.mean for name, spread in spreads.items() if name.startswith(named) and spread.count
         }

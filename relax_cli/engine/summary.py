@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from relax_cli.config.held_out import sampling_of_set
+from relax_cli.config.schema import Config
 from relax_cli.engine.run import FinishedRun, resume_lines
 from relax_cli.tracking.evaluations import Evaluation, read_evaluations, read_samples
 from relax_cli.tracking.plots import curve
@@ -79,10 +83,9 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     found = f"mean reward {after.metrics['reward/mean']:.3f}"
     if before is not after:
         found = f"mean reward {before.metrics['reward/mean']:.3f} before, {after.metrics['reward/mean']:.3f} after"
-    temperature = run.config.rollout.rollout_temperature
     lines = [f"Held-out set `{before.name}`: {found}"]
-    lines += [f"  ({after.metrics['samples']} samples at temperature {temperature:g})"]
-    examples = [read_samples(run.run_dir, evaluation, EXAMPLES) for evaluation in (before, after)]
+    lines += [f"  ({sampling_text(run.config, after)})", *passed_lines(before, after)]
+    examples = [_examples(run.run_dir, evaluation) for evaluation in (before, after)]
     rows: list[dict[str, Any]] = [
         {"prompt": b["prompt"], "label": b["label"], "before": b["response"], "after": a["response"]}
         for b, a in zip(*examples, strict=False)
@@ -93,6 +96,31 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     widths = {k: max(len(k), *(len(row[k]) for row in shown)) for k in shown[0]}
     header = "  ".join(k.ljust(w) for k, w in widths.items())
     return [*lines, f"  {header}", *("  " + "  ".join(row[k].ljust(w) for k, w in widths.items()) for row in shown)]
+
+
+def sampling_text(config: Config, evaluation: Evaluation) -> str:
+    """How many samples, and how they were drawn."""
+    sampling = sampling_of_set(config.eval, evaluation.name, config.rollout)
+    how = "greedy" if sampling.rollout_top_k == 1 else f"at temperature {sampling.rollout_temperature:g}"
+    interval = evaluation.metrics.get("reward/ci95")
+    return f"{evaluation.metrics['samples']} samples {how}" + (f", 95 % interval ±{interval:.3f}" if interval else "")
+
+
+def passed_lines(before: Evaluation, after: Evaluation) -> list[str]:
+    """pass@k and majority@k, where there are several samples of a prompt."""
+    names = [name for name in after.metrics if name.startswith(("pass@", "majority@"))]
+    return [
+        f"  {name} {before.metrics.get(name, math.nan):.3f} before, {after.metrics[name]:.3f} after"
+        for name in (names if len(names) > 1 else ())
+    ]
+
+
+def _examples(run_dir: Path, evaluation: Evaluation) -> list[dict[str, Any]]:
+    """The first sample of each of the first prompts."""
+    first: dict[int, dict[str, Any]] = {}
+    for sample in read_samples(run_dir, evaluation):
+        first.setdefault(sample["group"], sample)
+    return list(first.values())[:EXAMPLES]
 
 
 def _short(value: object, limit: int = 28) -> str:

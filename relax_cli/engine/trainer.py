@@ -13,6 +13,7 @@ from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord, run_step
 from relax_cli.engine.stopping import StopRequest
+from relax_cli.errors import RunError
 from relax_cli.roles.evaluation import eval_metrics
 from relax_cli.tracking.symptoms import HealthWatch, Warned
 
@@ -119,6 +120,7 @@ class Trainer:
             if self.stop.requested_stop is not None:
                 self._save_late(done)
                 break
+        self.session.roles.rollout.finish_dump()
         return self.report
 
     @property
@@ -148,6 +150,14 @@ class Trainer:
             self._publish()
 
     def _publish(self) -> None:
+        """Let a prepared pair count, once the samples of all its steps are on the disk."""
+        if not self.saver.is_prepared:
+            return
+        try:
+            self.session.roles.rollout.finish_dump()
+        except RunError:
+            self.saver.abandon()
+            raise
         self.saver.publish()
         self.report.saved_iteration = self.saver.saved
 
@@ -186,12 +196,13 @@ class Trainer:
         metrics: dict[str, Any] = {}
         for name in self.sets:
             metrics |= self._evaluate_set(name, done)
-            self.session.roles.rollout.dump_evaluation(done, append=name != self.sets[0])
         if metrics:
+            self.session.roles.rollout.dump_evaluation(done)
             self.watcher.evaluated(done, metrics)
 
     def _evaluate_set(self, name: str, done: int) -> dict[str, float]:
         self.watcher.status(f"evaluating {name}")
         started = time.perf_counter()
         outcomes, _ = with_revival(self.session, done, lambda rollout: rollout.evaluate(name))
-        return eval_metrics(name, outcomes) | {f"eval/{name}/seconds": time.perf_counter() - started}
+        metrics = eval_metrics(name, outcomes, self.config.eval.eval_pass_reward)
+        return metrics | {f"eval/{name}/seconds": time.perf_counter() - started}

@@ -54,6 +54,11 @@ def check_regular(path: Path, most_bytes: int | None = None) -> int:
     return info.st_size
 
 
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the safetensors files of a model folder; 0 where it has none."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model folder.
 

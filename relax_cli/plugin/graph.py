@@ -19,6 +19,8 @@ SAMPLE_FIELDS = (
     "truncated",
 )
 """What the rollout role writes for every sample."""
+TOKEN_REWARDS = "token_rewards"
+"""What it also writes for every episode: several rewards have several places."""
 
 SERVICE_GRAPH = problem_kind(
     "service-graph",
@@ -129,13 +131,19 @@ REFERENCE = RoleSpec(
 )
 
 
-def completed(graph: ServiceGraph, algorithm: AlgorithmSection) -> ServiceGraph:
+def completed(graph: ServiceGraph, algorithm: AlgorithmSection, *, episodes: bool = False) -> ServiceGraph:
     """What no estimator has to care about: the reference model of KL terms, and advantages where no role makes them.
 
     Args:
         graph: what the estimator's plugin returned.
         algorithm: decides which roles compare with the reference.
+        episodes: samples have several rewards.
     """
+    if episodes:
+        graph = graph.replace("rollout", writes=(*graph["rollout"].writes, TOKEN_REWARDS))
+        for reader in graph.roles:
+            if "rewards" in reader.reads:
+                graph = graph.replace(reader.name, reads=(*reader.reads, TOKEN_REWARDS))
     if algorithm.needs_reference:
         graph = graph.with_role(REFERENCE, before=graph.names[graph.names.index("rollout") + 1])
         for role in ("critic", "advantages") if algorithm.kl_coef else ():

@@ -16,7 +16,7 @@ from relax_cli.config.schema import Config
 from relax_cli.errors import Problem
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
-from relax_cli.plugin.records import Estimator, Normalized, Reward
+from relax_cli.plugin.records import Env, Estimator, Normalized, Reward
 
 PROJECT = "relax"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -51,6 +51,11 @@ def relax_launch(plan: LaunchPlan) -> Any:
 @hookspec
 def relax_rewards() -> list[Reward]:  # type: ignore[empty-body]
     """Named reward functions this plugin provides."""
+
+
+@hookspec
+def relax_envs() -> list[Env]:  # type: ignore[empty-body]
+    """Named environments of multi-turn episodes this plugin provides."""
 
 
 @hookspec

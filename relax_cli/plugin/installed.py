@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pluggy
 
 from relax_cli.errors import Problem
-from relax_cli.plugin.records import Estimator, Reward
+from relax_cli.plugin.records import Env, Estimator, Reward
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class PluginRow:
 
     name: str
     kind: str
-    """The first that fits of `estimator`, `reward`, `tracker`, `launcher`; empty when unknown."""
+    """The first that fits of `estimator`, `reward`, `env`, `tracker`, `launcher`; empty when unknown."""
     distribution: str
     version: str
     status: Literal["ok", "broken"]
@@ -41,6 +41,7 @@ class Plugin:
     """One problem for each hook that does not exist."""
     estimators: tuple[Estimator, ...] = ()
     rewards: tuple[Reward, ...] = ()
+    envs: tuple[Env, ...] = ()
     where: str = ""
     """`file:line` of the code that failed, where that is known."""
     others: tuple[Plugin, ...] = ()

@@ -18,7 +18,7 @@ from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.installed import Plugin, PluginRow
 from relax_cli.plugin.launch_plan import LaunchPlan
-from relax_cli.plugin.records import Estimator, Normalized, Reward, unusable
+from relax_cli.plugin.records import Env, Estimator, Normalized, Reward, unusable
 from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.user_code import UserCodeError, user_code
 from relax_cli.plugin.user_deadline import user_deadline
@@ -32,10 +32,11 @@ HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("relax_"))
 _KINDS = {
     "relax_estimators": "estimator",
     "relax_rewards": "reward",
+    "relax_envs": "env",
     "relax_step_end": "tracker",
     "relax_launch": "launcher",
 }
-R = TypeVar("R", Estimator, Reward)
+R = TypeVar("R", Estimator, Reward, Env)
 
 UNKNOWN_ESTIMATOR = problem_kind(
     "unknown-estimator",
@@ -49,6 +50,9 @@ DUPLICATE_ESTIMATOR = problem_kind(
 )
 DUPLICATE_REWARD = problem_kind(
     "duplicate-reward", "Plugins", "Two packages provide a reward of one name; both are named."
+)
+DUPLICATE_ENV = problem_kind(
+    "duplicate-env", "Plugins", "Two packages provide an environment of one name; both are named."
 )
 PLUGIN_FAILED = problem_kind(
     "plugin-failed", "Plugins", "A hook of a plugin raised an exception or returned something of the wrong type."
@@ -127,6 +131,14 @@ class Plugins:
         """
         return _by_name(((p, record) for p in self._plugins for record in p.rewards), DUPLICATE_REWARD)
 
+    def envs(self) -> dict[str, Env]:
+        """All environments of plugins by name.
+
+        Raises:
+            ConfigError: two plugins claim one name; names both distributions.
+        """
+        return _by_name(((p, record) for p in self._plugins for record in p.envs), DUPLICATE_ENV)
+
     def estimator(self, name: str, *, node: str | None = None) -> Estimator:
         """The estimator of that name; `node` names the machine in the error, where it is not the user's own.
 
@@ -158,7 +170,9 @@ class Plugins:
             ConfigError: unknown estimator, its plugin failed, or a role would wait for a field that no role writes.
         """
         changed = self._call_chosen("relax_service_graph", ServiceGraph, config, graph=base_graph())
-        graph = completed(base_graph() if changed is None else changed, config.algorithm)
+        graph = completed(
+            base_graph() if changed is None else changed, config.algorithm, episodes=config.episode.env is not None
+        )
         if problems := graph.problems():
             raise ConfigError(problems)
         return graph
@@ -185,8 +199,11 @@ class Plugins:
             return list(error.problems)
 
     def broken_references(self, config: Config) -> list[Problem]:
-        """What the chosen estimator and reward name and cannot be loaded, tried in another process; not for our own."""
-        chosen = (config.algorithm.advantage_estimator, config.reward.rm_type)
+        """What the chosen estimator, reward and environment name and cannot be loaded, tried in another process.
+
+        Ours are known to load.
+        """
+        chosen = (config.algorithm.advantage_estimator, config.reward.rm_type, config.episode.env)
         return [
             problem
             for plugin, _ in self._working()
@@ -196,6 +213,7 @@ class Plugins:
                 [
                     *(e for e in plugin.estimators if e.name == chosen[0]),
                     *(r for r in plugin.rewards if r.name == chosen[1]),
+                    *(e for e in plugin.envs if e.name == chosen[2]),
                 ],
             )
         ]
@@ -278,7 +296,7 @@ def _load(entry: EntryPoint) -> Plugin:
         reason = "; ".join(problem.message for problem in misspelt)
         return replace(_broken(entry, reason), misspelt=misspelt)
     provided: list[tuple[Any, ...]] = []
-    for hook, kind in (("relax_estimators", Estimator), ("relax_rewards", Reward)):
+    for hook, kind in (("relax_estimators", Estimator), ("relax_rewards", Reward), ("relax_envs", Env)):
         try:
             with _guarded(passes=()):
                 results = getattr(manager.hook, hook)()
@@ -289,7 +307,9 @@ def _load(entry: EntryPoint) -> Plugin:
         if reason:
             return _broken(entry, reason)
     hooks = tuple(sorted(caller.name for caller in manager.get_hookcallers(module) or ()))
-    return Plugin(_row(entry, hooks), entry, module, manager.hook, estimators=provided[0], rewards=provided[1])
+    return Plugin(
+        _row(entry, hooks), entry, module, manager.hook, estimators=provided[0], rewards=provided[1], envs=provided[2]
+    )
 
 
 def _unknown_hooks(entry: EntryPoint, manager: pluggy.PluginManager, module: Any) -> tuple[Problem, ...]:

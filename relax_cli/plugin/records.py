@@ -101,6 +101,18 @@ class Reward:
 
 
 @dataclass(frozen=True)
+class Env:
+    """A named environment of multi-turn episodes."""
+
+    name: str
+    """What a user types after `--env`."""
+    summary: str
+    """One line."""
+    environment: str
+    """`"module:Class"` (or a function that returns an instance) with `reset(row)` and `step(response)`."""
+
+
+@dataclass(frozen=True)
 class Change:
     """One option that normalisation set to another value."""
 

@@ -9,18 +9,20 @@ from collections.abc import Sequence
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.installed import Plugin
-from relax_cli.plugin.records import REFERENCE, Estimator, Reward, load_reference
+from relax_cli.plugin.records import REFERENCE, Env, Estimator, Reward, load_reference
 
 
-def broken_references(plugin: Plugin, records: Sequence[Estimator | Reward] | None = None) -> list[Problem]:
+def broken_references(plugin: Plugin, records: Sequence[Estimator | Reward | Env] | None = None) -> list[Problem]:
     """What these records of a plugin, or all of them, name and cannot be loaded."""
-    chosen: Sequence[Estimator | Reward] = [*plugin.estimators, *plugin.rewards] if records is None else records
+    every: list[Estimator | Reward | Env] = [*plugin.estimators, *plugin.rewards, *plugin.envs]
     references: list[tuple[str, str]] = []
-    for record in chosen:
+    for record in every if records is None else records:
         if isinstance(record, Estimator):
             references += [(x, f"estimator {record.name}") for x in (record.advantages, record.policy_loss)]
-        else:
+        elif isinstance(record, Reward):
             references.append((record.function, f"reward {record.name}"))
+        else:
+            references.append((record.environment, f"environment {record.name}"))
     if not references:
         return []
     try:

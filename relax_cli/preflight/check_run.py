@@ -125,7 +125,9 @@ def check_run(
     resolved = resolve(plugins, layers, None if skip_files else machine, cluster_gpus)
     config = resolved.config
     inputs = RunInputs() if skip_files else read_inputs(config, progress)
-    context = RuleContext(config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}))
+    context = RuleContext(
+        config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}), frozenset(plugins.envs())
+    )
     problems = [*resolved.problems, *run_rules(context, skip_files=skip_files)]
     if not skip_files:
         problems += known(lambda: plugins.broken_references(config)) or []
@@ -145,7 +147,7 @@ def check_run(
         plan = known(lambda: _plan(planned, graph, seen, machine, start))
     if here:
         problems, notes = problems + notes, []
-    problems = _shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
+    problems = shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
     if start is not None:
         problems = [*start.problems, *problems, *start.warnings]
     return CheckedRun(
@@ -155,7 +157,7 @@ def check_run(
         tuple(sorted(dict.fromkeys(problems), key=lambda p: p.severity != "error")),
         command_words(layers, type(config)),
         inputs,
-        tuple(_shown(notes, resolved, is_strict=False)),
+        tuple(shown(notes, resolved, is_strict=False)),
         graph,
         start,
         plan,
@@ -181,7 +183,7 @@ def _plan(
     return build_plan(config, graph.roles, inputs, machine, cores=usable_cores(), first_rollout=first)
 
 
-def _shown(problems: Sequence[Problem], resolved: Resolved, *, is_strict: bool) -> list[Problem]:
+def shown(problems: Sequence[Problem], resolved: Resolved, *, is_strict: bool) -> list[Problem]:
     """Problems ready to be shown: located, without secrets, and none that only follows from an unread value."""
     secrets = secrets_of(resolved.given)
     unread = {flag(name) for name in resolved.unread}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +20,12 @@ LEAST_BYTES = 1 << 20
 MOST_ENTRIES = 64
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
 
-Summary = tuple[int, list[int], str]
-"""Prompts, their tokens, and where the longest is."""
+Summary = tuple[int, Sequence[int], str, int, int]
+"""The fields of `PromptSummary`."""
 
 
 def cache_key(
-    spec: str, folder: Path | None, section: DataSection, reward: RewardSection, limit: int | None
+    spec: str, folder: Path | None, section: DataSection, reward: RewardSection, limits: tuple[int | None, str]
 ) -> str | None:
     """Hash of all that the check of a file depends on, its content first; None where it is not worth it."""
     try:
@@ -34,19 +35,19 @@ def cache_key(
             return None
         files += [] if folder is None else [folder / name for name in TOKENIZER_FILES]
         hashes = [_sha256(file) if file.is_file() else "" for file in files]
-        rest = [section.model_dump(mode="json"), reward.rm_type, reward.custom_rm_path is None, limit]
+        rest = [section.model_dump(mode="json"), reward.rm_type, reward.custom_rm_path is None, limits]
         return hashlib.sha256(json.dumps([version("relax-cli"), spec, hashes, rest]).encode()).hexdigest()
     except (OSError, ConfigError):
         return None
 
 
-def load_summary(key: str | None) -> tuple[int, tuple[int, ...], str] | None:
+def load_summary(key: str | None) -> tuple[int, tuple[int, ...], str, int, int] | None:
     """What was stored under a key."""
     if key is None:
         return None
     try:
-        count, lengths, longest = json.loads((_folder() / key).read_text("utf-8"))
-        return count, tuple(lengths), longest
+        count, lengths, longest, over, most = json.loads((_folder() / key).read_text("utf-8"))
+        return count, tuple(lengths), longest, over, most
     except (OSError, ValueError, TypeError):
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -27,6 +27,15 @@ MESSAGE_LEFT_OUT = problem_kind(
 )
 
 
+OVERLONG = problem_kind(
+    "prompts-overlong",
+    "Data",
+    "A warning: so many prompts are over `--rollout-max-prompt-len`, and are dropped or cut by `--overlong-prompts`.",
+    option="--overlong-prompts",
+    severity="warning",
+)
+
+
 @dataclass(frozen=True)
 class PromptSummary:
     """What is known of one set of prompts."""
@@ -36,6 +45,10 @@ class PromptSummary:
     """Tokens of the prompts; empty where there was no tokenizer to count them."""
     longest: str = ""
     """File and line of the longest of them."""
+    over: int = 0
+    """Prompts over `--rollout-max-prompt-len`, where they are dropped or cut."""
+    most: int = 0
+    """Tokens of the longest of those."""
 
 
 class DataReader:
@@ -59,6 +72,8 @@ class DataReader:
         self._loaded = False
         self._tokenizer: LightTokenizer | None = None
         self._progress = progress
+        self._limit = config.rollout.rollout_max_prompt_len
+        self._mode = config.rollout.overlong_prompts
 
     def __call__(self, section: DataSection, spec: str) -> None:
         """Read every row of `spec`, and count its tokens.
@@ -67,24 +82,39 @@ class DataReader:
             ConfigError: rows are bad, or prompts do not fit the limits; or there are warnings about them.
         """
         self._load_tokenizer()
-        key = cache_key(spec, self._folder, section, self._config.reward, self._config.rollout.rollout_max_prompt_len)
+        key = cache_key(spec, self._folder, section, self._config.reward, (self._limit, self._mode))
         known = load_summary(key)
         if known is not None:
             self.summaries[spec] = PromptSummary(*known)
+            self._say_overlong(spec, [])
             return
         rows = read_prompts(section, spec, self._progress)
         seen = _Seen(RepeatedProblems())
         while chunk := list(islice(rows, CHUNK)):
             self._check(chunk, seen)
         longest = seen.longest.source if seen.longest else ""
+        summary = PromptSummary(seen.count, tuple(seen.lengths), longest, seen.over, seen.over_most)
         if seen.count and not seen.has_bad_rows:
-            self.summaries[spec] = PromptSummary(seen.count, tuple(seen.lengths), longest)
+            self.summaries[spec] = summary
         problems = [*seen.problems.all(), *self._too_long(seen)]
         if not seen.count and not problems:
             problems = [empty(spec)]
+        if not problems:
+            store_summary(key, astuple(summary))
+        self._say_overlong(spec, problems)
+
+    def _say_overlong(self, spec: str, problems: list[Problem]) -> None:
+        """Raise these problems, and the warning about prompts that are dropped or cut."""
+        summary = self.summaries.get(spec)
+        if summary is not None and summary.over and self._mode != "error":
+            dropped = self._mode == "drop"
+            count, total = summary.over, summary.prompts + summary.over * dropped
+            does = "dropped" if dropped else f"cut to their last {self._limit} tokens"
+            message = f"{count:,} of {total:,} prompts are longer than {self._limit} tokens and are {does}"
+            fix = f"--rollout-max-prompt-len {summary.most} keeps them whole"
+            problems.append(OVERLONG(message, where=spec, got=f"up to {summary.most} tokens", fix=fix))
         if problems:
             raise ConfigError(problems)
-        store_summary(key, (seen.count, seen.lengths, longest))
 
     def _load_tokenizer(self) -> None:
         if self._loaded or self._folder is None:
@@ -125,24 +155,30 @@ class DataReader:
             texts.append(text)
             rendered.append(prompt)
         vocab_size = None if self._model is None else self._model.vocab_size
-        limit = self._config.rollout.rollout_max_prompt_len
+        limit = self._limit
         for prompt, ids in zip(rendered, self._tokenizer.encode_many(texts, add_special_tokens=not chat), strict=True):
             if (problem := ids_problem(prompt, ids, vocab_size)) is not None:
                 seen.problems.add(problem)
                 continue
-            if not seen.lengths or len(ids) > max(seen.most, 0):
-                seen.most, seen.longest = len(ids), prompt
-            seen.lengths.append(len(ids))
-            if limit is not None and len(ids) > limit:
+            length = len(ids)
+            if limit is not None and length > limit:
                 seen.over += 1
                 seen.over_places += [prompt.source] if len(seen.over_places) < MOST_PLACES else []
+                if length > seen.over_most:
+                    seen.over_most, seen.over_longest = length, prompt
+                if self._mode == "drop":
+                    seen.count -= 1
+                    continue
+                length = limit if self._mode == "truncate-left" else length
+            if length > seen.most:
+                seen.most, seen.longest = length, prompt
+            seen.lengths.append(length)
 
     def _too_long(self, seen: _Seen) -> list[Problem]:
-        limit = self._config.rollout.rollout_max_prompt_len
-        if not seen.over or limit is None or seen.longest is None:
+        if self._mode != "error" or self._limit is None or seen.over_longest is None:
             return []
         # The fix must hold for the longest of them.
-        problem = prompt_too_long(seen.longest, seen.most, limit)
+        problem = prompt_too_long(seen.over_longest, seen.over_most, self._limit)
         if seen.over == 1:
             return [problem]
         return [replace(problem, where=seen.over_places[0], count=seen.over, places=tuple(seen.over_places))]
@@ -160,14 +196,16 @@ class _Seen:
     has_bad_rows: bool = False
     over: int = 0
     """Prompts over `--rollout-max-prompt-len`."""
+    over_most: int = 0
+    over_longest: Prompt | None = None
     over_places: list[str] = field(default_factory=list)
 
 
 def _left_out(prompt: Prompt, text: str) -> Problem | None:
     """A message that the chat template does not show to the model, such as one of a role that it does not know."""
-    if isinstance(prompt.content, str):
+    if isinstance(prompt.content, str) and prompt.system is None:
         return None
-    for message in prompt.content:
+    for message in prompt.messages:
         # What an assistant thought or a tool answered is often shortened or rewritten on purpose.
         if message["role"] not in ("assistant", "tool", "function") and message["content"].strip() not in text:
             return MESSAGE_LEFT_OUT(

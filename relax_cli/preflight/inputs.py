@@ -9,6 +9,7 @@ from typing import Any
 
 from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
+from relax_cli.data.envs.load import check_env, is_file_spec
 from relax_cli.data.formats import FILE_MISSING
 from relax_cli.data.rewards.custom import check_custom
 from relax_cli.data.sources import SOURCE
@@ -78,6 +79,8 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
     problems = list(model.problems)
     if custom := known(lambda: config.reward.custom_rm_path):
         problems += check_custom(custom)
+    if (env := known(lambda: config.episode.env)) and is_file_spec(env):
+        problems += check_env(env)
     reader = DataReader(config, model.tokenizer, model.spec, progress)
     for option, source in prompt_sources(config):
         try:

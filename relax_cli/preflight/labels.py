@@ -8,7 +8,8 @@ from collections.abc import Callable
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards.math_answers import is_usable, is_word
-from relax_cli.data.values import shown
+from relax_cli.data.rewards.types import answers_of
+from relax_cli.data.values import Unusable, shown
 from relax_cli.errors import Problem, problem_kind
 
 NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?")
@@ -46,9 +47,21 @@ def label_check(reward: RewardSection) -> LabelCheck | None:
 
 
 def _exact(prompt: Prompt) -> Problem | None:
-    if prompt.label is None or prompt.label.strip():
-        return None
+    answers = _answers(prompt)
+    if isinstance(answers, Problem) or all(answer.strip() for answer in answers):
+        return answers if isinstance(answers, Problem) else None
     return _bad_label(prompt, "the label is empty, so an empty response would be right", "a label that is not blank")
+
+
+def _answers(prompt: Prompt) -> list[str] | Problem:
+    """What is right by a label, which may be a list."""
+    try:
+        answers = answers_of(prompt.label)
+    except Unusable as error:
+        return _bad_label(prompt, f"the label {error}", "a text, a number or a list of them")
+    if prompt.label is not None and not answers:
+        return _bad_label(prompt, "the label is a list without an answer", "at least one answer")
+    return answers
 
 
 def _reasoning_gym(prompt: Prompt) -> Problem | None:
@@ -65,9 +78,10 @@ def _reasoning_gym(prompt: Prompt) -> Problem | None:
 
 
 def _math(prompt: Prompt) -> Problem | None:
-    label = prompt.label
-    if label is None or NUMBER.fullmatch(label):
-        return None
+    answers = _answers(prompt)
+    if isinstance(answers, Problem):
+        return answers
+    label = next((answer for answer in answers if not NUMBER.fullmatch(answer)), "1")
     if not is_usable(label):
         return _bad_label(prompt, "there is no mathematics in the label", "a number, LaTeX or a word")
     # A letter may be a variable.

@@ -31,6 +31,11 @@ def free_disk(path: str) -> int | None:
     return usage.free if usage.total else None
 
 
+def free_shared_memory() -> int | None:
+    """Bytes free in /dev/shm; None where the system has none."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
+
+
 def total_memory() -> int:
     """Bytes of memory this process may use: the machine's, or less in a container."""
     limits = [limit for limit in map(_limit, CGROUP_LIMITS) if limit is not None]
@@ -101,6 +106,7 @@ class Machine:
     gpus: int = field(default_factory=gpu_count)
     cores: int = field(default_factory=usable_cores)
     free_disk: Callable[[str], int | None] = free_disk
+    shared_memory: int | None = field(default_factory=free_shared_memory)
     gpu_memory: Callable[[], int | None] = smallest_gpu
     """Bytes of its smallest GPU, read only where a run uses GPUs."""
     ray_address: str = field(default_factory=lambda: os.environ.get("RAY_ADDRESS", ""))

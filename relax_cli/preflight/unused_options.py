@@ -12,6 +12,7 @@ from relax_cli.config.layers import known
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.redact import redacted
+from relax_cli.config.replaced import EVALUATED
 from relax_cli.config.schema import Config, CriticSection, SglangSection
 from relax_cli.config.text import in_json
 from relax_cli.errors import Problem, ProblemKind, problem_kind
@@ -62,6 +63,20 @@ CONDITIONS: tuple[Condition, ...] = (
         "Options of the critic, and an estimator without one.",
     ),
     _only(
+        "episode-option-unused",
+        "max_turns env_timeout",
+        lambda config, _: config.episode.env is not None,
+        "with multi-turn episodes",
+        "--env FILE.py:Class",
+    ),
+    _only(
+        "reward-option-unused",
+        "reward_key rm_timeout",
+        lambda config, _: config.episode.env is None,
+        "with a reward; the rewards of episodes come from their environment",
+        "--env-timeout SECONDS, or drop it",
+    ),
+    _only(
         "kl-option-unused",
         "kl_loss_coef kl_loss_type",
         lambda config, _: config.algorithm.use_kl_loss,
@@ -83,18 +98,25 @@ CONDITIONS: tuple[Condition, ...] = (
         "--use-kl-loss --kl-loss-type low_var_kl, or --kl-coef 0.001",
     ),
     _only(
-        "lora-option-unused",
-        "lora_alpha lora_targets",
-        lambda config, _: bool(config.model.lora_rank or config.critic.critic_lora_rank),
-        "with low-rank adapters",
-        "--lora-rank 16",
-    ),
-    _only(
         "tis-option-unused",
         "tis_clip tis_clip_low",
         lambda config, _: config.algorithm.use_tis,
         "with truncated importance sampling",
         "--use-tis",
+    ),
+    _only(
+        "chat-option-unused",
+        "chat_template_kwargs system_prompt",
+        lambda config, _: config.data.apply_chat_template,
+        "with the chat template",
+        "--apply-chat-template",
+    ),
+    _only(
+        "overlong-prompts-unused",
+        "overlong_prompts",
+        lambda config, _: config.rollout.rollout_max_prompt_len is not None,
+        "with a limit",
+        "--rollout-max-prompt-len 1024",
     ),
     _only(
         "min-lr-unused",
@@ -163,7 +185,7 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     _only(
         "eval-option-unused",
-        "n_samples_per_eval_prompt",
+        " ".join(EVALUATED),
         lambda config, _: bool(config.eval.eval_prompt_data),
         "with held-out prompts",
         "--eval-prompt-data NAME PATH",

@@ -16,6 +16,7 @@ from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, Trainab
 from relax_cli.backends.rollout.protocol import OpenSender, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError, problem_kind
+from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
@@ -33,6 +34,7 @@ class ActorRole(TrainingRole):
         math = EstimatorMath(context.estimator)
         self.policy_loss = math.policy_loss
         self.own_advantages = math.advantages if "advantages" in context.spec.writes else None
+        self.judged = [*FIELDS, *(name for name in context.spec.reads if name == TOKEN_REWARDS)]
         self.open_sender = open_sender
         self.sender: WeightSender | None = None
 
@@ -84,7 +86,7 @@ class ActorRole(TrainingRole):
         whitening needs every token of the rollout."""
         assert self.own_advantages is not None
         every_row = list(range(self.batch.samples_per_rollout))
-        fields = self.queue.get(share.rollout_id, every_row, FIELDS)
+        fields = self.queue.get(share.rollout_id, every_row, self.judged)
         columns = {name: dict(zip(every_row, values, strict=True)) for name, values in fields.items()}
         if self.algorithm.kl_coef:
             own = kl_penalty(share.columns, share.rows, self.algorithm.kl_coef, old="old_log_probs")

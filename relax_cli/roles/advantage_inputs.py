@@ -15,17 +15,19 @@ from relax_cli.algorithms.gae import whiten
 from relax_cli.algorithms.kl import kl_estimate
 from relax_cli.algorithms.types import AdvantageInputs
 from relax_cli.config.schema import Section
+from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.roles.batching import Columns, stack
 
 FIELDS = ("response_lens", "response_mask", "rewards", "group_ids", "truncated")
-"""Queue fields of every estimator; `values`, `bootstrap_values` and the column `kl` are used where they exist."""
+"""Queue fields of every estimator. `token_rewards`, `values`, `bootstrap_values` and `kl` are used where they exist."""
 
 
 def advantage_inputs(columns: Columns, rows: Sequence[int], options: Section) -> AdvantageInputs:
     """The given rows, padded to the longest response.
 
     Args:
-        columns: `FIELDS`, and those of `values` (`[T]`), `bootstrap_values` (scalars) and `kl` (`[T]`) that exist.
+        columns: `FIELDS`, and those of `token_rewards`, `values`, `kl` (each `[T]`) and `bootstrap_values` (scalars)
+            that exist.
         options: the estimator's option model.
     """
     width = max(columns["response_mask"][row].numel() for row in rows)
@@ -38,6 +40,7 @@ def advantage_inputs(columns: Columns, rows: Sequence[int], options: Section) ->
         mask=stack(columns, "response_mask", rows, width) != 0,
         group_ids=stack(columns, "group_ids", rows, width),
         options=options,
+        token_rewards=optional(TOKEN_REWARDS),
         values=optional("values"),
         kl=optional("kl"),
         truncated=stack(columns, "truncated", rows, width) != 0,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -31,6 +32,18 @@ class Sampled:
     generation: Generation
 
 
+@dataclass
+class Trace:
+    """What has happened in a multi-turn episode. `T` counts the tokens behind the prompt."""
+
+    mask: list[int] = field(default_factory=list)
+    """`[T]`, 1 where the token was sampled, 0 where it was observed."""
+    rewards: list[float] = field(default_factory=list)
+    """`[T]`, the reward of each turn on its last token."""
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    """`response`, `reward` and `observation` of each."""
+
+
 @dataclass(frozen=True)
 class Judged(Sampled):
     """One sample from prompt to reward."""
@@ -38,6 +51,18 @@ class Judged(Sampled):
     response: str
     """What was judged: see `response_text`."""
     result: RewardResult
+    trace: Trace | None = None
+    """Of an episode; None where there is one response."""
+
+    @property
+    def last_response(self) -> str:
+        """What a model says in the end: the last turn's response, or the only one."""
+        return self.response if self.trace is None else str(self.trace.turns[-1]["response"])
+
+    @property
+    def mask(self) -> list[int]:
+        """1 for each token that trains."""
+        return [1] * len(self.generation.tokens) if self.trace is None else self.trace.mask
 
 
 class Judge:
@@ -68,7 +93,7 @@ class Judge:
         Raises:
             RunError: see `RewardFunction`.
         """
-        responses = [self._response(sample) for sample in samples]
+        responses = [response_text(self._tokenizer, sample.generation, self._stop) for sample in samples]
         inputs = [self._input(s, text) for s, text in zip(samples, responses, strict=True)]
         try:
             results = self._reward(inputs)
@@ -96,10 +121,6 @@ class Judge:
         more = f"; the whole traceback is in {self._trace_file}"
         return RunError([replace(problem, fix=problem.fix + more) for problem in error.problems])
 
-    def _response(self, sample: Sampled) -> str:
-        text: str = self._tokenizer.decode(sample.generation.tokens, skip_special_tokens=True)
-        return text if sample.generation.finish_reason == "length" else without_stop(text, self._stop)
-
     def _input(self, sample: Sampled, response: str) -> RewardInput:
         return RewardInput(
             prompt=prompt_text(self._tokenizer, sample.prompt, apply_chat_template=self._apply_chat_template),
@@ -110,6 +131,12 @@ class Judge:
             truncated=sample.generation.finish_reason == "length",
             group=sample.group,
         )
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, stop: Sequence[str]) -> str:
+    """A response as others see it: without special tokens, and without the stop string that ended it."""
+    text: str = tokenizer.decode(generation.tokens, skip_special_tokens=True)
+    return text if generation.finish_reason == "length" else without_stop(text, stop)
 
 
 def without_stop(response: str, stop: Sequence[str]) -> str:
@@ -128,4 +155,15 @@ def reward_spreads(judged: Iterable[Judged]) -> dict[str, Spread]:
             f"reward/part/{name}": Spread.of(result.parts[name] for result in results if name in result.parts)
             for name in names
         },
+    }
+
+
+def episode_spreads(judged: Iterable[Judged]) -> dict[str, Spread]:
+    """`episode/turns`, and `episode/observed_tokens`; nothing where there are no episodes."""
+    traces = [sample.trace for sample in judged if sample.trace is not None]
+    if not traces:
+        return {}
+    return {
+        "episode/turns": Spread.of(len(trace.turns) for trace in traces),
+        "episode/observed_tokens": Spread.of(trace.mask.count(0) for trace in traces),
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,19 @@ from transformers import PreTrainedTokenizerBase
 
 from relax_cli.backends.rollout.protocol import LoadingEngine, Request, RolloutEngine, SamplingParams, ServerEngine
 from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.config.held_out import section_of_set
+from relax_cli.data.envs.load import EnvFactory
 from relax_cli.data.order import PromptOrder
 from relax_cli.data.prompts import Prompt, Prompts
 from relax_cli.data.rewards import RewardFunction
+from relax_cli.data.rewards.answers import comparable_answer
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
-from relax_cli.errors import ConfigError
+from relax_cli.errors import ConfigError, RunError
+from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.roles.context import RoleContext
+from relax_cli.roles.episodes import Episodes, Job
 from relax_cli.roles.evaluation import Outcome
-from relax_cli.roles.judging import Judge, Judged, Sampled, reward_spreads
+from relax_cli.roles.judging import Judge, Judged, Sampled, episode_spreads, reward_spreads
 from relax_cli.roles.sample_files import SampleWriter
 from relax_cli.roles.spread import Spread
 
@@ -36,22 +43,23 @@ class RolloutRole:
         self,
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
-        reward: RewardFunction,
+        reward: RewardFunction | EnvFactory,
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
         eval_prompts: dict[str, Sequence[Prompt]],
+        eval_sampling: dict[str, SamplingParams],
         context: RoleContext,
     ) -> None:
         config = context.config
         self.engine = engine
         self.tokenizer = tokenizer
-        self.judge = Judge(
-            reward,
-            tokenizer,
-            sampling.stop,
-            apply_chat_template=config.data.apply_chat_template,
-            trace_file=context.run_dir / "logs" / f"reward-{context.rank}.txt",
-        )
+        chat = config.data.apply_chat_template
+        self.judge: Judge | Episodes
+        if isinstance(reward, EnvFactory):
+            self.judge = Episodes(reward, config.episode, tokenizer, self._encode, apply_chat_template=chat)
+        else:
+            trace_file = context.run_dir / "logs" / f"reward-{context.rank}.txt"
+            self.judge = Judge(reward, tokenizer, sampling.stop, apply_chat_template=chat, trace_file=trace_file)
         self.sampling = sampling
         self.prompts = prompts
         self.eval_prompts = eval_prompts
@@ -59,17 +67,21 @@ class RolloutRole:
         self.data = config.data
         self.batch = config.batch
         self.rollout = config.rollout
-        self.eval_samples = config.eval.n_samples_per_eval_prompt
+        self.eval_sampling = eval_sampling
+        self.eval = config.eval
+        self.compared = config.reward.rm_type
         self.rank = context.rank
         self.workers = context.ranks
         mixture = prompts.mixture if isinstance(prompts, Prompts) else ()
         self.order = PromptOrder(len(prompts), self.rollout.rollout_seed, self.data.shuffle, mixture)
-        self.writer = SampleWriter(context.run_dir)
-        self.eval_writer = SampleWriter(context.run_dir, "evals")
+        self.writer = SampleWriter(context.run_dir, part=context.rank)
+        self.eval_writer = SampleWriter(context.run_dir, "evals", context.rank)
+        self.most_dumped = config.run.most_dumped
+        self.dumps_numbers = config.run.dump_token_numbers
         self.awake = True
         self.has_weights = True
         self.judged: list[Judged] = []
-        self.evaluated: tuple[str, list[Judged]] = ("", [])
+        self.evaluated: dict[str, list[Judged]] = {}
         self.written: tuple[int, dict[str, Spread]] | None = None
 
     def wake_for_weights(self) -> None:
@@ -117,6 +129,13 @@ class RolloutRole:
     def generate(self, rollout_id: int) -> dict[str, Spread]:
         """Sample this worker's share of rollout `rollout_id` and write it to the queue."""
         assert self.awake, "rollout generates only while awake"
+        try:
+            return self._generate(rollout_id)
+        finally:
+            # Those of the step before were written meanwhile.
+            self.writer.wait()
+
+    def _generate(self, rollout_id: int) -> dict[str, Spread]:
         chosen = self.order.rows(rollout_id, self.batch.rollout_batch_size)
         self.judged = self._sample(
             [self.prompts[i] for i in chosen], self.batch.n_samples_per_prompt, stream=rollout_id
@@ -135,6 +154,7 @@ class RolloutRole:
     def _spreads(self) -> dict[str, Spread]:
         return {
             **reward_spreads(self.judged),
+            **episode_spreads(self.judged),
             "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),
             "prompt_len": Spread.of(len(j.prompt_tokens) for j in self.judged),
             "truncated": Spread.of(j.generation.finish_reason == "length" for j in self.judged),
@@ -151,8 +171,9 @@ class RolloutRole:
     def evaluate(self, name: str) -> list[Outcome]:
         """Sample this worker's share of a held-out set, with the same noise every time."""
         assert self.awake, "rollout generates only while awake"
-        judged = self._sample(self.eval_prompts[name], self.eval_samples, stream=EVAL_STREAM)
-        self.evaluated = (name, judged)
+        prompts, samples = self.eval_prompts[name], section_of_set(self.eval, name).n_samples_per_eval_prompt
+        judged = self._sample(prompts, samples, stream=EVAL_STREAM, sampling=self.eval_sampling[name])
+        self.evaluated[name] = judged
         return [
             Outcome(
                 prompt=j.group,
@@ -160,20 +181,29 @@ class RolloutRole:
                 parts=j.result.parts,
                 response_len=len(j.generation.tokens),
                 truncated=j.generation.finish_reason == "length",
+                answer=comparable_answer(self.compared, j.last_response),
             )
             for j in judged
         ]
 
-    def dump_evaluation(self, step: int, append: bool) -> None:
-        """Add this worker's samples of the set evaluated last to `evals/step_*.jsonl`; workers are called in turn."""
-        name, judged = self.evaluated
-        self.eval_writer.write(step, ({"set": name, **self._sample_record(j)} for j in judged), append=append)
+    def dump_evaluation(self, step: int) -> None:
+        """Write this worker's samples of all sets that were evaluated to `evals/step_*.zip`."""
+        evaluated, self.evaluated = self.evaluated, {}
+        samples = [{"set": name} | self._sample_record(j) for name, judged in evaluated.items() for j in judged]
+        self.eval_writer.write(step, samples)
 
     def dump(self, rollout_id: int, step_fields: Sequence[str]) -> None:
-        """Add this worker's samples with per-token numbers to `rollouts/step_*.jsonl`; workers are called in turn."""
-        rows = [j.row for j in self.judged]
-        fields = self.queue.get(rollout_id, rows, list(step_fields)) if rows and step_fields else {}
-        self.writer.write(rollout_id + 1, (self._record(i, fields) for i in range(len(rows))), append=self.rank > 0)
+        """Begin to write this worker's part of the samples that `--dump-rollouts` chooses, with numbers per token."""
+        chosen = [judged for judged in self.judged if judged.row < self.most_dumped]
+        if not chosen:
+            return
+        names = list(step_fields) if self.dumps_numbers else []
+        fields = self.queue.get(rollout_id, [judged.row for judged in chosen], names) if names else {}
+        self.writer.start(rollout_id + 1, [self._record(judged, i, fields) for i, judged in enumerate(chosen)])
+
+    def finish_dump(self) -> None:
+        """Wait until what `dump` began is on the disk."""
+        self.writer.wait()
 
     def clear(self, rollout_id: int) -> None:
         """Drop the partition once the last reader is done."""
@@ -186,16 +216,36 @@ class RolloutRole:
                 self.engine.close()
         finally:
             self.judge.close()
+            # A run that succeeded has called `finish_dump`; of one that failed, the first failure is the one to report.
+            with suppress(RunError):
+                self.writer.wait()
 
-    def _sample(self, prompts: Sequence[Prompt], samples_per_prompt: int, *, stream: int) -> list[Judged]:
+    def _sample(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        *,
+        stream: int,
+        sampling: SamplingParams | None = None,
+    ) -> list[Judged]:
         first, last = (len(prompts) * r // self.workers for r in (self.rank, self.rank + 1))
         jobs = [(p * samples_per_prompt + s, prompts[p]) for p in range(first, last) for s in range(samples_per_prompt)]
+        seed = self.rollout.rollout_seed
+        if isinstance(self.judge, Episodes):
+            return self.judge(
+                self.engine,
+                [
+                    Job(row, row // samples_per_prompt, prompt, partial(sample_seed, seed, stream, row))
+                    for row, prompt in jobs
+                ],
+                sampling or self.sampling,
+            )
         tokens = [self._encode(prompt) for _, prompt in jobs]
         requests = [
-            Request(tuple(ids), sample_seed(self.rollout.rollout_seed, stream, row), prompt.source)
+            Request(tuple(ids), sample_seed(seed, stream, row), prompt.source)
             for (row, prompt), ids in zip(jobs, tokens, strict=True)
         ]
-        generations = self.engine.generate(requests, self.sampling)
+        generations = self.engine.generate(requests, sampling or self.sampling)
         return self.judge(
             [
                 Sampled(row, row // samples_per_prompt, prompt, ids, generation)
@@ -206,12 +256,16 @@ class RolloutRole:
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = encode_prompt(self.tokenizer, prompt, apply_chat_template=self.data.apply_chat_template)
         limit = self.rollout.rollout_max_prompt_len
+        if limit is not None and self.rollout.overlong_prompts == "truncate-left":
+            return ids[-limit:]
         if limit is not None and len(ids) > limit:
             raise ConfigError(prompt_too_long(prompt, len(ids), limit))
         return ids
 
     def _put(self, rollout_id: int) -> None:
         scalar = torch.tensor
+        traces = [j.trace for j in self.judged if j.trace is not None]
+        per_token = [scalar(trace.rewards, dtype=torch.float32) for trace in traces]
         self.queue.put(
             rollout_id,
             [j.row for j in self.judged],
@@ -219,11 +273,12 @@ class RolloutRole:
                 "tokens": [scalar([*j.prompt_tokens, *j.generation.tokens]) for j in self.judged],
                 "prompt_lens": [scalar(len(j.prompt_tokens)) for j in self.judged],
                 "response_lens": [scalar(len(j.generation.tokens)) for j in self.judged],
-                "response_mask": [torch.ones(len(j.generation.tokens), dtype=torch.int64) for j in self.judged],
+                "response_mask": [scalar(j.mask) for j in self.judged],
                 "rollout_log_probs": [scalar(j.generation.log_probs, dtype=torch.float32) for j in self.judged],
                 "rewards": [scalar(j.result.reward, dtype=torch.float32) for j in self.judged],
                 "group_ids": [scalar(j.group) for j in self.judged],
                 "truncated": [scalar(int(j.generation.finish_reason == "length")) for j in self.judged],
+                **({TOKEN_REWARDS: per_token} if traces else {}),
             },
         )
 
@@ -231,14 +286,14 @@ class RolloutRole:
         text: str = self.tokenizer.decode(judged.prompt_tokens, skip_special_tokens=True)
         return text
 
-    def _record(self, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:
-        judged = self.judged[index]
+    def _record(self, judged: Judged, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:
+        if not self.dumps_numbers:
+            return self._sample_record(judged)
         return {
             **self._sample_record(judged),
-            "prompt_token_ids": judged.prompt_tokens,
-            "response_token_ids": judged.generation.tokens,
-            "log_probs": judged.generation.log_probs,
-            **{name: values[index].tolist() for name, values in fields.items()},
+            "log_probs": np.array(judged.generation.log_probs, dtype=np.float32),
+            **{name: values[index].numpy() for name, values in fields.items()},
+            **({} if judged.trace is None else {"response_mask": np.array(judged.mask, dtype=np.int32)}),
         }
 
     def _sample_record(self, judged: Judged) -> dict[str, Any]:
@@ -252,12 +307,17 @@ class RolloutRole:
             "reward": judged.result.reward,
             "reward_parts": judged.result.parts,
             "finish_reason": judged.generation.finish_reason,
+            "prompt_token_ids": np.array(judged.prompt_tokens, dtype=np.int32),
+            "response_token_ids": np.array(judged.generation.tokens, dtype=np.int32),
+            **({} if judged.trace is None else {"turns": judged.trace.turns}),
         }
 
 
-def sample_seed(seed: int, stream: int, row: int) -> int:
-    """Seed of one sample's noise: a function of the run's seed, the rollout and the row, of nothing else.
+def sample_seed(seed: int, stream: int, row: int, *turn: int) -> int:
+    """Seed of one sample's noise: a function of the run's seed, the rollout, the row and the turn, of nothing else.
 
     So neither the number of workers nor a resume changes what is sampled.
     """
-    return int(np.random.SeedSequence((seed, stream, row)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(
+        np.random.SeedSequence((seed, stream, row), spawn_key=turn).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    )

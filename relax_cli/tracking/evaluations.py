@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from relax_cli.roles import sample_files
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,15 @@ class Evaluation:
 
     @property
     def text(self) -> str:
-        """One line."""
-        return f"held-out set {self.name}, reward {self.metrics['reward/mean']:.3f}"
+        """One line: the mean reward with its 95 % interval, and what passed, where that says more."""
+        mean = self.metrics["reward/mean"]
+        interval = f" ±{self.metrics['reward/ci95']:.3f}" if self.metrics.get("reward/ci95") else ""
+        passed = "".join(
+            f", {name} {value:.3f}"
+            for name, value in self.metrics.items()
+            if name.startswith(("pass@", "majority@")) and value != mean
+        )
+        return f"held-out set {self.name}, reward {mean:.3f}{interval}{passed}"
 
     def dict(self) -> dict[str, Any]:
         """For `--format json`."""
@@ -46,11 +54,7 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     return [evaluation for line in lines for evaluation in evaluations_of(line)]
 
 
-def read_samples(run_dir: Path, evaluation: Evaluation, count: int) -> list[dict[str, Any]]:
-    """The first judged samples of an evaluation."""
-
-    def samples() -> Iterator[dict[str, Any]]:
-        with (run_dir / "evals" / f"step_{evaluation.step:06d}.jsonl").open(encoding="utf-8") as file:
-            yield from (sample for sample in map(json.loads, file) if sample["set"] == evaluation.name)
-
-    return list(islice(samples(), count))
+def read_samples(run_dir: Path, evaluation: Evaluation) -> list[dict[str, Any]]:
+    """The judged samples of an evaluation, where they are still there."""
+    paths = sample_files.sample_files(run_dir, "evals").get(evaluation.step, [])
+    return [s for s in sample_files.read_samples(paths, numbers=False) if s["set"] == evaluation.name]

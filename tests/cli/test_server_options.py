@@ -71,9 +71,21 @@ def test_layers_are_put_together_key_by_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{broken", "[1]", '{"a": 1, "a": 2}'])
-def test_what_is_no_json_object_is_refused(text: str) -> None:
-    (problem,) = load_config(Layers(flags={"sglang_options": text}), Config).problems
-    assert (problem.id, problem.option, problem.got) == ("sglang-options-json", "--sglang-options", text)
+@pytest.mark.parametrize(
+    ("option", "id"),
+    [("sglang_options", "sglang-options-json"), ("chat_template_kwargs", "chat-template-kwargs-json")],
+)
+def test_what_is_no_json_object_is_refused(text: str, option: str, id: str) -> None:
+    (problem,) = load_config(Layers(flags={option: text}), Config).problems
+    assert (problem.id, problem.option, problem.got) == (id, f"--{option.replace('_', '-')}", text)
+
+
+def test_variables_of_a_chat_template_are_json() -> None:
+    flags = {"chat_template_kwargs": '{"enable_thinking": false, "depth": 2}'}
+    assert load_config(Layers(flags=flags), Config).config.data.chat_template_kwargs == {
+        "enable_thinking": False,
+        "depth": 2,
+    }
 
 
 def test_server_options_pass_and_a_misspelt_option_is_refused(

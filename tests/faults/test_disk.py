@@ -137,28 +137,29 @@ def test_unwritable_folders_are_refused_before_anything_starts(
 
 
 def test_a_full_run_folder_ends_the_run_clearly_and_it_resumes(
-    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders
+    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    folders = Folders(tmp_path_factory.mktemp("on-another-disk"))
     run_dir, filler = small_disk.root / "saves" / "run", small_disk.root / "saves" / "filler"
     moved = ["--run-dir", str(run_dir), "--num-rollout", "3", "--keep-checkpoints", "1"]
-    fault = (f"stay-full {filler}", "run/rollouts/step_000002", 1)
-    ended = zygote.run(small_disk.root, arguments(fault_task, small_disk, *moved), fault=fault)
+    fault = (f"stay-full {filler}", "run/rollouts/.step_000002", 1)
+    ended = zygote.run(folders.root, arguments(fault_task, folders, *moved), fault=fault)
     assert ended.code == 1, ended.err
     assert "Traceback" not in ended.err
     assert "No space left on device" in ended.err
     assert "[run-folder-failed]" in ended.err
-    assert f"--load {small_disk.actor}" in ended.err
-    assert_pair(small_disk, 1)
+    assert f"--load {folders.actor}" in ended.err
+    assert_pair(folders, 1)
     filler.unlink()
-    assert zygote.run(small_disk.root, arguments(fault_task, small_disk, *moved)).code == 0
-    assert_pair(small_disk, 3)
+    assert zygote.run(folders.root, arguments(fault_task, folders, *moved)).code == 0
+    assert_pair(folders, 3)
 
 
 PLACES = {
     "config": "run/.config.json.tmp",
     "metrics": "run/metrics.jsonl",
     "folder-of-samples": "run/rollouts",
-    "samples": "run/rollouts/step_000001",
+    "samples": "run/rollouts/.step_000001",
 }
 
 
@@ -182,7 +183,7 @@ def test_a_run_that_failed_before_its_first_step_starts_again(
 def test_a_run_folder_that_goes_away_is_named_with_a_way_on(zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
     folders = Folders(tmp_path)
     argv = arguments(fault_task, folders, "--num-rollout", "3")
-    ended = zygote.run(tmp_path, argv, fault=(f"move {folders.run}", "run/rollouts/step_000002", 1))
+    ended = zygote.run(tmp_path, argv, fault=(f"move {folders.run}", "run/rollouts/.step_000002", 1))
     assert ended.code == 1, ended.err
     assert "[run-folder-failed]" in ended.err
     assert "removed or renamed" in ended.err

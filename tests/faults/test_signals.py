@@ -13,7 +13,7 @@ from relax_cli.checkpoint import layout
 from tests.support.fault_runs import Folders, Zygote, arguments
 
 CODES = {"SIGINT": 130, "SIGTERM": 143}
-THIRD_STEP = ("run/rollouts/step_000003", 1)
+THIRD_STEP = ("run/rollouts/.step_000003", 1)
 """The samples of the third step are written: it is nearly done, and not saved yet."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_cli.quickstart.task import prepare
-from relax_cli.tracking.evaluations import read_evaluations
+from relax_cli.tracking.evaluations import read_evaluations, read_samples
 from tests.support.fault_runs import Folders, Zygote, arguments
 
 pytestmark = pytest.mark.timeout(300)
@@ -36,7 +36,8 @@ def zygote() -> Any:
 
 def options(task: Path) -> list[str]:
     sets = [word for name in ("one", "two") for word in ("--eval-prompt-data", f"{name}={task}/data/{name}.jsonl")]
-    return [*sets, "--eval-interval", "2", "--lr", "1e-3", "--format", "json"]
+    sampling = ["--eval-sampling", "two:temperature=0,n=2"]
+    return [*sets, *sampling, "--eval-interval", "2", "--lr", "1e-3", "--format", "json"]
 
 
 def without_clock(evaluations: list[Any]) -> list[Any]:
@@ -53,10 +54,13 @@ def test_every_evaluation_is_in_every_file_and_summary(zygote: Zygote, task: Pat
 
     found = read_evaluations(straight.run)
     for evaluation in found:
-        path = straight.run / "evals" / f"step_{evaluation.step:06d}.jsonl"
-        rows = [row for row in map(json.loads, path.read_text().splitlines()) if row["set"] == evaluation.name]
-        assert len(rows) == evaluation.metrics["samples"] == {"one": 40, "two": 10}[evaluation.name]
+        rows = read_samples(straight.run, evaluation)
+        assert len(rows) == evaluation.metrics["samples"] == {"one": 40, "two": 20}[evaluation.name]
         assert sum(row["reward"] for row in rows) / len(rows) == evaluation.metrics["reward/mean"]
+        if evaluation.name == "two":
+            responses = [row["response"] for row in rows]
+            assert responses[::2] == responses[1::2], "greedy"
+            assert evaluation.metrics["pass@2"] == evaluation.metrics["majority@2"] == evaluation.metrics["pass@1"]
         assert f"step {evaluation.step}: held-out set {evaluation.name}, reward " in ended.err
     summary = json.loads(ended.out)
     assert [(e["step"], e["name"], e["reward/mean"]) for e in summary["evaluations"]] == [
@@ -66,6 +70,15 @@ def test_every_evaluation_is_in_every_file_and_summary(zygote: Zygote, task: Pat
         found[0].metrics["reward/mean"],
         found[4].metrics["reward/mean"],
     )
+
+    # Without a trainer the same samples and numbers come out, to the bit.
+    alone = tmp_path / "alone"
+    words = ["--recipe", str(straight.run / "config.json"), "--load", str(straight.actor), "--run-dir", str(alone)]
+    ended = zygote.run(tmp_path / "eval", ["eval", *words, "--format", "json"])
+    assert ended.code == 0, ended.err
+    assert without_clock(read_evaluations(alone)) == without_clock(found[4:])
+    assert [read_samples(alone, e) for e in found[4:]] == [read_samples(straight.run, e) for e in found[4:]]
+    assert json.loads(ended.out)["evaluations"] == [e.dict() for e in read_evaluations(alone)]
 
     # Cut at a step that was not evaluated, the run does not evaluate it when it is resumed.
     for rollouts in ("1", "3"):

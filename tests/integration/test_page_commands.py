@@ -32,11 +32,11 @@ def damaged_pair(folder: Path, relax: Callable[[str], None]) -> None:
 
 
 def short_quickstart(folder: Path, relax: Callable[[str], None]) -> None:
-    """The situation of docs/first-run.md: `relax quickstart` has run."""
+    """The situation of docs/first-run.md and docs/looking.md: `relax quickstart` has run."""
     relax("train --recipe quickstart/recipe.yaml --num-rollout 1 --run-dir quickstart/run")
 
 
-PREPARATIONS = {"first-run.md": short_quickstart, "checkpoints.md": damaged_pair}
+PREPARATIONS = {"first-run.md": short_quickstart, "looking.md": short_quickstart, "checkpoints.md": damaged_pair}
 
 
 @pytest.fixture(scope="session")

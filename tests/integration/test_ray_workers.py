@@ -24,7 +24,7 @@ from relax_cli.engine.ray.gpu_placement import server_places
 from relax_cli.engine.ray.launch import SHARE, find_places
 from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
 from relax_cli.engine.ray.watch import ProcessWatch
-from relax_cli.errors import Problem, RunError
+from relax_cli.errors import ConfigError, Problem, RunError
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,16 @@ def test_a_broken_connection_is_put_down_to_the_rank_that_died(critic: RayRanks[
         )
 
 
-def test_processes_of_other_nodes_are_watched_through_a_sentinel(
+def test_a_node_without_the_plugin_is_named_before_any_model(cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    config = {"algorithm": {"advantage_estimator": "elsewhere"}}
+    worker = ray.remote(RoleWorker).remote(WorkerSpec("critic", 0, 1, 1, config, tmp_path, tmp_path, None))
+    ranks = RayRanks[Any]("critic", [worker], tmp_path, ProcessWatch(this_node()))
+    with pytest.raises(ConfigError, match=f"'elsewhere' on node {this_node()}"):
+        ranks.collect([worker.prepare.remote()], "prepare")
+
+
+def test_processes_of_other_nodes_are_watched_from_there(
     critic: RayRanks[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = ProcessWatch("the driver's node")

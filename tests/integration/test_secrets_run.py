@@ -21,6 +21,7 @@ from relax_cli.errors import RunError
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
 from relax_cli.quickstart.task import prepare
+from relax_cli.roles.sample_files import read_samples, sample_files
 from tests.support.local_runs import SMALL
 
 SECRET = "hunter2-xyzzy"
@@ -72,8 +73,9 @@ def test_a_reward_servers_password_is_in_no_file_or_screen(
     assert '"reward.rm_url=${RELAX_RM_URL:?' in lines
 
     files = [path for folder in ("run", "actor") for path in (tmp_path / folder).rglob("*") if path.is_file()]
-    assert {"config.json", "metrics.jsonl", "step_000001.jsonl", "relax.json"} <= {path.name for path in files}
+    assert {"config.json", "metrics.jsonl", "step_000001.zip", "relax.json"} <= {path.name for path in files}
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert SECRET not in str(read_samples(sample_files(tmp_path / "run")[1]))
     shown = "".join([screen.getvalue(), lines, *capsys.readouterr()])
     assert "127.0.0.1" in (tmp_path / "run" / "config.json").read_text()
     assert SECRET not in shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from relax_cli.quickstart.task import prepare
+from relax_cli.roles.sample_files import read_samples, sample_files
 from tests.support.cli_runs import Metrics, read_metrics, start, train
 
 STEPS = 4
@@ -116,7 +116,7 @@ def test_engine_and_trainer_agree_on_log_probabilities(
 
 
 def test_samples_have_token_ids_and_per_token_numbers(local_run: Path) -> None:
-    rows = [json.loads(line) for line in (local_run / "run/rollouts/step_000002.jsonl").read_text().splitlines()]
+    rows = read_samples(sample_files(local_run / "run")[2])
     assert [row["row"] for row in rows] == list(range(32))
     for row in rows:
         length = len(row["response_token_ids"])

@@ -113,15 +113,21 @@ def test_an_unknown_estimator_is_refused_with_name_and_node() -> None:
     assert "sapo" in problem.expected
 
 
-@pytest.mark.parametrize("what", ["estimator", "reward"])
+@pytest.mark.parametrize("what", ["estimator", "reward", "env"])
 def test_two_plugins_with_one_name_are_a_problem_of_that_kind(install: Install, what: str) -> None:
     reward = "from relax_cli import Reward, hookimpl\n@hookimpl\ndef relax_rewards():\n"
-    source = {"estimator": estimator_source("mine"), "reward": reward + "    return [Reward('mine', 's', 'm:f')]\n"}
+    source = {
+        "estimator": estimator_source("mine"),
+        "reward": reward + "    return [Reward('mine', 's', 'm:f')]\n",
+        "env": reward.replace("reward", "env").replace("Reward", "Env") + "    return [Env('mine', 's', 'm:C')]\n",
+    }
     for plugin_name in ("one", "two"):
         install(plugin_name, source[what])
     with pytest.raises(ConfigError, match="dist-one and dist-two both provide") as caught:
         getattr(load_plugins(), f"{what}s")()
-    assert ids(caught.value.problems) == [{"estimator": "duplicate-estimator", "reward": "duplicate-reward"}[what]]
+    assert ids(caught.value.problems) == [
+        {"estimator": "duplicate-estimator", "reward": "duplicate-reward", "env": "duplicate-env"}[what]
+    ]
 
 
 @pytest.mark.parametrize("plugin_name", ["other", "grpo"])

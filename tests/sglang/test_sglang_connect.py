@@ -6,18 +6,22 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relax_cli.backends.rollout.protocol import Request, SamplingParams
 from relax_cli.backends.rollout.sglang import connect
 from relax_cli.backends.rollout.sglang.client import SglangClient
 from relax_cli.backends.rollout.sglang.connect import open_engine
+from relax_cli.backends.rollout.sglang.server import NO_CRASH_DUMPS
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
-from relax_cli.errors import EnvironmentFault
+from relax_cli.errors import EnvironmentFault, RunError
+from tests.support.sglang.faults import Faults
 from tests.support.sglang.server import running_server
 from tests.support.tiny_models import save_tiny_model
 
@@ -105,9 +109,11 @@ def test_a_server_whose_model_differs_in_any_key_is_refused(
     config.pop("rope_parameters", None)
     config.pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, key: changed}))
-    with running_server(model) as (_, address), pytest.raises(EnvironmentFault, match=named) as caught:
-        attach(tmp_path, address)
-    assert caught.value.problems[0].id == "sglang-external-model"
+    with running_server(model) as (contract, address):
+        for contract.folder in (model, Path("/of/an/update/by/disk")):
+            with pytest.raises(EnvironmentFault, match=named) as caught:
+                attach(tmp_path, address)
+            assert caught.value.problems[0].id == "sglang-external-model"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +147,7 @@ def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("said", "limits"),
     [
-        ({"context_length": 32, "max_req_input_len": 26}, (32, 26)),
+        ({"context_length": 32, "max_req_input_len": 26}, (30, 25)),
         ({"context_length": None, "internal_states": [{"max_total_num_tokens": 20}]}, (20, None)),
         ({"context_length": 64, "max_total_num_tokens": 40}, (40, None)),
         ({"context_length": True, "max_req_input_len": "x"}, (None, None)),
@@ -151,6 +157,20 @@ def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 def test_limits_are_those_that_the_server_names(said: Any, limits: tuple[int | None, int | None]) -> None:
     with answering(200, said) as (address, _):
         assert connect.limits_of(address) == limits
+
+
+def test_prompts_are_refused_where_the_server_has_no_room(model: Path) -> None:
+    sampling = SamplingParams(max_new_tokens=10, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=())
+    with running_server(model, Faults(pool=22)) as (contract, address):
+        engine = attach(model, address)
+        contract.version = "0"
+        (full,) = engine.generate([Request((1,) * 10, 1)], sampling)
+        assert len(full.tokens) == 10
+        for count, new, said in ((11, 10, "no room for 10 new"), (16, 1, "longer than the server accepts")):
+            with pytest.raises(RunError, match=said):
+                engine.generate([Request((1,) * count, 2)], replace(sampling, max_new_tokens=new))
+        (long,) = engine.generate([Request((1,) * 15, 3)], replace(sampling, max_new_tokens=5))
+        assert len(long.tokens) == 5
 
 
 @contextmanager
@@ -213,5 +233,5 @@ def test_a_server_of_the_run_is_started_with_the_workers_options(
     words = " ".join(server._command(1))
     assert "--random-seed 13" in words
     assert ("--enable-memory-saver --enable-weights-cpu-backup" in words) is releases
-    assert server._environment == {"A": "b"}
+    assert server._environment == {"A": "b", **NO_CRASH_DUMPS}
     assert server.log_file == tmp_path / "logs" / "sglang-3.log"

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
-from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
+from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams
 from relax_cli.backends.rollout.sglang import engine as engine_module
 from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError
+from tests.support.conversations import converse, known
 from tests.support.sglang.faults import Fault, Faults, Kind
 from tests.support.sglang.server import SAMPLING_KEYS, ContractServer, running_server
 from tests.support.tiny_models import VOCAB, save_tiny_model
@@ -121,6 +123,28 @@ def test_several_servers_share_the_requests(model: Path, embedded: EmbeddedEngin
         got = engine_for(first, second).generate(requests, SAMPLING)
         assert (len(generated(one)), len(generated(two))) == (5, 4)
     assert_equal(got, embedded.generate(requests, SAMPLING))
+
+
+def test_conversations_are_those_of_the_embedded_engine(model: Path, embedded: EmbeddedEngine) -> None:
+    openings = some_requests(8)
+    with running_server(model) as (one, first), running_server(model) as (two, second):
+        one.version = two.version = "0"
+        done = converse(engine_for(first, second, concurrency=2), openings, SAMPLING, turns=3)
+        bodies = [generated(one), generated(two)]
+    for requests, generations in (zip(*turns, strict=True) for turns in done):
+        assert_equal(list(generations), embedded.generate(requests, SAMPLING))
+    # A conversation stays where the cache of its prompt is, and no id comes twice.
+    ids = [[body["rid"].split("-") for body in half] for half in bodies]
+    assert [{int(rid[3]) % 2 for rid in half} for half in ids] == [{0}, {1}]
+    assert len({tuple(rid) for half in ids for rid in half}) == 28
+
+
+def test_a_failed_answer_ends_all_conversations(server: ContractServer, served: tuple[ContractServer, str]) -> None:
+    openings = [known(request) for request in some_requests(4)]
+    failed: Opening = Future()
+    failed.set_exception(RuntimeError("no answer"))
+    with pytest.raises(RuntimeError, match="no answer"):
+        engine_for(served[1]).converse(openings, SAMPLING, lambda i, _: failed if i == 2 else Future())
 
 
 def test_concurrency_is_bounded(server: ContractServer, served: tuple[ContractServer, str]) -> None:
@@ -395,17 +419,17 @@ def test_an_aborted_reply_that_is_complete_is_not_continued(
     assert len(generated(server)) == 24
 
 
-@pytest.mark.parametrize("context", [6, 7, 9])
+@pytest.mark.parametrize("pool", [8, 9, 11])
 def test_a_response_cut_short_by_the_server_is_an_error(
-    server: ContractServer, served: tuple[ContractServer, str], context: int
+    server: ContractServer, served: tuple[ContractServer, str], pool: int
 ) -> None:
-    server.faults.context = context
+    server.faults.pool = pool
     long = replace(SAMPLING, stop_token_ids=())
     with pytest.raises(RunError) as caught:
-        engine_for(served[1]).generate([Request((1, 2, 3), next(SEEDS))], long)
+        engine_for(served[1]).generate([Request((1,), next(SEEDS))], long)
     (problem,) = caught.value.problems
     assert problem.id == "sglang-cut-short"
-    assert problem.got.startswith(f"{context - 3} tokens")
+    assert problem.got.startswith(f"{pool - 3} tokens")
     assert "--rollout-max-response-len" in problem.fix
 
 
@@ -435,6 +459,15 @@ def test_a_storm_of_aborts_is_one_line(
         engine_for(served[1], partial=True).generate(some_requests(16), long)
     lines = [record.getMessage() for record in caplog.records if "abort" in record.getMessage()]
     assert lines == [f"SGLang server {served[1]} aborted 40 requests of this rollout; they were repeated"]
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 1])
+def test_every_setting_is_one_that_the_server_takes(
+    server: ContractServer, served: tuple[ContractServer, str], embedded: EmbeddedEngine, top_k: int
+) -> None:
+    sampling = replace(SAMPLING, top_k=top_k)
+    requests = [Request((1, 2), 2**63 - 2 - top_k)]
+    assert_equal(engine_for(served[1]).generate(requests, sampling), embedded.generate(requests, sampling))
 
 
 def test_aborts_with_progress_are_repeated_without_end(

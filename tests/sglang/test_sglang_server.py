@@ -15,7 +15,7 @@ import pytest
 from relax_cli.backends.rollout.protocol import Request, SamplingParams, ServerDied
 from relax_cli.backends.rollout.sglang import guard
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
-from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
+from relax_cli.backends.rollout.sglang.server import NO_CRASH_DUMPS, LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.schema import SglangSection
 from relax_cli.errors import RunError
@@ -179,16 +179,16 @@ def test_a_server_ends_when_its_guard_is_killed(make: Callable[..., LocalServer]
     server.stop()
 
 
-def test_a_command_ignoring_sigterm_is_killed_with_its_children() -> None:
-    child = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)"
-    parent = (
-        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child + '; time.sleep(600)'!r}]); {child}"
+def test_a_command_that_heeds_no_signal_ends_with_its_children() -> None:
+    heedless = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+    child = f"import os, signal, time; {heedless}"
+    start = f"import os, signal, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    process = subprocess.Popen(
+        [sys.executable, guard.__file__, sys.executable, "-c", f"{start}; {heedless}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(guard.__file__).parent)!r}); import guard\n"
-        f"guard.PATIENCE = 0.5\nsys.exit(guard.run([sys.executable, '-c', {parent + '; time.sleep(600)'!r}]))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]
@@ -196,7 +196,7 @@ def test_a_command_ignoring_sigterm_is_killed_with_its_children() -> None:
     time.sleep(0.2)
     assert all(runs(pid) for pid in pids)
     process.stdin.close()
-    assert process.wait(60) == 128 + signal.SIGKILL
+    assert process.wait(10) == 128 + signal.SIGKILL
     for pid in pids:
         wait_until_gone(pid)
 
@@ -228,9 +228,11 @@ def test_a_server_does_not_get_what_is_meant_for_training() -> None:
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
         "CUDA_VISIBLE_DEVICES": "3",
     }
-    assert server_environment(given) == {"PATH": "p", "CUDA_VISIBLE_DEVICES": "3"}
+    assert server_environment(given) == {"PATH": "p", "CUDA_VISIBLE_DEVICES": "3", **NO_CRASH_DUMPS}
     elsewhere = server_environment({"PATH": "p", "PYTHONPATH": "/here"}, other_python=True)
-    assert elsewhere == {"PATH": "p"}
+    assert elsewhere == {"PATH": "p", **NO_CRASH_DUMPS}
+    wanted = dict.fromkeys(NO_CRASH_DUMPS, "1")
+    assert server_environment(wanted) == wanted
 
 
 CAUSE = "OSError: libcuda.so.1: cannot open shared object file"

@@ -8,6 +8,7 @@ import io
 import multiprocessing
 import pickletools
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -29,13 +30,15 @@ from relax_cli.backends.rollout.sglang.server import free_port
 from relax_cli.backends.rollout.sglang.weights import choose_transport
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.errors import RunError
-from tests.support.sglang.faults import Faults
+from tests.support.sglang.faults import Fault, Faults
 from tests.support.sglang.server import ContractServer, running_server
 from tests.support.sglang.weight_runs import LIMIT, change, die_writing, no_slower_than, send, sender, serve_dying
 from tests.support.tiny_models import on_ranks, save_tiny_model
 from tests.support.training_runs import Run, build
 
 WAYS = ("tensor", "distributed", "disk")
+GENERATE = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
+PATIENT: dict[str, Any] = {"timeout": 30.0}
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +243,33 @@ def test_what_a_kill_during_a_publish_left_is_removed(
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_an_update_waits_for_requests_that_run(way: str, policy: TrainableModel, folder: Path) -> None:
+    with running_server(folder, Faults(generate=[Fault("slow", seconds=1.0)])) as (contract, address):
+        asked = threading.Thread(
+            target=SglangClient(address).request, args=("POST", "/generate", GENERATE), kwargs=PATIENT
+        )
+        asked.start()
+        while not contract.running:
+            time.sleep(0.01)
+        sender([WeightTarget(address, this_node(), 0, 1)], way, folder).send(policy.hf_buckets, 2)
+        assert not contract.running
+        asked.join()
+        assert_served(contract, policy.hf_state() or {}, "2")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_of_another_shape_are_an_error_with_the_server(
+    way: str, policy: TrainableModel, folder: Path, server: Any
+) -> None:
+    contract, target = server
+    contract.model._weights["model.norm.weight"] = torch.zeros(5)
+    with no_slower_than(60), pytest.raises(RunError, match=target.address) as caught:
+        sender([target], way, folder).send(policy.hf_buckets, 1)
+    assert caught.value.problems[0].id == "sglang-weights"
+    assert contract.version == "default"
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sees_folder", [True, False])
 def test_other_names_are_refused_before_anything_is_sent(
     way: str, sees_folder: bool, policy: TrainableModel, folder: Path, tmp_path: Path
@@ -248,7 +278,7 @@ def test_other_names_are_refused_before_anything_is_sent(
     with running_server(tmp_path / "other") as (contract, address):
         target = WeightTarget(address, this_node(), 0, 1)
         if not sees_folder:  # what is compared with then is the folder of --hf-checkpoint
-            contract.folder = Path("/on/another/machine")
+            contract.folder = contract.tokenizer = Path("/on/another/machine")
             folder = tmp_path / "other"
         with pytest.raises(RunError, match="comparing names") as caught:
             sender([target], way, folder).send(policy.hf_buckets, 1)

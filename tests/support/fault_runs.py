@@ -16,6 +16,7 @@ from typing import Any
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.resume import examine_resume
+from relax_cli.roles.sample_files import finite, read_samples, sample_files
 from tests.support.cli_runs import read_metrics
 
 STEPS = 6
@@ -45,8 +46,7 @@ class Folders:
 
     def samples(self) -> list[list[dict[str, Any]]]:
         """The sample records of every step."""
-        paths = sorted((self.run / "rollouts").glob("step_*.jsonl"))
-        return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+        return [[finite(sample) for sample in read_samples(paths)] for paths in sample_files(self.run).values()]
 
 
 @dataclass(frozen=True)

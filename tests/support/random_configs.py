@@ -26,7 +26,8 @@ WORK = {"rollout_batch_size", "n_samples_per_prompt", "n_samples_per_eval_prompt
         "num_steps_per_rollout"}  # fmt: skip
 """Options that multiply the work of a run: it would train, for years."""
 TEXTS = {"input_key": ["input", "label"], "label_key": ["label"], "metadata_key": ["metadata"],
-         "rm_type": ["exact", "reasoning_gym", "remote"], "reward_key": ["score", "correct"]}  # fmt: skip
+         "rm_type": ["exact", "reasoning_gym", "remote"], "reward_key": ["score", "correct"],
+         "dump_rollouts": ["all", "none", "1"]}  # fmt: skip
 TUPLES = {"rollout_stop": ["", "$", "1", "12"], "recompute_modules": ["core_attn", "mlp", "norm"]}
 
 

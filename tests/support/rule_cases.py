@@ -19,6 +19,9 @@ def roles(**changes: list[int] | None) -> dict[str, list[int]]:
 
 URL = {"reward__rm_type": "remote", "reward__rm_url": "https://me:pass@[::1]:8000/judge?q=1"}
 
+HELDOUT = {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]}
+EPISODES = {"reward__rm_type": None, "episode__env": "mine", "episode__max_turns": 4}
+
 LINEAR = {"optimizer__lr": 1e-3, "optimizer__lr_decay_style": "linear"}
 
 REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
@@ -42,16 +45,14 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": ["core_attn", "mlp"]},
     ),
     (
-        "lora-transformer-engine",
-        {"model__lora_rank": 4, "parallel__device": "cuda", "parallel__transformer_impl": "transformer_engine"},
-        {"model__lora_rank": 4, "parallel__device": "cuda", "parallel__transformer_impl": "auto"},
-    ),
-    (
-        "lora-transformer-engine",
-        {"critic__critic_lora_rank": 4, "parallel__transformer_impl": "transformer_engine"},
-        {"parallel__transformer_impl": "transformer_engine", "parallel__device": "cuda"},
+        "chat-template-kwargs-reserved",
+        {"data__chat_template_kwargs": {"tools": [], "x": 1}, "data__apply_chat_template": True},
+        {"data__chat_template_kwargs": {"enable_thinking": False}, "data__apply_chat_template": True},
     ),
     ("reward-missing", {"reward__rm_type": None}, {}),
+    ("env-unknown", {**EPISODES, "episode__env": "calk"}, {**EPISODES}),
+    ("env-and-reward", {**EPISODES, "reward__rm_type": "exact"}, {**EPISODES}),
+    ("env-turns", {**EPISODES, "episode__max_turns": 5}, {**EPISODES}),
     ("reward-unknown", {"reward__rm_type": "exakt"}, {"reward__rm_type": "math"}),
     (
         "resource-unknown-role",
@@ -165,6 +166,14 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         "eval-data-unused",
         {"eval__eval_prompt_data": ["h=train.jsonl"]},
         {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]},
+    ),
+    *(
+        (
+            "eval-sampling",
+            {**HELDOUT, "eval__eval_sampling": [item]},
+            {**HELDOUT, "eval__eval_sampling": ["h:temperature=0, n=8", "h:top_p=0.5,max_response_len=4"]},
+        )
+        for item in ("n=8", "other:n=8", "h:", "h:m=8", "h:n", "h:n=0", "h:n=1,n=2", "h:temperature=-1", "h:top_p=x")
     ),
     (
         "min-lr-above-lr",

@@ -12,11 +12,25 @@ from relax_cli.preflight.rules import machine as machine_rules
 from relax_cli.preflight.rules.registry import Rule
 
 UNKNOWN = Machine(
-    memory=None, gpus=0, cores=2, free_disk=lambda _: None, gpu_memory=lambda: None, ray_address="", allocator=""
+    memory=None,
+    gpus=0,
+    cores=2,
+    free_disk=lambda _: None,
+    gpu_memory=lambda: None,
+    ray_address="",
+    allocator="",
+    shared_memory=None,
 )
 """A machine of two cores of which nothing else is known."""
 WITH_GPUS = Machine(
-    memory=None, gpus=8, cores=64, free_disk=lambda _: None, gpu_memory=lambda: None, ray_address="", allocator=""
+    memory=None,
+    gpus=8,
+    cores=64,
+    free_disk=lambda _: None,
+    gpu_memory=lambda: None,
+    ray_address="",
+    allocator="",
+    shared_memory=None,
 )
 
 
@@ -24,7 +38,7 @@ def context_of(
     config: Config, *, machine: Machine = UNKNOWN, more_rewards: frozenset[str] = frozenset(), read: bool = True
 ) -> RuleContext:
     inputs = read_inputs(config) if read else RunInputs()
-    return RuleContext(config, inputs, machine, frozenset(BUILTIN_REWARDS) | more_rewards)
+    return RuleContext(config, inputs, machine, frozenset(BUILTIN_REWARDS) | more_rewards, frozenset({"mine"}))
 
 
 def problems_of(

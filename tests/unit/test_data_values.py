@@ -62,20 +62,24 @@ LABELS = {
     '" a\\n"': " a\n",
     '"\\ud835\\udc00"': "\U0001d400",
     '""': "",
+    "true": "true",
+    "false": "false",
+    '[1, 2.5, "a"]': [1, 2.5, "a"],
+    '{"a": [null]}': {"a": [None]},
 }
-BAD_LABELS = ["NaN", "Infinity", "-Infinity", "1e999", "true", "false", "null", "[1]", "{}", '{"a": 1}',
-              '"\\ud835"', '"a\\udc00b"', "9" * 5000]  # fmt: skip
+BAD_LABELS = ["NaN", "Infinity", "-Infinity", "1e999", "null", "[1e999]", '"\\ud835"', '"a\\udc00b"', '["\\ud835"]',
+              "9" * 5000]  # fmt: skip
 
 
 @pytest.mark.parametrize("literal", LABELS)
-def test_a_label_becomes_the_text_people_write(tmp_path: Path, literal: str) -> None:
+def test_a_label_is_the_text_people_write_or_its_json(tmp_path: Path, literal: str) -> None:
     (prompt,) = load_prompts(SECTION, jsonl(tmp_path, f'{{"input": "x", "label": {literal}}}'))
     assert prompt.label == LABELS[literal]
 
 
 @pytest.mark.parametrize("literal", ["NaN", "true", "false", "null", "[1, null]", '{"a": true}'])
 def test_a_value_is_shown_as_the_file_spells_it(tmp_path: Path, literal: str) -> None:
-    assert problem_of(jsonl(tmp_path, f'{{"input": "x", "label": {literal}}}')).got == literal
+    assert problem_of(jsonl(tmp_path, f'{{"input": {literal}, "label": "y"}}')).got == literal
     assert problem_of(jsonl(tmp_path, f'{{"input": {literal}, "label": "y"}}')).got == literal
 
 
@@ -95,16 +99,19 @@ PARQUET_LABELS = [
     (time(12, 30), "12:30:00"),
     (b"46", "46"),
     (2**62, str(2**62)),
+    (True, "true"),
+    ([1.0], [1.0]),
+    ({"a": 1}, {"a": 1}),
 ]
 
 
 @pytest.mark.parametrize(("value", "label"), PARQUET_LABELS)
-def test_a_parquet_label_becomes_text_too(tmp_path: Path, value: Any, label: str) -> None:
+def test_a_parquet_label_becomes_the_same(tmp_path: Path, value: Any, label: Any) -> None:
     (prompt,) = load_prompts(SECTION, parquet(tmp_path, [{"input": "x", "label": value}]))
     assert prompt.label == label
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, b"\xff", timedelta(1), [1.0], {"a": 1}, None])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), b"\xff", timedelta(1), [timedelta(1)], None])
 def test_a_parquet_label_without_meaning_is_refused(tmp_path: Path, value: Any) -> None:
     spec = parquet(tmp_path, [{"input": "x", "label": value}])
     assert problem_of(spec).where == f"{spec}: row 1"
@@ -175,7 +182,7 @@ BAD_CHATS = [
     ([USER, {"role": "user", "content": None}], "message 2"),
     ([USER, {"role": None, "content": "x"}], "message 2"),
     ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "'content' is not text, but a list"),
-    ([{**USER, "tool_calls": [{"id": 1}]}], "'tool_calls' is not text, but a list"),
+    ([{**USER, "tool_calls": {"id": 1}}], "'tool_calls' is not text, but an object"),
     ([{**USER, "weight": 1}], "'weight'"),
     ([{"role": "user", "content": "\ud835"}], "surrogate"),
     ([USER, {"role": "assistant", "content": "3"}], "ends with the assistant"),
@@ -200,14 +207,47 @@ def test_nulls_in_chats_are_dropped_from_both_formats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize(("tools", "refused"), [(None, False), ([], False), ([{"name": "search"}], True)])
-def test_a_chat_with_tools_is_refused(tmp_path: Path, form: str, tools: Any, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("tools", "given"),
+    [
+        (None, None),
+        ([], None),
+        ("", None),
+        ([{"name": "search", "unit": None}], [{"name": "search"}]),
+        ('[{"name": "search"}]', [{"name": "search"}]),
+        ("search", "is text, but not JSON"),
+        (["search"], "is not a list of JSON objects"),
+    ],
+)
+def test_tools_are_for_the_chat_template(tmp_path: Path, form: str, tools: Any, given: Any) -> None:
     row = {"input": [USER], "label": "y", "tools": tools}
     spec = jsonl(tmp_path, json.dumps(row)) if form == "jsonl" else parquet(tmp_path, [row])
-    if refused:
-        assert "'tools'" in problem_of(spec).message
+    if isinstance(given, str):
+        assert problem_of(spec).message == f"'tools' {given}"
+        return
+    section = DataSection(label_key="label", chat_template_kwargs={"brief": True})
+    (prompt,) = load_prompts(section, spec)
+    assert prompt.content == [USER]
+    assert prompt.template == {"brief": True} | ({} if given is None else {"tools": given})
+
+
+def test_calls_of_tools_stay_in_a_chat(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
+    chatted = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "3"}]
+    (prompt,) = load_prompts(SECTION, jsonl(tmp_path, chat(*chatted)))
+    kept = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    assert prompt.content == [USER, kept, {"role": "tool", "content": "3"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"), [(None, None), ("f1", "f1"), (0.5, "'reward' is not text"), ({}, "not text")]
+)
+def test_a_row_may_choose_its_reward(tmp_path: Path, value: Any, reward: str | None) -> None:
+    spec = jsonl(tmp_path, json.dumps({"input": "x", "label": "y", "reward": value}))
+    if value is None or isinstance(value, str):
+        assert load_prompts(SECTION, spec)[0].reward == reward
     else:
-        assert load_prompts(SECTION, spec)[0].content == [USER]
+        assert str(reward) in problem_of(spec).message
 
 
 @pytest.mark.parametrize(

@@ -86,4 +86,5 @@ def test_metrics_and_samples_survive_a_power_cut(tmp_path: Path, monkeypatch: py
     with MetricsWriter(tmp_path) as metrics:
         path = SampleWriter(tmp_path).write(1, [{"reward": 1.0}])
         metrics.write({"step": 1})
+    assert disk.faults() == []
     assert {path.parent, path, tmp_path, tmp_path / "metrics.jsonl"} <= disk.flushed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
 from relax_cli.errors import ConfigError, RunError
 from relax_cli.models.hf import read_weights
+from tests.support.conversations import converse
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -193,6 +195,26 @@ def test_a_longer_limit_only_extends_responses(engine: EmbeddedEngine) -> None:
 
 
 # --- where responses end ----------------------------------------------------------------------------------
+
+
+def test_each_request_may_have_a_limit_of_its_own(engine: EmbeddedEngine) -> None:
+    requests = [Request((5, 6, 7), seed) for seed in range(6)]
+    whole = engine.generate(requests, PLAIN)
+    cut = engine.generate([replace(r, most_tokens=1 + i) for i, r in enumerate(requests)], PLAIN)
+    for i, (long, short) in enumerate(zip(whole, cut, strict=True)):
+        assert (short.tokens, len(short.tokens), short.finish_reason) == (long.tokens[: i + 1], i + 1, "length")
+        assert short.log_probs == pytest.approx(long.log_probs[: i + 1], abs=1e-5)
+
+
+def test_turns_of_a_conversation_are_those_asked_for_alone(engine: EmbeddedEngine) -> None:
+    sampling = replace(PLAIN, stop_token_ids=tuple(range(20)))
+    openings = [Request(tuple(range(3, 4 + i % 5)), 10 * i) for i in range(9)]
+    done = converse(engine, openings, sampling, turns=3)
+    assert [len(turns) for turns in done] == [3 + i % 2 for i in range(9)]
+    for request, generation in (turn for turns in done for turn in turns):
+        (alone,) = engine.generate([request], sampling)
+        assert (generation.tokens, generation.finish_reason) == (alone.tokens, alone.finish_reason)
+        assert generation.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
 
 
 def test_stop_tokens_are_kept_and_the_limit_is_reported(engine: EmbeddedEngine) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from relax_cli.config.schema import Config, DataSection, RewardSection, RolloutSection
 from relax_cli.data.light_tokenizer import load_light
 from relax_cli.data.prompts import Prompt, load_prompts, read_prompts
-from relax_cli.data.tokenise import encode_prompt, load_tokenizer, stop_token_ids
+from relax_cli.data.tokenise import encode_prompt, encoded_text, fitting, load_tokenizer, stop_token_ids
 from relax_cli.errors import ConfigError
 from relax_cli.preflight.data_reader import DataReader
 from relax_cli.quickstart.task import MODEL
@@ -153,14 +153,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def read_all(tmp_path: Path, rows: list[Any], *, rm_type: str = "exact", chat: bool = False, limit: int = 4) -> Any:
+def read_all(
+    tmp_path: Path,
+    rows: list[Any],
+    *,
+    rm_type: str = "exact",
+    chat: bool = False,
+    limit: int = 4,
+    overlong: Any = "error",
+    system: str | None = None,
+) -> Any:
     """The reader after all rows, and the problems it reported."""
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = Config(
-        data=DataSection(prompt_data=str(path), label_key="label", apply_chat_template=chat),
+        data=DataSection(prompt_data=str(path), label_key="label", apply_chat_template=chat, system_prompt=system),
         reward=RewardSection(rm_type=rm_type),
-        rollout=RolloutSection(rollout_max_prompt_len=limit),
+        rollout=RolloutSection(rollout_max_prompt_len=limit, overlong_prompts=overlong),
     )
     folder = tmp_path / "model"
     if not folder.exists():
@@ -222,6 +231,60 @@ def test_the_fix_for_long_prompts_holds_for_all_of_them(tmp_path: Path) -> None:
     assert problem.fix.startswith("--rollout-max-prompt-len 10,")
     (summary,) = reader.summaries.values()
     assert (summary.prompts, summary.lengths, summary.longest) == (4, (2, 6, 10, 8), f"{tmp_path / 'data.jsonl'}:3")
+
+
+def test_long_prompts_are_dropped_before_and_in_the_run(tmp_path: Path) -> None:
+    rows = [{"input": "hello " * words, "label": "1"} for words in (1, 5, 3, 7)]
+    reader, (warning,) = read_all(tmp_path, rows, overlong="drop")
+    (summary,) = reader.summaries.values()
+    assert (summary.prompts, summary.lengths, summary.longest) == (2, (2, 4), f"{tmp_path / 'data.jsonl'}:3")
+    assert (warning.id, warning.severity) == ("prompts-overlong", "warning")
+    assert warning.message == "2 of 4 prompts are longer than 4 tokens and are dropped"
+    fits = fitting(load_tokenizer(tmp_path / "model"), 4, apply_chat_template=False)
+    kept = load_prompts(SECTION, [f"{tmp_path / 'data.jsonl'}*1"], fits)
+    assert ([prompt.source[-2:] for prompt in kept], kept.mixture) == ([":1", ":3"], ((2, 1.0),))
+    assert [p.id for p in read_all(tmp_path, rows[1:2], overlong="drop")[1]] == ["prompt-data-empty"]
+
+
+def test_cut_prompts_are_counted_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("relax_cli.preflight.data_cache.LEAST_BYTES", 0)
+    rows = [{"input": "hello " * words, "label": "1"} for words in (1, 5)]
+    for _ in range(2):
+        # The second time from the cache.
+        reader, (warning,) = read_all(tmp_path, rows, overlong="truncate-left")
+        assert warning.message == "1 of 2 prompts are longer than 4 tokens and are cut to their last 4 tokens"
+        assert next(iter(reader.summaries.values())).lengths == (2, 4)
+
+
+def test_a_system_prompt_precedes_chats_without_one(tmp_path: Path) -> None:
+    template = "{{ kind }}{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}"
+    folder = tokenizer_folder(tmp_path / "model", template)
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "hello"}]
+    rows = [{"input": content, "label": "1"} for content in ("hello", own[1:], own)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataSection(label_key="label", system_prompt="be brief", chat_template_kwargs={"kind": "K "})
+    for tokenizer in (load_light(folder), load_tokenizer(folder)):
+        texts = [encoded_text(tokenizer, p, apply_chat_template=True)[0] for p in load_prompts(section, str(path))]
+        assert texts == ["K system:be brief user:hello "] * 2 + ["K system:mine user:hello "]
+    (task,) = load_prompts(section, "reasoning-gym:chain_sum?size=1")
+    assert (task.system, task.template) == ("be brief", {"kind": "K "})
+
+
+def test_tools_need_the_chat_template(tmp_path: Path) -> None:
+    prompt = Prompt("hello", None, {}, "", template={"tools": [{"name": "add"}]})
+    folder = tokenizer_folder(tmp_path, "{{ tools[0].name }} {{ messages[0].content }}")
+    for tokenizer in (load_light(folder), load_tokenizer(folder)):
+        assert encoded_text(tokenizer, prompt, apply_chat_template=True)[0] == "add hello"
+        with pytest.raises(ConfigError, match="tools need the chat template"):
+            encoded_text(tokenizer, prompt, apply_chat_template=False)
+
+
+def test_a_template_without_the_system_role_is_said(tmp_path: Path) -> None:
+    tokenizer_folder(tmp_path / "model", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    _, found = read_all(tmp_path, [{"input": "hello", "label": "1"}], chat=True, system="be brief")
+    assert [p.id for p in found] == ["chat-message-left-out"]
 
 
 def test_padding_and_truncation_of_the_file_are_off(tmp_path: Path) -> None:

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private.services import determine_plasma_store_config
 
-from relax_cli.config.schema import AlgorithmSection, Config, ParallelSection
+from relax_cli.config.layers import Layers
+from relax_cli.config.placement import object_store_bytes, rollout_engine
+from relax_cli.config.recipes import bundled_recipes
+from relax_cli.config.schema import AlgorithmSection, Config, ModelSection, ParallelSection, RolloutSection
 from relax_cli.engine.local import free_port
 from relax_cli.engine.ray.launch import RaySession
 from relax_cli.engine.ray.problems import start_failed
@@ -21,8 +25,10 @@ from relax_cli.engine.ray.start import check_resources, cluster_gpus, start_ray
 from relax_cli.errors import EnvironmentFault, ExitCode, Problem
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.check_run import check_run
 from relax_cli.preflight.rules import machine as machine_rules
 from relax_cli.preflight.rules.registry import RuleContext
+from tests.support.rules import UNKNOWN
 
 SLOW = "The current node timed out during startup.\nThis could happen because ..."
 
@@ -243,3 +249,38 @@ def test_a_temporary_folder_ray_cannot_use_is_refused(
 def test_a_refused_connection_is_no_limit_of_processes(number: int) -> None:
     problem = start_failed("10.0.0.7:6379", ConnectionRefusedError(number, "not reachable"))
     assert problem.fix.startswith("ray status --address 10.0.0.7:6379")
+
+
+def store_of_ray(free: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where Ray's own code puts an object store, given what is free in /dev/shm."""
+    monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: free)
+    monkeypatch.delenv("RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE", raising=False)
+    folder: str = determine_plasma_store_config(wanted, "/tmp", plasma_directory=None)[0]
+    return folder
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize("recipe", sorted(name for name in bundled_recipes() if "gpu" in name))
+def test_ray_takes_the_store_of_every_gpu_recipe(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = check_run(load_plugins(), Layers([recipe], {}, [])).config
+    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
+    assert store_of_ray(64 << 20, object_store_bytes(engine, 48 * GB), monkeypatch) == "/tmp"
+
+
+@pytest.mark.parametrize(("weights", "free"), [(1 * GB, 0), (2 * GB, 11 * GB), (2 * GB, 12 * GB), (8 * GB, 20 * GB)])
+def test_the_rule_refuses_what_ray_refuses(
+    weights: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(weights)
+    config = Config(model=ModelSection(hf_checkpoint=str(tmp_path)), rollout=RolloutSection(rollout_engine="embedded"))
+    context = RuleContext(config, machine=replace(UNKNOWN, shared_memory=free))
+    found = [problem.id for problem in machine_rules.shared_memory_too_small.problems(context)]
+    try:
+        store_of_ray(free, object_store_bytes("embedded", weights), monkeypatch)
+    except ValueError:
+        assert found == ["shared-memory-too-small"]
+    else:
+        assert found == []

@@ -11,7 +11,7 @@ import pytest
 from relax_cli.config.layers import Layers, Loaded, load_config
 from relax_cli.config.model import flag, option_value, options_by_name
 from relax_cli.config.paths import PATH_OPTIONS, expand_path
-from relax_cli.config.replaced import REPLACEMENTS
+from relax_cli.config.replaced import EVALUATED, REPLACEMENTS
 from relax_cli.config.schema import Config
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
@@ -42,6 +42,14 @@ PAIRS: list[tuple[dict[str, Any], str, Any, dict[str, Any]]] = [
     ({"custom_rm_path": "r.py:f"}, "rm_type", "math", {"custom_rm_path": None}),
     ({"rm_type": "remote", "rm_url": "http://h"}, "rm_type", "math", {"rm_url": None}),
     ({"rm_url": "http://h"}, "rm_type", "remote", {"rm_url": "http://h"}),
+    ({"env": "e.py:E", "max_turns": 3, "env_timeout": 9.0}, "rm_type", "math",
+     {"env": None, "max_turns": 8, "env_timeout": 600.0}),
+    ({"env": "e.py:E", "max_turns": 3, "env_timeout": 9.0}, "custom_rm_path", "r.py:f",
+     {"env": None, "max_turns": 8, "env_timeout": 600.0}),
+    ({"env": "e.py:E", "max_turns": 3, "env_timeout": 9.0}, "env", None, {"max_turns": 8, "env_timeout": 600.0}),
+    ({"rm_type": "remote", "rm_url": "http://h", "reward_key": "a", "rm_timeout": 9.0}, "env", "e.py:E",
+     {"rm_type": None, "rm_url": None, "reward_key": None, "rm_timeout": 3600.0}),
+    ({"custom_rm_path": "r.py:f"}, "env", "e.py:E", {"custom_rm_path": None}),
     ({"num_rollout": 7}, "num_epoch", 2, {"num_rollout": None}),
     ({"num_epoch": 7}, "num_rollout", 2, {"num_epoch": 1}),
     ({"num_steps_per_rollout": 4}, "global_batch_size", 16, {"num_steps_per_rollout": None}),
@@ -110,8 +118,7 @@ def test_every_replacement_has_a_row_in_the_table() -> None:
         ("save", "keep_checkpoints"),
         ("save", "on_save_error"),
         ("use_tis", "tis_clip_low"),
-        ("eval_prompt_data", "n_samples_per_eval_prompt"),
-        ("eval_interval", "n_samples_per_eval_prompt"),
+        *((option, name) for option in ("eval_prompt_data", "eval_interval") for name in EVALUATED),
     }
 
 

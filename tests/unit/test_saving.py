@@ -161,9 +161,15 @@ class Quiet:
     def phase(self, name: str) -> None: ...
 
 
-def trained(rewards: list[tuple[float, float]], calls: Calls, watcher: Quiet, **checkpoint: Any) -> Trainer:
+def trained(
+    rewards: list[tuple[float, float]],
+    calls: Calls,
+    watcher: Quiet,
+    role: Recorded | None = None,
+    **checkpoint: Any,
+) -> Trainer:
     """The trainer after one rollout for each (lowest, highest) reward."""
-    role = Recorded("actor", calls)
+    role = role or Recorded("actor", calls)
     section = CheckpointSection(save="actor", save_interval=1, **checkpoint)
     config = Config(batch=BatchSection(num_rollout=len(rewards)), checkpoint=section, run=RunSection(run_dir="run"))
     session = cast(Session, SimpleNamespace(roles=Roles.of({"rollout": role, "actor": role})))
@@ -271,3 +277,17 @@ def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="the first"):
         fail()
+
+
+@pytest.mark.parametrize("broken", ["", "finish_dump"])
+def test_a_pair_counts_once_its_samples_are_on_the_disk(broken: str) -> None:
+    calls: Calls = []
+    if not broken:
+        trained([(0.0, 1.0)], calls, Quiet())
+        made = [name for _, name in calls]
+        assert made.index("commit") < made.index("finish_dump") < made.index("publish")
+        return
+    role = Recorded("actor", calls, broken, "run-folder-failed")
+    with pytest.raises(RunError, match="writing failed"):
+        trained([(0.0, 1.0)], calls, Quiet(), role=role)
+    assert [name for _, name in calls] == ["write", "commit", "finish_dump", "withdraw"]

@@ -42,7 +42,9 @@ def _is_module(function: ast.expr, *names: str) -> bool:
 
 
 def _opens_no_text(node: ast.Call) -> bool:
-    return _is_module(node.func, "os") or (isinstance(node.func, ast.Attribute) and "opener" in ast.unparse(node.func))
+    return _is_module(node.func, "os", "archive") or (
+        isinstance(node.func, ast.Attribute) and "opener" in ast.unparse(node.func)
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,7 @@ def _opens_no_text(node: ast.Call) -> bool:
         ("p.write_text(x, 'utf-8')", False), ("p.write_text(x, encoding='utf-8')", False), ("open(p)", True),
         ("open(p, 'rb')", False), ("open(p, encoding='ascii')", False), ("p.open()", True), ("p.open('ab')", False),
         ("p.open('a', encoding='utf-8')", False), ("os.open(p, flags)", False), ("os.fdopen(n, 'w')", True),
+        ("archive.open(name, 'w')", False),
         ("subprocess.run(c, text=True)", True), ("subprocess.run(c, text=True, encoding='utf-8')", False),
     ],
 )  # fmt: skip

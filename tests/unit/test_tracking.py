@@ -9,12 +9,11 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from relax_cli.errors import ResumeError
-from relax_cli.roles.sample_files import SampleWriter, drop_samples
+from relax_cli.roles.sample_files import SampleWriter, drop_samples, sample_files
 from relax_cli.tracking.evaluations import read_evaluations
 from relax_cli.tracking.plots import curve
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
@@ -154,27 +153,6 @@ write_config(folder, {"name": "\u00fc"})
     assert "ü" in (tmp_path / "config.json").read_text("utf-8")
 
 
-def test_samples_of_a_step_appear_whole_or_not_at_all(tmp_path: Path) -> None:
-    writer = SampleWriter(tmp_path)
-    path = writer.write(3, [{"prompt": "1+1=", "reward": 1.0}, {"prompt": "ü\n", "reward": 0.0}])
-    assert path == tmp_path / "rollouts" / "step_000003.jsonl"
-    assert [json.loads(line)["prompt"] for line in path.read_text().splitlines()] == ["1+1=", "ü\n"]
-
-    def broken() -> Any:
-        yield {"prompt": "a"}
-        raise KeyError("no more")
-
-    with pytest.raises(KeyError):
-        writer.write(4, broken())
-    assert [p.name for p in path.parent.iterdir()] == ["step_000003.jsonl"]
-
-
-def test_a_second_worker_adds_to_the_samples_of_a_step(tmp_path: Path) -> None:
-    SampleWriter(tmp_path).write(0, [{"group": 0}])
-    path = SampleWriter(tmp_path).write(0, [{"group": 1}], append=True)
-    assert [json.loads(line)["group"] for line in path.read_text().splitlines()] == [0, 1]
-
-
 def test_resuming_deletes_samples_of_steps_that_run_again(tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path)
     SampleWriter(tmp_path, "evals").write(3, [])
@@ -182,7 +160,7 @@ def test_resuming_deletes_samples_of_steps_that_run_again(tmp_path: Path) -> Non
         writer.write(step, [])
     drop_samples(tmp_path, 2)
     assert list((tmp_path / "evals").iterdir()) == []
-    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert list(sample_files(tmp_path)) == [1, 2]
 
 
 def test_the_configuration_is_written_as_it_was_dumped(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relax_cli.backends.rollout.protocol import Request
+from relax_cli.backends.rollout.protocol import Request, SamplingParams
 from relax_cli.errors import RunError, problem_kind
 
 ROLLOUT_PROMPT = problem_kind(
@@ -17,7 +17,7 @@ ROLLOUT_PROMPT = problem_kind(
 
 def check_prompts(
     requests: Sequence[Request],
-    max_new_tokens: int,
+    sampling: SamplingParams,
     vocab_size: int,
     max_positions: int,
     max_prompt: int | None = None,
@@ -46,10 +46,10 @@ def check_prompts(
                 f"at most {max_prompt}",
                 request.source,
             )
-        needed = len(prompt) + max_new_tokens
+        needed = len(prompt) + request.limit(sampling)
         if needed > max_positions:
             raise _bad_prompt(
-                f"a prompt of {len(prompt)} tokens leaves no room for {max_new_tokens} new ones",
+                f"a prompt of {len(prompt)} tokens leaves no room for {request.limit(sampling)} new ones",
                 f"{needed} positions",
                 f"at most {max_positions}",
                 request.source,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -48,6 +49,12 @@ class Request:
     """All randomness of this response comes from here, whatever else is in the batch."""
     source: str = ""
     """File and line of the prompt, for messages."""
+    most_tokens: int | None = None
+    """Most new tokens; those of the `SamplingParams` when None."""
+
+    def limit(self, sampling: SamplingParams) -> int:
+        """Most new tokens of this response."""
+        return sampling.max_new_tokens if self.most_tokens is None else self.most_tokens
 
 
 @dataclass
@@ -59,6 +66,11 @@ class Generation:
     log_probs: list[float]
     """Log-probability of each token under the full softmax at the sampling temperature (nats)."""
     finish_reason: Literal["stop", "length"]
+
+
+Opening = Future[Request | None]
+"""A prompt that is being made."""
+Then = Callable[[int, Generation], Opening]
 
 
 class RolloutEngine(Protocol):
@@ -74,6 +86,19 @@ class RolloutEngine(Protocol):
         Raises:
             RunError: a prompt this model cannot take (ids outside its vocabulary, empty, too long), or an engine that
                 cannot complete a response with its newest weights.
+        """
+
+    def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
+        """Continue prompts that grow: each response is handed to `then`, whose answer is continued next, until None.
+
+        No conversation waits for another one's answer, as far as the engine can.
+
+        Args:
+            openings: the first prompt of each conversation, once it is known.
+            then: called with the number of a conversation and its response; from several threads at a time.
+
+        Raises:
+            RunError: see `generate`; also what an opening or an answer raised.
         """
 
     def sleep(self) -> None:

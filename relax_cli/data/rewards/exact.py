@@ -1,4 +1,4 @@
-"""`exact`: 1 if the response is the label, white space at both ends aside."""
+"""`exact`: 1 if the response is the label, or one of its list, white space at both ends aside."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from relax_cli.data.rewards.types import RewardInput
 
 
 def exact(samples: Sequence[RewardInput]) -> list[float]:
-    """1.0 where the stripped response equals the stripped label, else 0.0.
+    """1.0 where the stripped response equals a stripped answer of the label, else 0.0.
 
     Raises:
         RunError: a sample has no label.
     """
-    return [float(sample.response.strip() == sample.required_label("exact").strip()) for sample in samples]
+    return [float(s.response.strip() in {answer.strip() for answer in s.answers("exact")}) for s in samples]

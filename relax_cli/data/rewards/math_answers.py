@@ -27,7 +27,7 @@ def compare(label: str, response: str) -> Literal["right", "wrong", "bad-label"]
     if not is_usable(label):
         return "bad-label"
     gold, words = _parse(as_math(_without_percent(_plain(label)))), _words(label)
-    if words is not None and _words(_final_answer(response)) == words:
+    if words is not None and _words(final_answer(response)) == words:
         return "right"
     if gold and _equal(gold, _parse(_without_percent(_plain(response)))):
         return "right"
@@ -111,7 +111,7 @@ def _words(text: str) -> str | None:
     return bare.casefold() if _WORDS.fullmatch(bare) else None
 
 
-def _final_answer(response: str) -> str:
+def final_answer(response: str) -> str:
     if boxed := _BOXED.findall(response):
         return str(boxed[-1])
     if named := _ANSWER.findall(response):

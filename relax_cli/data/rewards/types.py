@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from relax_cli.data.rows import Label
+from relax_cli.data.values import Unusable, label_value, shown
 from relax_cli.errors import RunError, problem_kind
 
 REWARD = "reward"
@@ -26,8 +28,8 @@ class RewardInput:
     """The prompt as text; chat messages arrive rendered by the chat template."""
     response: str
     """Decoded response without special tokens, and without the stop string that ended it."""
-    label: str | None
-    """The row's label, None without `--label-key`."""
+    label: Label
+    """The row's label as text, or the list or object that it is; None without `--label-key`."""
     metadata: dict[str, Any]
     """The row's metadata: a copy, which may be changed."""
     truncated: bool
@@ -43,19 +45,44 @@ class RewardInput:
         """The label.
 
         Raises:
+            RunError: there is none, or not a text, but the reward needs one.
+        """
+        if isinstance(self.label, str):
+            return self.label
+        what = "a label" if self.label is None else "a text as its label"
+        raise self._no_label(f"the reward {reward} needs {what}", "a text for every prompt")
+
+    def answers(self, reward: str) -> list[str]:
+        """What the reward accepts: the label, or each item of a label that is a list.
+
+        Raises:
             RunError: there is none, but the reward needs one.
         """
-        if self.label is None:
-            raise RunError(
-                NEEDS_LABEL(
-                    f"the reward {reward} needs a label",
-                    where=self.describe(),
-                    got="no label",
-                    expected="a label for every prompt",
-                    fix="--label-key KEY",
-                )
-            )
-        return self.label
+        try:
+            if found := answers_of(self.label):
+                return found
+        except Unusable as error:
+            what, expected = f"the label for the reward {reward} {error}", "a text, a number or a list of them"
+            raise self._no_label(what, expected) from error
+        raise self._no_label(f"the reward {reward} needs a label", "a label for every prompt")
+
+    def _no_label(self, message: str, expected: str) -> RunError:
+        got = "no label" if self.label is None else shown(self.label)
+        return RunError(NEEDS_LABEL(message, where=self.describe(), got=got, expected=expected, fix="--label-key KEY"))
+
+
+def answers_of(label: Label) -> list[str]:
+    """The answers that a label accepts: itself, or each item of a list; none of no label.
+
+    Raises:
+        Unusable: it is an object, or has an item without a text.
+    """
+    if isinstance(label, dict):
+        raise Unusable("is an object")
+    found = [label_value(item) for item in (label if isinstance(label, list) else [label]) if label is not None]
+    if not all(isinstance(item, str) for item in found):
+        raise Unusable("has an item that is not a text or a number")
+    return [str(item) for item in found]
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,14 @@ class RoleWorker:
         open_transfer_queue(keys)
 
     def prepare(self) -> None:
-        """Import what the role needs while other things start."""
+        """Import what the role needs while other things start, and look whether this node has the run's plugins.
+
+        Raises:
+            ConfigError: it does not.
+        """
         import torch  # noqa: F401
+
+        self.builder = RoleBuilder(self.spec)
 
         if self.spec.role in ("actor", "critic", "reference"):
             from relax_cli.backends.megatron import trainer  # noqa: F401
@@ -75,7 +81,8 @@ class RoleWorker:
         from relax_cli.engine.transfer import TransferQueueStore
 
         with self._logged("build"):
-            builder = RoleBuilder(self.spec.at(addr, port))
+            builder = self.builder
+            builder.spec = self.spec.at(addr, port)
             queue = TransferQueueStore(builder.graph, builder.config.run.queue_timeout, keys)
             self.role = builder.build(queue)
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import ray
 
-from relax_cli.config.placement import needed_cpus, shared_bundles
+from relax_cli.config.placement import needed_cpus, object_store_bytes, rollout_engine, shared_bundles
 from relax_cli.engine.ray.problems import check_reachable, not_local, start_failed, too_few_cpus, too_few_gpus
 from relax_cli.errors import EnvironmentFault
+from relax_cli.models.files import weight_bytes
 from relax_cli.plugin.launch_plan import LaunchPlan
 
 
@@ -31,12 +32,13 @@ def start_ray(plan: LaunchPlan) -> None:
         _init_ray(address)
         return
     _give_token()
-    weights = sum(f.stat().st_size for f in plan.model_folder.glob("*.safetensors"))
+    config = plan.config
+    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
     _init_ray(
         "local",
-        num_cpus=plan.config.parallel.ray_num_cpus or needed_cpus(plan.config.parallel, plan.config.sglang),
+        num_cpus=config.parallel.ray_num_cpus or needed_cpus(config.parallel, config.sglang),
         include_dashboard=False,
-        object_store_memory=max(256 << 20, 6 * weights),
+        object_store_memory=object_store_bytes(engine, weight_bytes(plan.model_folder)),
     )
     at = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(at).is_loopback:

@@ -46,32 +46,17 @@ class Whereabouts:
     pid: int
 
 
-class Sentinel:
-    """Looks at the processes of another node, inside a Ray actor there."""
-
-    def __init__(self) -> None:
-        self.table = ProcessTable()
-
-    def add(self, name: str, pid: int) -> None:
-        """See `ProcessTable.add`."""
-        self.table.add(name, pid)
-
-    def losses(self) -> list[Loss]:
-        """See `ProcessTable.losses`."""
-        return self.table.losses()
-
-
 class _RemoteNode:
-    """A sentinel, asked without waiting for it."""
+    """The table of another node, in a Ray actor there, asked without waiting for it."""
 
     def __init__(self, place: Whereabouts) -> None:
         strategy = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         self.name = place.node
-        self.actor: Any = ray.remote(Sentinel).options(num_cpus=0, scheduling_strategy=strategy).remote()
+        self.actor: Any = ray.remote(ProcessTable).options(num_cpus=0, scheduling_strategy=strategy).remote()
         self._asked: tuple[Any, float] | None = None
 
     def losses(self) -> list[Loss]:
-        """What the sentinel said since the last look."""
+        """What it said since the last look."""
         if self._asked is None:
             self._asked = (self.actor.losses.remote(), time.monotonic())
         answer, since = self._asked

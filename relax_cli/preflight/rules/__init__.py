@@ -3,6 +3,7 @@
 from relax_cli.preflight.rules import (
     batches,
     data,
+    episodes,
     evaluation,
     folders,
     layers,
@@ -17,4 +18,18 @@ from relax_cli.preflight.rules import (
 from relax_cli.preflight.rules.registry import RULES, RuleContext, run_rules
 
 __all__ = ["RULES", "RuleContext", "run_rules"]
-THEMES = (resources, layers, batches, evaluation, rewards, objective, sglang, model, data, folders, machine, memory)
+THEMES = (
+    resources,
+    layers,
+    batches,
+    evaluation,
+    rewards,
+    episodes,
+    objective,
+    sglang,
+    model,
+    data,
+    folders,
+    machine,
+    memory,
+)

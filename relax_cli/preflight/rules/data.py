@@ -16,6 +16,20 @@ def prompt_data_missing(data: DataSection) -> Found:
         yield Finding("no prompts to train on are given", fix)
 
 
+RESERVED = {
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"),
+    *("messages", "padding", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+}
+
+
+@rule("chat-template-kwargs-reserved", "Data", option="--chat-template-kwargs")
+def chat_template_kwargs_reserved(data: DataSection) -> Found:
+    """`--chat-template-kwargs` names what relax gives the chat template itself."""
+    if reserved := sorted(RESERVED & data.chat_template_kwargs.keys()):
+        what = f"--chat-template-kwargs has {', '.join(reserved)}, which is not a variable of the template's own"
+        yield Finding(what, "leave it out; tools are in the rows, under --tools-key", got=", ".join(reserved))
+
+
 @rule(SOURCE)
 def prompt_data_source(data: DataSection) -> Found:
     """An item of `--prompt-data` has a slice or a weight that cannot be read, or only some have a weight."""

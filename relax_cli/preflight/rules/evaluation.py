@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from relax_cli.config.schema import EvalSection
+from pydantic import ValidationError
+
+from relax_cli.config.held_out import OF_A_SET, EvalSection, section_of_set
 from relax_cli.preflight.rules.batches import THEME
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
@@ -42,3 +44,23 @@ def eval_data_name(eval: EvalSection) -> Found:
         if message:
             yield Finding(message, fix, got=item, expected="NAME PATH, or NAME=PATH")
         names.append(name)
+
+
+@rule("eval-sampling", THEME, option="--eval-sampling")
+def eval_sampling(eval: EvalSection) -> Found:
+    """An item of `--eval-sampling` names no held-out set, or says something about it that cannot be read."""
+    names = [name for name, _ in eval.sets]
+    for item in eval.eval_sampling:
+        name, colon, _ = item.partition(":")
+        expected = f"NAME:key=value,… with a name of {', '.join(names)} and keys of {', '.join(OF_A_SET)}"
+        if not colon or (names and name not in names):
+            meant = f"{names[0]}:" if names else "NAME:"
+            yield Finding(f"{item!r} names no held-out set", f"begin it with {meant}", item, expected)
+            continue
+        try:
+            section_of_set(eval.model_copy(update={"eval_sampling": (item,)}), name)
+        except ValidationError as error:
+            text = "; ".join(f"{e['input']}: {e['msg']}" for e in error.errors())
+            yield Finding(f"a value of {item!r} cannot be used", f"correct it: {text}", item, expected)
+        except ValueError as error:
+            yield Finding(f"{item!r} cannot be read: {error}", f"--eval-sampling {name}:temperature=0", item, expected)

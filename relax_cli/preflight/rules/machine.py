@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
-from relax_cli.config.placement import rollout_engine, shared_bundles
+from relax_cli.config.placement import object_store_bytes, rollout_engine, shared_bundles
 from relax_cli.config.schema import CheckpointSection, Config, ParallelSection, RunSection, SglangSection
 from relax_cli.errors import MACHINE_THEME
+from relax_cli.models.files import weight_bytes
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine, ray_temp_trouble
 from relax_cli.preflight.machine import ray_temp_folder as folder_of_ray
 from relax_cli.preflight.memory.estimate import checkpoint_bytes, kept_checkpoints
 from relax_cli.preflight.memory.sizes import in_bytes
 from relax_cli.preflight.rules.registry import Finding, Found, rule
+
+RAY_USES_FILES_BELOW = 10**10
+"""Where /dev/shm is too small, Ray puts a store of at most this size into files, with a warning."""
 
 
 @rule("no-cuda-device", MACHINE_THEME, option="--device", needs="machine")
@@ -76,6 +81,23 @@ def _checkpoints(config: Config, inputs: RunInputs, machine: Machine) -> tuple[i
         return 0, 0, None
     kept = kept_checkpoints(section, inputs.rollouts(config))
     return checkpoint_bytes(config, inputs.model), kept, machine.free_disk(section.save)
+
+
+@rule("shared-memory-too-small", MACHINE_THEME, option="--launcher", needs="machine")
+def shared_memory_too_small(config: Config, machine: Machine) -> Found:
+    """Ray refuses to start with an object store above 10 GB that `/dev/shm` has no room for. Embedded engines get their
+    weights through it: 6 × the size of the model. With SGLang it has 2 GB."""
+    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
+    needed = object_store_bytes(engine, weight_bytes(Path(config.model.hf_checkpoint or "")))
+    free = machine.shared_memory
+    own_ray = config.parallel.launcher == "ray" and not machine.ray_address
+    if own_ray and free is not None and needed > max(free, RAY_USES_FILES_BELOW):
+        yield Finding(
+            "/dev/shm has no room for Ray's object store",
+            got=f"{in_bytes(free)} free",
+            expected=in_bytes(needed),
+            fix=f"docker run --shm-size={-(-needed // (1 << 30))}g, or --launcher local",
+        )
 
 
 @rule("expandable-segments", MACHINE_THEME, option="--rollout-engine", needs="machine")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from relax_cli.config.held_out import EvalSection, section_of_set
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection
 from relax_cli.errors import MACHINE_THEME, ConfigError
@@ -151,20 +153,31 @@ def embedded_engine_family(config: Config, inputs: RunInputs) -> Found:
 
 
 @rule("longer-than-positions", THEME, option="--rollout-max-response-len", needs="files")
-def longer_than_positions(rollout: RolloutSection, inputs: RunInputs) -> Found:
+def longer_than_positions(rollout: RolloutSection, eval: EvalSection, inputs: RunInputs) -> Found:
     """The longest prompt and response together are longer than the model has positions."""
     most = inputs.model_count("max_position_embeddings")
     seen, source = inputs.longest or (0, "")
     prompt, where = (seen, source) if rollout.rollout_max_prompt_len is None else (rollout.rollout_max_prompt_len, "")
-    response = rollout.rollout_max_response_len
-    if most and prompt + response > most:
-        yield Finding(
-            "prompt and response are longer than the model has positions",
-            where=where,
-            got=f"{prompt} + {response} = {prompt + response} tokens",
-            expected=f"at most {most}",
-            fix=f"--rollout-max-response-len {most - prompt}" if most > prompt else "shorten the prompts",
-        )
+    limits = {"--rollout-max-response-len": rollout.rollout_max_response_len}
+    with suppress(ValueError):  # eval-sampling tells of it.
+        for name, _ in eval.sets:
+            if (own := section_of_set(eval, name)).eval_max_response_len:
+                option = "--eval-max-response-len" if own == eval else "--eval-sampling"
+                limits[option] = max(own.eval_max_response_len, limits.get(option, 0))
+    for option, response in limits.items():
+        if most and prompt + response > most:
+            yield Finding(
+                "prompt and response are longer than the model has positions",
+                option=option,
+                where=where,
+                got=f"{prompt} + {response} = {prompt + response} tokens",
+                expected=f"at most {most}",
+                fix=_at_most(option, most - prompt) if most > prompt else "shorten the prompts",
+            )
+
+
+def _at_most(option: str, length: int) -> str:
+    return f"{option} {length}" if option != "--eval-sampling" else f"max_response_len={length} in --eval-sampling"
 
 
 @rule("reference-folder-missing", THEME, option="--ref-load", needs="files")

@@ -34,6 +34,8 @@ class RuleContext:
     machine: Machine = field(default_factory=Machine)
     rewards: frozenset[str] = frozenset(BUILTIN_REWARDS)
     """Names that `--rm-type` may have."""
+    envs: frozenset[str] = frozenset()
+    """Names that `--env` may have."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relax_cli.config.names import nearest
 from relax_cli.config.redact import scrubbed
-from relax_cli.config.schema import DataSection, RewardSection
+from relax_cli.config.schema import DataSection, EpisodeSection, RewardSection
 from relax_cli.data.reasoning_gym import REASONING_GYM
 from relax_cli.data.rewards import REWARD_UNKNOWN
 from relax_cli.data.rewards.builtin import BUILTIN_PARTS, LABEL_REWARDS, REMOTE, url_fault
@@ -17,9 +17,9 @@ PYTHON_SPEC = "FILE.py:function"
 
 
 @rule("reward-missing", THEME, option="--rm-type")
-def reward_missing(reward: RewardSection, rewards: frozenset[str]) -> Found:
-    """Give `--rm-type`, or `--custom-rm-path`."""
-    if reward.rm_type is None and reward.custom_rm_path is None:
+def reward_missing(reward: RewardSection, episode: EpisodeSection, rewards: frozenset[str]) -> Found:
+    """Give `--rm-type`, `--custom-rm-path`, or an environment of episodes: `--env`."""
+    if reward.rm_type is None and reward.custom_rm_path is None and episode.env is None:
         yield Finding(
             "no reward is chosen",
             expected=", ".join(sorted(rewards)),

@@ -59,10 +59,8 @@ class Faults:
     """How many `/begin_weight_update` are refused with 400."""
     ignored_updates: int = 0
     """How many updates succeed and do not change `weight_version`."""
-    context: int = 0
-    """Most tokens of prompt and response together; longer responses are cut."""
-    told_context: int | None = None
-    """What `/server_info` says of it."""
+    pool: int = 0
+    """Tokens in the KV cache; 0 for enough. Longer responses are cut."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next(self) -> Fault:
@@ -90,5 +88,5 @@ def from_json(record: dict[str, Any]) -> Faults:
 
 def to_json(faults: Faults) -> dict[str, Any]:
     """The reverse."""
-    names = ("context", "told_context", "starting", "busy_flushes", "older", "refused_begins", "ignored_updates")
+    names = ("pool", "starting", "busy_flushes", "older", "refused_begins", "ignored_updates")
     return {"generate": [asdict(f) for f in faults.generate], **{name: getattr(faults, name) for name in names}}

@@ -1,7 +1,8 @@
 """A server that speaks the HTTP protocol of SGLang 0.5.22 and 0.5.23, as recorded, over a tiny real model.
 
-It is as strict as the real one where that kills or refuses: ids outside the vocabulary, memory released while
-busy, updates outside a session. `python tests/sglang/server.py --model-path DIR --port N` runs it as a process;
+It is as strict, and as lenient, as a real 0.5.23 on a CPU was: ids outside the vocabulary, memory released while busy
+and weights of other shapes kill it; lengths, settings, paths and groups it cannot take are 400; unknown and missing
+names of weights are 200. `python tests/sglang/server.py --model-path DIR --port N` runs it as a process;
 `running_server` runs it in a thread. Faults are ordered by `Faults` or by POST /_faults.
 """
 
@@ -12,6 +13,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -25,9 +27,11 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from relax_cli.backends.rollout.protocol import Generation
+from relax_cli.backends.rollout.sglang.server import NO_CRASH_DUMPS
 from tests.support.sglang.faults import Fault, Faults, from_json
 from tests.support.sglang.receiver import WeightReceiver
-from tests.support.sglang.serving import ServedModel
+from tests.support.sglang.serving import OtherShape, ServedModel
 from tests.support.sglang.spoiling import spoilt
 
 SAMPLING_KEYS = frozenset(
@@ -41,6 +45,12 @@ SAMPLING_KEYS = frozenset(
 )
 
 
+POOL = 16384
+"""Tokens in the KV cache, unless a fault says otherwise."""
+HEALTH_SECONDS = 20.0
+DUMP_SECONDS = 5.0
+
+
 class Crashed(BaseException):
     """The server is dead: it answers nothing any more, not even 500."""
 
@@ -50,12 +60,14 @@ class ContractServer:
 
     def __init__(self, folder: Path, faults: Faults, *, tp: int = 1, backup: bool = True, in_process: bool = True):
         self.model = ServedModel(folder)
-        self.folder = folder
+        self.folder = self.tokenizer = folder
         self.faults = faults
         self.receiver = WeightReceiver(tp)
         self.backup = backup
         self.in_process = in_process
         self.version = "default"
+        self.going_on = asyncio.Event()
+        self.going_on.set()
         self.session_open = False
         self.away: set[str] = set()
         self.running: dict[str, asyncio.Event] = {}
@@ -109,26 +121,49 @@ class ContractServer:
         if any(rid in self.running for rid in rids):
             return _error(f"Duplicate request ID detected: {rids[0]}")
         prompts = items if many else [items]
+        if refused := [why for prompt in prompts if (why := self.refusal(prompt, params))]:
+            return _error(refused[0])
+        await self.going_on.wait()
         # One fault for the whole HTTP request.
         fault = self.faults.next()
         answers = await asyncio.gather(*(self._one(r, p, params, fault) for r, p in zip(rids, prompts, strict=True)))
         return spoilt(answers if many else answers[0], fault, many)
 
+    @property
+    def room(self) -> int:
+        """Most tokens of a prompt and its response: two fewer than the smaller of context and KV cache."""
+        return min(self.model.spec.max_positions, self.faults.pool or POOL) - 2
+
+    def refusal(self, prompt: list[int], params: dict[str, Any]) -> str:
+        """Why a request is a 400; empty where it is taken."""
+        context, count, new = self.model.spec.max_positions, len(prompt), params.get("max_new_tokens", 128)
+        seed = params.get("sampling_seed") or 0
+        if params.get("top_k", -1) == 0:
+            return "top_k must be -1 (disable) or at least 1, got 0."
+        if not -(2**63) <= seed < 2**63:
+            return f"sampling_seed must be in [-2**63, 2**63 - 1], got {seed}."
+        if count > context:
+            return f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
+        if count + new > context:
+            return f"Requested token count exceeds the model's maximum context length of {context} tokens."
+        if count >= self.room - 4:
+            return f"Input length ({count} tokens) exceeds the maximum allowed length ({self.room - 4} tokens)."
+        return ""
+
     async def _one(self, rid: str, prompt: list[int], params: dict[str, Any], fault: Fault) -> dict[str, Any]:
         spec = self.model.spec
-        if self.faults.context and params.get("max_new_tokens"):
-            # The real server cuts lengths that do not fit, in silence.
-            params = {**params, "max_new_tokens": min(params["max_new_tokens"], self.faults.context - len(prompt))}
+        # What does not fit is cut in silence.
+        new = min(params.get("max_new_tokens", 128), self.room - len(prompt))
         if self.away or min(prompt) < 0 or max(prompt) >= spec.vocab_size or fault.kind == "crash":
             self.crash()
         aborted = self.running[rid] = asyncio.Event()
         version = self.version
         try:
-            result = await asyncio.wrap_future(self.model.submit(tuple(prompt), params))
-            tokens, triples = (
-                result.tokens,
-                [[p, t, None] for p, t in zip(result.log_probs, result.tokens, strict=True)],
-            )
+            result = Generation([], [], "length")
+            if new:
+                result = await asyncio.wrap_future(self.model.submit(tuple(prompt), {**params, "max_new_tokens": new}))
+            tokens = result.tokens
+            triples = [[p, t, None] for p, t in zip(result.log_probs, tokens, strict=True)]
             reason: dict[str, Any] = {"type": "length", "length": len(tokens)}
             if result.finish_reason == "stop":
                 reason = {"type": "stop", "matched": tokens[-1]}
@@ -144,13 +179,15 @@ class ContractServer:
         meta: dict[str, Any] = {
             "id": rid,
             "finish_reason": reason,
-            "prompt_tokens": len(prompt),
             "weight_version": version,
-            "num_retractions": 0,
+            "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
             "completion_tokens": len(tokens),
-            "cached_tokens": 0,
             "output_token_logprobs": triples,
         }
+        if reason["type"] == "abort" and not tokens:  # it had not left the queue
+            meta["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
+        else:
+            meta |= {"prompt_tokens": len(prompt), "num_retractions": 0, "cached_tokens": 0}
         return {"text": "", "output_ids": list(tokens), "meta_info": meta}
 
     async def abort_request(self, request: Request) -> Response:
@@ -162,6 +199,7 @@ class ContractServer:
 
     async def pause_generation(self, request: Request) -> Response:
         body = await self._body(request)
+        self.going_on.clear()
         if body.get("mode", "abort") == "abort":
             for aborted in self.running.values():
                 aborted.set()
@@ -169,6 +207,7 @@ class ContractServer:
 
     async def continue_generation(self, request: Request) -> Response:
         await self._body(request)
+        self.going_on.set()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     # What the server says of itself
@@ -179,6 +218,10 @@ class ContractServer:
             return Response(status_code=503)
         if "weights" in self.away or "kv_cache" in self.away:
             self.crash()
+        try:
+            await asyncio.wait_for(self.going_on.wait(), HEALTH_SECONDS)
+        except TimeoutError:
+            return Response(status_code=503)
         return Response()
 
     async def model_info(self, request: Request) -> Response:
@@ -187,6 +230,7 @@ class ContractServer:
             {
                 "model_path": str(self.folder),
                 "served_model_name": str(self.folder),
+                "tokenizer_path": str(self.tokenizer),
                 "is_generation": True,
                 "weight_version": self.version,
                 "model_type": self.model.spec.family,
@@ -196,7 +240,8 @@ class ContractServer:
     async def server_info(self, request: Request) -> Response:
         await self._body(request)
         said = {"version": "contract", "tp_size": self.receiver.tp, "model_path": str(self.folder)}
-        return JSONResponse({**said, "context_length": self.faults.told_context})
+        limits = {"max_total_num_tokens": self.faults.pool or POOL, "max_req_input_len": self.room - 4}
+        return JSONResponse({**said, "context_length": None, **limits})
 
     async def flush_cache(self, request: Request) -> Response:
         await self._body(request)
@@ -210,6 +255,8 @@ class ContractServer:
         await self._body(request)
         if self.faults.older:
             return JSONResponse({"detail": "Not Found"}, 404)
+        if not await request.body():
+            return _error("1 validation error: {'type': 'missing', 'loc': ('body',), 'msg': 'Field required'}")
         if self.faults.count_down("refused_begins"):
             return _done(False, "begin was refused")
         if self.session_open:
@@ -244,28 +291,41 @@ class ContractServer:
 
     async def destroy_group(self, request: Request) -> Response:
         body = await self._body(request)
+        if body["group_name"] not in self.receiver.groups:
+            return _done(False, "The group to be destroyed does not exist.")
         await asyncio.to_thread(self.receiver.destroy_group, body)
         return _done(True, "Succeeded to destroy custom process group.")
 
     async def update_from_distributed(self, request: Request) -> Response:
         body = await self._body(request)
+        if body["group_name"] not in self.receiver.groups:
+            return _done(False, f"Failed to receive weights: Group {body['group_name']} not in [].")
         return await self._update(
             "update_weights_from_distributed", body, lambda: self.model.update(self.receiver.receive(body))
         )
 
     async def update_from_disk(self, request: Request) -> Response:
         body = await self._body(request)
-        return await self._update(None, body, lambda: self.model.replace(Path(body["model_path"])))
+        if not Path(body["model_path"]).is_dir():
+            return _done(False, "Failed to get weights iterator: [Errno -2] Name or service not known.")
+        done = await self._update(None, body, lambda: self.model.replace(Path(body["model_path"])))
+        self.folder = Path(body["model_path"])
+        return done
 
     async def _update(self, needs_session: str | None, body: dict[str, Any], take: Callable[[], None]) -> Response:
         if needs_session and not self.session_open and not self.faults.older:
             return _done(False, f"{needs_session} must run between begin_weight_update() and end_weight_update()")
         if "weights" in self.away:
             self.crash()
-        await asyncio.to_thread(take)
+        while self.running:
+            await asyncio.sleep(0.01)
+        try:
+            await asyncio.to_thread(take)
+        except OtherShape as error:
+            if needs_session != "update_weights_from_distributed":
+                self.crash()
+            return _done(False, f"Failed to update parameter online: {error}")
         await asyncio.to_thread(self.model.apply)
-        if body.get("flush_cache", True) and self.running:
-            return _done(False, "Weights were updated, but the cache was not flushed because requests are running")
         if body.get("weight_version") is not None and not self.faults.count_down("ignored_updates"):
             self.version = body["weight_version"]
         return _done(True, "Success")
@@ -292,7 +352,9 @@ class ContractServer:
         """Die as the real server does when its scheduler fails an assertion."""
         print("Scheduler hit an exception: AssertionError", file=sys.stderr, flush=True)
         if not self.in_process:
-            os._exit(9)
+            # The port stays open, and nothing answers.
+            time.sleep(0.0 if NO_CRASH_DUMPS.items() <= os.environ.items() else DUMP_SECONDS)
+            os.kill(os.getpid(), signal.SIGKILL)
         self.dead = True
         raise Crashed
 

@@ -30,6 +30,10 @@ class Job:
     future: Future[Generation]
 
 
+class OtherShape(Exception):
+    """A weight has another shape than the model's."""
+
+
 class ServedModel:
     """Generates in one thread, all that waits as one batch; updates take turns with batches."""
 
@@ -64,8 +68,10 @@ class ServedModel:
     def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take tensors over; `apply` makes them the model's."""
         for name, tensor in named:
-            assert name in self._weights, f"unknown weight {name}"
-            assert tensor.shape == self._weights[name].shape, name
+            if name not in self._weights:
+                continue  # a warning in the log of the real one
+            if tensor.shape != self._weights[name].shape:
+                raise OtherShape(f"{name} of shape {tuple(tensor.shape)}")
             self._weights[name] = tensor.detach().to("cpu", torch.float32).clone()
 
     def replace(self, folder: Path) -> None:

@@ -13,7 +13,8 @@ from relax_cli.backends.rollout.embedded.decoder import Decoder
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.prompts import check_prompts
-from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
+from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams, Then
+from relax_cli.backends.rollout.waves import in_waves
 from relax_cli.config.engine_limits import KV_CACHE_BYTES, MOST_ROWS
 from relax_cli.models.hf import read_weights
 from relax_cli.models.spec import ModelSpec, read_spec
@@ -67,10 +68,10 @@ class EmbeddedEngine:
         if not requests:
             return []
         spec = self.decoder.spec
-        check_prompts(requests, sampling.max_new_tokens, spec.vocab_size, spec.max_positions)
+        check_prompts(requests, sampling, spec.vocab_size, spec.max_positions)
         # Like lengths together keep padding small; equal prompts together are computed once.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens))
-        columns = len(requests[order[-1]].prompt_tokens) + sampling.max_new_tokens
+        columns = len(requests[order[-1]].prompt_tokens) + max(request.limit(sampling) for request in requests)
         rows = min(
             self._max_batch_size,
             max(1, KV_CACHE_BYTES // (columns * cache_bytes_per_token(spec))),
@@ -80,6 +81,10 @@ class EmbeddedEngine:
             chunk = order[first : first + rows]
             generations.update(zip(chunk, self._generate([requests[i] for i in chunk], sampling), strict=True))
         return [generations[i] for i in range(len(requests))]
+
+    def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
+        """See `RolloutEngine.converse`."""
+        in_waves(openings, lambda requests: self.generate(requests, sampling), then)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `LoadingEngine.load_weights`."""
@@ -98,11 +103,12 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
         """One batch. `rows`: the requests that still have a cache row; `live`: which of them still run."""
-        limit = sampling.max_new_tokens
+        limits_B = torch.tensor([request.limit(sampling) for request in requests])
+        limit = int(limits_B.max())
         uniforms_BT = draw_uniforms([request.seed for request in requests], limit)
         tokens_BT = torch.zeros(len(requests), limit, dtype=torch.int64)
         log_probs_BT = torch.zeros(len(requests), limit)
-        lengths_B = torch.full((len(requests),), limit)
+        lengths_B = limits_B.clone()
         stopped_B = torch.zeros(len(requests), dtype=torch.bool)
         stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
         rows = torch.arange(len(requests))
@@ -117,9 +123,9 @@ class EmbeddedEngine:
                 ended |= live & self._ends_with_stop(tokens_BT, rows, step, sampling.stop)
             stopped_B[rows[ended]] = True
             lengths_B[rows[ended]] = step + 1
-            live &= ~ended
+            live &= ~ended & (limits_B[rows] > step + 1)
             running = int(live.sum())
-            if running == 0 or step == limit - 1:
+            if running == 0:
                 break
             size = -(-running // ROW_STEP) * ROW_STEP
             if size <= len(rows) * 7 // 8:

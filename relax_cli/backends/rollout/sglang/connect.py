@@ -13,6 +13,7 @@ from typing import Any
 from relax_cli.backends.rollout.sglang.client import API_KEY, SglangClient, SglangError, StatusFault
 from relax_cli.backends.rollout.sglang.engine import CONTROL_SECONDS, EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
+from relax_cli.backends.rollout.sglang.weight_version import folder_of
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
 from relax_cli.errors import EnvironmentFault, RelaxError, problem_kind
@@ -127,7 +128,10 @@ def limits_of(address: str) -> tuple[int | None, int | None]:
         found = [state.get(name) for state in states if isinstance(state, dict) for name in names]
         return min((value for value in found if type(value) is int and value > 0), default=None)
 
-    return least("context_length", "max_total_num_tokens"), least("max_req_input_len")
+    # What it calls the longest input is one token too many, and 5 fewer than it has positions.
+    longest = least("max_req_input_len")
+    room = [least("context_length", "max_total_num_tokens"), None if longest is None else longest + 4]
+    return min((most for most in room if most is not None), default=None), None if longest is None else longest - 1
 
 
 def _attach(address: str, spec: ModelSpec) -> WeightTarget:
@@ -150,20 +154,20 @@ def _attach(address: str, spec: ModelSpec) -> WeightTarget:
 
 def _check_model(address: str, model: dict[str, Any], spec: ModelSpec) -> None:
     """Compare the server's model with ours: by its folder where this machine can read it, else by its type."""
-    folder, family = model.get("model_path"), model.get("model_type")
+    folder, family = folder_of(model), model.get("model_type")
     # Servers before model_type was added to their answer say nothing of it.
     theirs: dict[str, Any] = {"family": family or spec.family}
     ours: dict[str, Any] = {"family": spec.family}
-    if isinstance(folder, str) and (Path(folder) / "config.json").is_file():
+    if folder is not None:
         with contextlib.suppress(RelaxError):  # a model that relax cannot read has another type
-            theirs, ours = asdict(read_any_spec(Path(folder))), asdict(spec)
+            theirs, ours = asdict(read_any_spec(folder)), asdict(spec)
     different = [name for name in ours if theirs.get(name) != ours[name]]
     if different:
         raise EnvironmentFault(
             OTHER_MODEL(
                 f"SGLang server {address} serves another model than --hf-checkpoint: {', '.join(different)} differ",
                 where=f"http://{address}/model_info",
-                got=f"{', '.join(f'{name} {theirs.get(name)}' for name in different)} ({folder})",
+                got=f"{', '.join(f'{name} {theirs.get(name)}' for name in different)} ({folder or 'not read'})",
                 expected=", ".join(f"{name} {ours[name]}" for name in different),
                 fix="start the server with the folder of --hf-checkpoint as its --model-path",
             )

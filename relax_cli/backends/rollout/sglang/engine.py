@@ -12,14 +12,15 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from relax_cli.backends.rollout.prompts import check_prompts
-from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams, ServerDied
+from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams, ServerDied, Then
 from relax_cli.backends.rollout.sglang.client import (
     CancelledFault,
     ConnectionFault,
@@ -77,13 +78,15 @@ class EngineOptions:
 
 @dataclass
 class _Batch:
-    """One call of `generate`."""
+    """One call of `converse`."""
 
     sampling: SamplingParams
     size: int
     call: str
     cancelled: threading.Event
-    done: dict[int, Generation]
+    then: Then
+    attempts: defaultdict[int, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
+    """Numbers of the requests of each conversation."""
     aborts: Counter[str] = field(default_factory=Counter)
     """Aborted requests by server."""
 
@@ -127,18 +130,32 @@ class SglangEngine:
         Raises:
             RunError: a prompt that cannot be taken, a reply that cannot be trained on, or servers that gave up.
         """
+        self._check(requests, sampling)
+        done: dict[int, Generation] = {}
+
+        def keep(index: int, generation: Generation) -> Opening:
+            done[index] = generation
+            return _known(None)
+
+        self.converse([_known(request) for request in requests], sampling, keep)
+        return [done[i] for i in range(len(requests))]
+
+    def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
+        """See `RolloutEngine.converse`. A conversation stays on its server, which has the cache of its prompt.
+
+        Raises:
+            RunError: see `generate`; also what an opening or an answer raised.
+        """
         assert not self._away, "the rollout engine sleeps; wake it before generating"
-        check_prompts(requests, sampling.max_new_tokens, self._vocab_size, self._max_positions, self._max_prompt)
         call = f"relax-{os.getpid()}-{next(self._calls)}"
-        batch = _Batch(sampling, len(requests), call, threading.Event(), {})
+        batch = _Batch(sampling, len(openings), call, threading.Event(), then)
         self._failed = True
         try:
-            self._generate(requests, batch)
+            self._converse(openings, batch)
         finally:
             for address, count in batch.aborts.items():
                 log.warning("SGLang server %s aborted %d requests of this rollout; they were repeated", address, count)
         self._failed = False
-        return [batch.done[i] for i in range(len(requests))]
 
     def weights_updated(self, version: int) -> None:
         """See `ServerEngine.weights_updated`.
@@ -238,17 +255,38 @@ class SglangEngine:
                 raise server.died(f"before {path}") from fault
             raise
 
-    def _generate(self, requests: Sequence[Request], batch: _Batch) -> None:
-        """Fill `batch.done`; after an error nothing of this call runs any more."""
+    def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        check_prompts(requests, sampling, self._vocab_size, self._max_positions, self._max_prompt)
+
+    def _converse(self, openings: Sequence[Opening], batch: _Batch) -> None:
+        """Run every conversation to its end; after an error nothing of this call runs any more."""
         workers = self.options.concurrency
         pools = [ThreadPoolExecutor(workers, thread_name_prefix="sglang") for _ in self.clients]
-        waiting: list[Future[None]] = []
+        ended: list[Future[None]] = [Future() for _ in openings]
+
+        def proceed(index: int, answer: Opening) -> None:
+            # Nothing waits here, so that a thread is only taken by a request that runs.
+            try:
+                request = answer.result()
+                if request is None:
+                    ended[index].set_result(None)
+                else:
+                    pools[index % len(pools)].submit(respond, index, request)
+            except BaseException as error:  # noqa: BLE001 - raised where the conversations are awaited
+                ended[index].set_exception(error)
+
+        def respond(index: int, request: Request) -> None:
+            try:
+                self._check([request], batch.sampling)
+                generation = self._complete(self.clients[index % len(pools)], batch, index, request)
+                batch.then(index, generation).add_done_callback(partial(proceed, index))
+            except BaseException as error:  # noqa: BLE001 - raised where the conversations are awaited
+                ended[index].set_exception(error)
+
         try:
-            for i, request in enumerate(requests):
-                if i not in batch.done:
-                    server = i % len(self.clients)
-                    waiting.append(pools[server].submit(self._complete, self.clients[server], batch, i, request))
-            finished, _ = wait(waiting, return_when=FIRST_EXCEPTION)
+            for index, opening in enumerate(openings):
+                opening.add_done_callback(partial(proceed, index))
+            finished, _ = wait(ended, return_when=FIRST_EXCEPTION)
             for future in finished:
                 future.result()
         finally:
@@ -256,13 +294,13 @@ class SglangEngine:
             for pool in pools:
                 pool.shutdown(cancel_futures=True)
 
-    def _complete(self, client: SglangClient, batch: _Batch, index: int, request: Request) -> None:
+    def _complete(self, client: SglangClient, batch: _Batch, index: int, request: Request) -> Generation:
         """Ask until the response of one sample is complete."""
-        sample, limit = f"sample {index} of {batch.size}", batch.sampling.max_new_tokens
+        sample, limit = f"sample {index} of {batch.size}", request.limit(batch.sampling)
         tokens: list[int] = []
         log_probs: list[float] = []
         fruitless = 0
-        for attempt in itertools.count():
+        for attempt in batch.attempts[index]:
             if fruitless:
                 self._pause(batch, fruitless, most=ABORT_SECONDS)
             payload = generate_payload(
@@ -274,8 +312,7 @@ class SglangEngine:
             )
             part = self._ask(client, batch, payload, sample, limit - len(tokens))
             if part.finish_reason != "abort":
-                batch.done[index] = Generation(tokens + part.tokens, log_probs + part.log_probs, part.finish_reason)
-                return
+                return Generation(tokens + part.tokens, log_probs + part.log_probs, part.finish_reason)
             batch.aborts[client.address] += 1
             # A stop string may lie across the seam, where the server would not see it.
             seamless = self.options.partial and not batch.sampling.stop
@@ -339,6 +376,12 @@ class SglangEngine:
 
     def _server_of(self, client: SglangClient) -> LocalServer | None:
         return self.servers[self.clients.index(client)] if self.servers else None
+
+
+def _known(request: Request | None) -> Opening:
+    answer: Opening = Future()
+    answer.set_result(request)
+    return answer
 
 
 def _abort(client: SglangClient, rid: str) -> None:

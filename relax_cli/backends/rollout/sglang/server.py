@@ -29,6 +29,8 @@ SLOW = problem_kind("sglang-server-slow", "SGLang servers", "A server did not an
 START_SECONDS = 1800.0
 """Deadline of loading a model; large ones come slowly from a network disk."""
 HEALTH_SECONDS = 30.0
+ENDING_SECONDS = 15.0
+"""Deadline of a server's end; a process that waits for a disk does not even die of SIGKILL."""
 POLL_SECONDS = 0.5
 TAIL_BYTES = 1 << 20
 TAIL_LINES = 8
@@ -42,6 +44,8 @@ OTHER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 PACKAGES_OF_HERE = ("PYTHONPATH", "PYTHONHOME")
 UNSCALED_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Would make log-probabilities ignore the temperature, which training does not."""
+NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+"""With them a server whose scheduler died ends at once; else it keeps its port open 5 s longer."""
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +75,13 @@ def launch_command(
 
 
 def server_environment(environment: Mapping[str, str], *, other_python: bool = False) -> dict[str, str]:
-    """A worker's environment without what is meant for the training processes alone.
+    """A worker's environment without what is meant for the training processes alone; crash dumps only where it asks.
 
     Args:
         other_python: the server runs in a Python environment of its own.
     """
     left_out = {*OTHER_ALLOCATOR, UNSCALED_LOG_PROBS, *(PACKAGES_OF_HERE if other_python else ())}
-    return {name: value for name, value in environment.items() if name not in left_out}
+    return NO_CRASH_DUMPS | {name: value for name, value in environment.items() if name not in left_out}
 
 
 class LocalServer:
@@ -155,7 +159,7 @@ class LocalServer:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            process.wait(guard.PATIENCE + 5)
+            process.wait(ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             log.warning("SGLang server %s does not end: killing it", self.address)
             process.kill()

@@ -30,10 +30,9 @@ from relax_cli.backends.rollout.sglang.transports import (
     Transport,
     TransportName,
 )
-from relax_cli.backends.rollout.sglang.weight_version import ASKING_SECONDS, check_served
+from relax_cli.backends.rollout.sglang.weight_version import ASKING_SECONDS, check_served, folder_of
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
 from relax_cli.errors import RelaxError, RunError, problem_kind
-from relax_cli.models.files import CONFIG_FILE
 from relax_cli.models.headers import HEAD, ROTARY_TABLE, stored_tensors
 from relax_cli.models.hf import write_hf
 from relax_cli.models.hybrid import read_any_spec
@@ -273,9 +272,7 @@ def names_of(client: SglangClient, template: Path) -> tuple[set[str], Path]:
         RunError: the server does not answer.
         ConfigError: the folder has weights that cannot be read.
     """
-    said = client.request("GET", "/model_info", timeout=ASKING_SECONDS)
-    theirs = Path(said.get("model_path") or "" if isinstance(said, dict) else "")
-    folder = theirs if (theirs / CONFIG_FILE).is_file() else template
+    folder = folder_of(client.request("GET", "/model_info", timeout=ASKING_SECONDS)) or template
     spec = read_any_spec(folder)
     names = stored_tensors(folder) if spec.family in FAMILIES else ()
     return {name for name in names if not (name == HEAD and spec.tied) and not name.endswith(ROTARY_TABLE)}, folder

@@ -1,0 +1,132 @@
+"""One episode's environment, whose calls end in time and return what they must, or it is said which one did not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from relax_cli.data.envs.load import EnvFactory
+from relax_cli.data.envs.types import EnvRow, Observation
+from relax_cli.data.values import Unusable, printable, shown, text_of
+from relax_cli.errors import RunError, problem_kind
+from relax_cli.plugin.user_calls import UserCalls
+from relax_cli.plugin.user_code import UserCodeError, from_here
+from relax_cli.plugin.user_deadline import TookTooLong
+
+MOST_REWARD = 1e15
+"""The trainer squares rewards in float32."""
+MOST_FRAMES = 4
+ENV_FAILED = problem_kind(
+    "env-failed",
+    "Episodes",
+    "A call of the environment raised an exception, took longer than `--env-timeout`, or returned something else than "
+    "what [environments.md](environments.md) says.",
+)
+TURN = "(observation, reward, done)"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment said to a response."""
+
+    observation: Observation | None
+    """None where the episode is done."""
+    reward: float
+    done: bool
+
+
+class CheckedEnv:
+    """Raises `RunError` for whatever goes wrong in its environment."""
+
+    def __init__(self, factory: EnvFactory, calls: UserCalls, source: str) -> None:
+        """Args:
+        source: file and line of the episode's row.
+        """
+        self._factory = factory
+        self._calls = calls
+        self._source = source
+        self._env: Any = None
+        self._turn = 0
+
+    async def reset(self, row: EnvRow) -> Observation:
+        """Make the environment and ask it for the prompt."""
+        self._env = await self._call("__init__", self._factory.make)
+        opening = await self._call("reset", lambda: self._env.reset(row))
+        return self._observation("reset", opening)
+
+    async def step(self, response: str) -> Step:
+        """Have a response answered."""
+        self._turn += 1
+        returned = await self._call("step", lambda: self._env.step(response))
+        if not isinstance(returned, tuple | list) or len(returned) != len(TURN.split()):
+            count = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
+            raise self._wrong("step", f"{count}: {shown(returned)}", TURN)
+        observation, reward, done = returned
+        number = _number(reward)
+        if number is None or not abs(number) <= MOST_REWARD:
+            raise self._wrong(
+                "step", f"the reward {shown(reward)}", f"a finite number, at most {MOST_REWARD:g} in size"
+            )
+        if type(done).__name__ not in ("bool", "bool_"):
+            raise self._wrong("step", f"done {shown(done)}", "True or False")
+        return Step(None if done else self._observation("step", observation), number, bool(done))
+
+    async def close(self) -> None:
+        """Tell the environment that its episode has ended, where it wants to know."""
+        env, self._env = self._env, None
+        if callable(getattr(env, "close", None)):
+            await self._call("close", env.close)
+
+    async def _call(self, method: str, function: Callable[[], Any]) -> Any:
+        try:
+            return await self._calls(function)
+        except UserCodeError as error:
+            raise self._raised(method, error) from error.__cause__
+
+    def _observation(self, method: str, value: Any) -> Observation:
+        expected = "text, or a list of messages with role and content"
+        try:
+            if not isinstance(value, list):
+                return text_of(value)
+            messages = [{str(name): text_of(part) for name, part in message.items()} for message in value]
+        except (Unusable, AttributeError):
+            raise self._wrong(method, shown(value), expected) from None
+        if not messages or not all({"role", "content"} <= message.keys() for message in messages):
+            raise self._wrong(method, shown(value), expected)
+        return messages
+
+    def _wrong(self, method: str, got: str, expected: str) -> RunError:
+        return self._error(f"{method} of the environment {self._factory.name} returned something else", got, expected)
+
+    def _raised(self, method: str, error: UserCodeError) -> RunError:
+        frames = error.frames[-MOST_FRAMES:]
+        got = " → ".join(f"{from_here(f.filename)}:{f.lineno} in {f.name}: {f.line}" for f in frames)
+        late = isinstance(error.__cause__, TookTooLong)
+        what = "did not return within --env-timeout" if late else f"failed: {error.reason}"
+        fix = "make it faster, or raise --env-timeout" if late else ""
+        return self._error(f"{method} of the environment {self._factory.name} {what}", got, "", fix, at=error.place)
+
+    def _error(self, what: str, got: str, expected: str, fix: str = "", at: str = "") -> RunError:
+        turn = f", turn {self._turn}" if self._turn else ""
+        return RunError(
+            ENV_FAILED(
+                printable(what),
+                where="; ".join(filter(None, (from_here(at), f"the episode of {self._source}{turn}"))),
+                got=printable(got),
+                expected=expected,
+                fix=fix or f"correct the environment {self._factory.name}",
+            )
+        )
+
+
+def _number(value: Any) -> float | None:
+    # float() takes the text "1.0", which is a mistake here.
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        number = float(value)
+        return number if math.isfinite(number) else None
+    return None

@@ -1,0 +1,135 @@
+"""`--env NAME|FILE.py:Class`: an environment of a plugin, or of a file of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from relax_cli.config.names import nearest
+from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.plugin.apart import Unanswered, run_apart
+from relax_cli.plugin.user_code import UserCodeError, user_code
+from relax_cli.plugin.user_file import UserFile, accepts, signature_of
+
+OPTION = "--env"
+THEME = "Episodes"
+METHODS = {"reset": "row", "step": "response"}
+"""What an environment has, each with one argument."""
+EXPECTED = "FILE.py:Class, a class with reset(row) and step(response)"
+UNKNOWN = problem_kind("env-unknown", THEME, "No installed plugin provides an environment of that name.", option=OPTION)
+SYNTAX = problem_kind(
+    "env-syntax", THEME, "`--env` takes the name of an environment, or `FILE.py:Class`.", option=OPTION
+)
+FILE = problem_kind("env-file", THEME, "The file cannot be read, or is not valid Python.", option=OPTION)
+CLASS = problem_kind("env-class", THEME, "The file does not define that class.", option=OPTION)
+BROKEN = problem_kind(
+    "env-broken",
+    THEME,
+    "The file of the environment fails to import, or what it defines is not made without arguments, or has no "
+    "`reset(row)` or `step(response)`.",
+    option=OPTION,
+)
+USER_FILE = UserFile(
+    "environment", OPTION, "class", "env.py:Env", EXPECTED, syntax=SYNTAX, file=FILE, missing=CLASS, broken=BROKEN
+)
+
+
+@dataclass(frozen=True)
+class EnvFactory:
+    """Makes the environment of each episode."""
+
+    name: str
+    """As the user typed it."""
+    make: Callable[[], Any]
+
+
+def is_file_spec(spec: str) -> bool:
+    """Whether `--env` names a file; otherwise it is the name of an environment."""
+    return ":" in spec or spec.endswith(".py")
+
+
+def load_env(spec: str, named: Mapping[str, str]) -> EnvFactory:
+    """The environment of `--env`.
+
+    Args:
+        named: environments of plugins, name to `"module:Class"`.
+
+    Raises:
+        ConfigError: there is none of that name, or it does not load.
+    """
+    if is_file_spec(spec):
+        return EnvFactory(spec, find_env(spec))
+    if spec not in named:
+        raise ConfigError(unknown_env(spec, named))
+    module, _, attribute = named[spec].partition(":")
+    try:
+        with user_code():
+            return EnvFactory(spec, getattr(import_module(module), attribute))
+    except UserCodeError as error:
+        raise ConfigError(
+            BROKEN(
+                f"the environment {spec!r} does not load: {error.reason}",
+                got="; ".join(filter(None, (named[spec], error.place))),
+                fix="update or remove the package that provides it",
+            )
+        ) from error
+
+
+def unknown_env(name: str, known: Mapping[str, str] | frozenset[str]) -> Problem:
+    """The problem of a name that no environment has."""
+    guess = nearest(name, known)
+    return UNKNOWN(
+        f"there is no environment {name!r}",
+        got=name,
+        expected=", ".join([*sorted(known), "FILE.py:Class"]),
+        fix=f"{OPTION} {guess}" if guess else f"install its plugin, or use {OPTION} FILE.py:Class",
+    )
+
+
+def check_env(spec: str) -> list[Problem]:
+    """What is wrong with an environment of a file, found out in a process of its own: its import may do anything."""
+    path = spec.rpartition(":")[0]
+    try:
+        return run_apart(f"{__name__}:find_env", spec)
+    except Unanswered as error:
+        what = f"the import of the environment file {error}"
+        return [BROKEN(what, where=path, expected=EXPECTED, fix=f"correct {path}")]
+
+
+def find_env(spec: str) -> Any:
+    """The class of `FILE.py:Class`, once it is known that it can be an environment.
+
+    Raises:
+        ConfigError: the file is missing or fails to import, or has no such class.
+    """
+    target = USER_FILE.find(spec, lambda value: isinstance(value, type) and not env_fault(value))
+    path, _, name = spec.rpartition(":")
+    if fault := env_fault(target):
+        got = f"{name}: {fault}"
+        raise ConfigError(
+            BROKEN(
+                f"{name} cannot be an environment",
+                where=path,
+                got=got,
+                expected=EXPECTED,
+                fix=f"correct {name} in {path}",
+            )
+        )
+    return target
+
+
+def env_fault(target: Any) -> str:
+    """Why something is no class or function that makes environments; empty when it is one."""
+    if not callable(target):
+        return f"a {type(target).__name__}"
+    if not accepts(target):
+        return f"{signature_of(target)} needs arguments"
+    for method, argument in METHODS.items() if isinstance(target, type) else ():
+        function = getattr(target, method, None)
+        if function is None:
+            return f"no method {method}"
+        if not accepts(function, None, None):
+            return f"{method}{signature_of(function)} instead of {method}(self, {argument})"
+    return ""

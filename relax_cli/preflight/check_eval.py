@@ -1,0 +1,66 @@
+"""What is known about an evaluation without a trainer before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from relax_cli.config.held_out import EvalSection
+from relax_cli.config.layers import Layers, known
+from relax_cli.config.model import flag
+from relax_cli.config.schema import DataSection, ModelSection, RewardSection, RolloutSection, SglangSection
+from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.errors import problem_kind
+from relax_cli.plugin.manager import Plugins
+from relax_cli.preflight.check_run import CheckedRun, shown
+from relax_cli.preflight.inputs import read_inputs
+from relax_cli.preflight.machine import Machine
+from relax_cli.preflight.resolve import command_words, resolve
+from relax_cli.preflight.rules import RuleContext, run_rules
+from relax_cli.preflight.rules.batches import THEME
+
+SECTIONS = (ModelSection, DataSection, RolloutSection, SglangSection, RewardSection, EvalSection)
+OF_TRAINING = frozenset({"prompt_data", "shuffle", "eval_interval", "ref_load"})
+"""Options of these sections that only a run has."""
+OPTIONS = frozenset(
+    {*(name for section in SECTIONS for name in section.model_fields), "load", "run_dir", "device", "threads_per_rank"}
+    - OF_TRAINING
+)
+"""What an evaluation reads."""
+OWN = ("data.prompt_data=[]", "parallel.resource={actor: [1, 1], rollout: [1, 1]}")
+"""A recipe's training prompts are not read, and one process generates."""
+NO_SETS = problem_kind(
+    "eval-without-data", THEME, "`relax eval` needs a set of prompts, of its own or of a recipe.", option="--data"
+)
+
+
+def check_evaluation(
+    plugins: Plugins, layers: Layers, progress: Callable[[str, float], None] | None = None
+) -> CheckedRun:
+    """Check an evaluation by the rules of a run about the options that it has.
+
+    Raises:
+        ConfigError: two plugins claim one name, so that there are no options at all.
+    """
+    machine = Machine()
+    overrides = [*layers.overrides, *OWN]
+    resolved = resolve(plugins, replace(layers, overrides=overrides), machine, None)
+    config = resolved.config
+    inputs = read_inputs(config, progress)
+    context = RuleContext(config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}))
+    problems = [*resolved.problems, *run_rules(context), *(known(lambda: plugins.broken_references(config)) or ())]
+    if not (known(lambda: config.eval.eval_prompt_data) or "eval_prompt_data" in resolved.unread):
+        problems.append(NO_SETS("there is nothing to evaluate on", fix="--data NAME=FILE.jsonl"))
+    options = {*map(flag, OPTIONS), "--data", "", None}
+    if known(lambda: config.eval.eval_max_response_len):
+        options.remove("--rollout-max-response-len")  # which nothing then follows
+    own = [p for p in problems if p.option in options and p.id not in ("eval-data-unused", "eval-option-unused")]
+    return CheckedRun(
+        config,
+        resolved.origins,
+        resolved.changes,
+        tuple(shown(own, resolved, is_strict=bool(known(lambda: config.run.strict)))),
+        command_words(layers, type(config)),
+        inputs,
+        unread=resolved.unread,
+    )

@@ -1,0 +1,41 @@
+"""Rules about multi-turn episodes."""
+
+from __future__ import annotations
+
+from relax_cli.config.schema import EpisodeSection, RewardSection, RolloutSection
+from relax_cli.data.envs.load import THEME, UNKNOWN, is_file_spec, unknown_env
+from relax_cli.preflight.rules.registry import Finding, Found, rule
+
+
+@rule(UNKNOWN)
+def env_unknown(episode: EpisodeSection, envs: frozenset[str]) -> Found:
+    """No installed plugin provides an environment of that name."""
+    if episode.env is not None and not is_file_spec(episode.env) and episode.env not in envs:
+        problem = unknown_env(episode.env, envs)
+        yield Finding(problem.message, problem.fix, problem.got, problem.expected)
+
+
+@rule("env-and-reward", THEME, option="--env")
+def env_and_reward(episode: EpisodeSection, reward: RewardSection) -> Found:
+    """The environment gives the rewards of an episode, so `--rm-type` and `--custom-rm-path` have nothing to judge."""
+    chosen = reward.rm_type or reward.custom_rm_path
+    if episode.env is not None and chosen is not None:
+        yield Finding(
+            "both an environment and a reward are chosen",
+            got=f"{episode.env} and {chosen}",
+            expected="one of --env, --rm-type and --custom-rm-path",
+            fix="drop the reward, and have step of the environment return it",
+        )
+
+
+@rule("env-turns", THEME, option="--max-turns")
+def env_turns(episode: EpisodeSection, rollout: RolloutSection) -> Found:
+    """Every turn takes a token, so an episode never has more than `--rollout-max-response-len` turns."""
+    longest = rollout.rollout_max_response_len
+    if episode.env is not None and episode.max_turns > longest:
+        yield Finding(
+            f"an episode of at most {longest} tokens cannot have {episode.max_turns} turns",
+            got=str(episode.max_turns),
+            expected=f"at most {longest}",
+            fix=f"--max-turns {longest}, or a --rollout-max-response-len of the turns and observations together",
+        )
