@@ -40,6 +40,7 @@ COMMANDS = {
     "validate-config": "Check a configuration without Ray or a GPU, and show what its run will do.",
     "eval": "Evaluate a model or a checkpoint on held-out sets, without a trainer.",
     "doctor": "Check this machine: versions, imports, devices, memory, disk, plugins.",
+    "rollouts": "Read the samples of a run: texts, rewards, and every number of every token.",
     "plugins": "Estimator and reward plugins.",
     "recipes": "Recipes: ready configurations for `relax train --recipe`.",
     "checkpoint": "Checkpoints: what a run would resume from, and whether they are whole.",

@@ -20,7 +20,7 @@ from relax_cli.config.text import printable, with_program
 from relax_cli.errors import Problem, RelaxError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 LAYERS_PANEL = "Configuration (layers, each overriding the ones before)"
 
@@ -67,6 +67,18 @@ class Output:
         """Print the command's data on stdout: `data` as JSON, or `text`."""
         shown = json.dumps(data, indent=2, default=str) if self.is_json else printable(with_program(text))
         print(shown, file=self._stdout or sys.stdout)
+
+    def show(self, data: object, *pictures: RenderableType) -> None:
+        """Print the command's data on stdout: `data` as JSON, or as pictures of rich."""
+        if self.is_json:
+            self.result(data, "")
+            return
+        from relax_cli.cli.screen import Screen
+
+        color = None if os.environ.get("NO_COLOR") else "auto"
+        screen = Screen(file=self._stdout or sys.stdout, color_system=color, highlight=False, markup=False)
+        for picture in pictures:
+            screen.print(picture)
 
     def note(self, text: str) -> None:
         """One plain line of progress on stderr."""

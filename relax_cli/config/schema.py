@@ -392,6 +392,11 @@ class RunSection(Section):
         return str(value)
 
     @property
+    def dumped_numbers(self) -> float:
+        """How many samples of a step are written with their numbers per token."""
+        return self.most_dumped if self.dump_token_numbers else 0
+
+    @property
     def most_dumped(self) -> float:
         """How many samples of a step are written: the first ones, whose prompts are in random order."""
         return float({"all": "inf", "none": "0"}.get(self.dump_rollouts, self.dump_rollouts))

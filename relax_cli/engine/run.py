@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -33,13 +34,13 @@ from relax_cli.plugin.user_code import from_here
 from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.start import decide_run, schedule_of
 from relax_cli.roles.run_folder import run_folder_errors
-from relax_cli.roles.sample_files import drop_samples
+from relax_cli.roles.sample_files import TRAINED_FIELDS, drop_samples
 from relax_cli.tracking.evaluations import evaluations_of
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.view import RunHeader
 from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
 
-DUMPED_FIELDS = ("ref_log_probs", "values", "advantages", "returns")
+DUMPED_FIELDS = ("response_mask", "ref_log_probs", "values", "bootstrap_values", "advantages", "returns")
 """Per-token queue fields written next to each sample, where the run has them."""
 
 
@@ -86,6 +87,9 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         metrics = stack.enter_context(MetricsWriter(run_dir, first))
         writers: list[MetricsWriter | TensorBoardWriter] = [metrics, *trackers(stack, config, run_dir, first)]
         model = model_folder(config.model.hf_checkpoint, display)
+        if (model / "tokenizer.json").is_file():
+            # Commands that look at the samples show tokens as text, wherever the model is by then.
+            shutil.copyfile(model / "tokenizer.json", run_dir / "tokenizer.json")
         identity = identify(config, model, checked.inputs.prompts)
         plan = LaunchPlan(
             config=config,
@@ -106,7 +110,8 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             Recorder(writers, display, plugins, config, run_dir),
             stop,
             first=first,
-            dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)],
+            dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)]
+            + [name for role, name in TRAINED_FIELDS.items() if role in graph],
             checkpoint_meta=checkpoint_meta(identity, checked, graph) | {"schedule": schedule_of(config)},
             evaluated=None if metrics.last is None else {e.name for e in evaluations_of(metrics.last)},
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.session import Session
+from relax_cli.roles.sample_files import TRAINED_FIELDS
 from relax_cli.roles.spread import Spread, merge_spreads
 
 
@@ -103,6 +104,7 @@ def run_step(
     with record.phase("publish"):
         session.publish_weights(version=rollout_id + 1)
     with record.phase("record"):
-        roles.rollout.dump(rollout_id, dump_fields)
+        written = [name for name in dump_fields if actor_learns or name != TRAINED_FIELDS["actor"]]
+        roles.rollout.dump(rollout_id, written)
         roles.rollout.clear(rollout_id)
     return record

@@ -60,7 +60,18 @@ RUN_FORMAT = 2
 """`format` in the `config.json` of a run folder. Step k is the k-th rollout; without a format, steps began at 0."""
 
 LEFT_BY_A_START = frozenset(
-    {".lock", ".config.json.tmp", "config.json", "evals", "logs", "metrics.jsonl", "rollouts", "tb", "weights"}
+    {
+        ".lock",
+        ".config.json.tmp",
+        "config.json",
+        "evals",
+        "logs",
+        "metrics.jsonl",
+        "rollouts",
+        "tb",
+        "tokenizer.json",
+        "weights",
+    }
 )
 """What a run writes into its folder before its first step has finished."""
 

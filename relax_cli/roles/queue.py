@@ -14,6 +14,7 @@ Fields of one sample in the queue (all torch tensors):
 | ref_log_probs | [T] float32 | reference, where a KL term needs it |
 | values | [T] float32 | critic |
 | bootstrap_values | scalar float32, 0 unless truncated | critic, with `--bootstrap-truncated` |
+| train_log_probs, train_values | [T] float32, as training saw them | actor, critic, with `--dump-token-numbers` |
 | advantages, returns | [T] float32 | advantages; without that service the actor writes `advantages` |
 """
 

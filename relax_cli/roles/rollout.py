@@ -292,8 +292,7 @@ class RolloutRole:
         return {
             **self._sample_record(judged),
             "log_probs": np.array(judged.generation.log_probs, dtype=np.float32),
-            **{name: values[index].numpy() for name, values in fields.items()},
-            **({} if judged.trace is None else {"response_mask": np.array(judged.mask, dtype=np.int32)}),
+            **{name: as_number(values[index]) for name, values in fields.items()},
         }
 
     def _sample_record(self, judged: Judged) -> dict[str, Any]:
@@ -311,6 +310,13 @@ class RolloutRole:
             "response_token_ids": np.array(judged.generation.tokens, dtype=np.int32),
             **({} if judged.trace is None else {"turns": judged.trace.turns}),
         }
+
+
+def as_number(value: Tensor) -> float | np.ndarray[Any, Any]:
+    """A field of one sample as files have it."""
+    if not value.dim():
+        return float(value)
+    return value.numpy().astype(np.float32 if value.is_floating_point() else np.int32)
 
 
 def sample_seed(seed: int, stream: int, row: int, *turn: int) -> int:

@@ -39,6 +39,8 @@ Sample: TypeAlias = dict[str, Any]
 """One sample; one number per token as a numpy array."""
 Folder: TypeAlias = Literal["rollouts", "evals"]
 TEXTS = "samples.jsonl"
+TRAINED_FIELDS = {"actor": "train_log_probs", "critic": "train_values"}
+"""What a role that learns writes to the queue for these files: the numbers that it saw when it learned."""
 _NAME = re.compile(r"step_(\d+)(?:-\d+)?\.(?:zip|jsonl)")
 _PER_TOKEN = re.compile(r".*(_token_ids|log_probs|values|advantages|returns)")
 """Fields of `.jsonl` files that are arrays."""

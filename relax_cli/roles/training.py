@@ -18,6 +18,7 @@ from relax_cli.checkpoint.fingerprint import data_position
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.roles.batching import Columns, make_micro_batch, micro_batch_rows, plan_rows, unpad
 from relax_cli.roles.context import RoleContext
+from relax_cli.roles.sample_files import TRAINED_FIELDS
 
 NAN_GRADIENT = problem_kind(
     "nan-gradient",
@@ -123,6 +124,9 @@ class TrainingRole(ModelRole[TrainableModel]):
         self.longest_response = context.config.rollout.rollout_max_response_len
         self.on_nan_grad = context.config.optimizer.on_nan_grad
         self._save_dir = save_dir
+        self.dumped = context.config.run.dumped_numbers
+        self.seen: dict[int, Tensor] = {}
+        """What the model said of each own row when it learned from it."""
 
     def learn(
         self, share: RolloutShare, update: Callable[[int], dict[str, float]], *, passes: int = 1
@@ -133,7 +137,11 @@ class TrainingRole(ModelRole[TrainableModel]):
             RunError: a gradient was not finite, and `--on-nan-grad` is `stop`.
         """
         before = self.model.optimizer_steps
+        self.seen = {}
         records = [update(step) for _ in range(passes) for step in range(len(share.step_rows))]
+        if self.seen and parallel.is_output_rank():
+            rows = sorted(self.seen)
+            self.queue.put(share.rollout_id, rows, {TRAINED_FIELDS[self.name]: [self.seen[row] for row in rows]})
         taken, metrics = self.model.optimizer_steps - before, summarise(records)
         assert taken + metrics[f"{self.name}/skipped_steps"] == passes * self.batch.steps_per_rollout
         memory = {f"{self.name}/{name}": value for name, value in self.model.memory_metrics().items()}
@@ -153,8 +161,19 @@ class TrainingRole(ModelRole[TrainableModel]):
         Raises:
             RunError: see `learn`; weights, moments and schedule are as they were before the step.
         """
-        batches = self.micro_batches(share, step, fields)
-        result = self.model.train_step(batches, loss_fn, need_entropy_grad=entropy_grad)
+        chunks = micro_batch_rows(share.columns, share.step_rows[step], self.batch)
+        batches = [make_micro_batch(share.columns, chunk, ["response_mask", *fields]) for chunk in chunks]
+        outputs: list[Tensor] = []
+
+        def watched(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            outputs.append(output.main.detach())
+            return loss_fn(output, batch)
+
+        result = self.model.train_step(batches, watched, need_entropy_grad=entropy_grad)
+        for rows, output in zip(chunks, outputs, strict=True):
+            found = unpad(output.cpu(), rows, share.columns["response_lens"]) if self.dumped else {}
+            # Of the first pass: later ones see what the earlier ones changed.
+            self.seen = {row: values for row, values in found.items() if row < self.dumped} | self.seen
         if result.skipped and self.on_nan_grad == "stop":
             raise self._not_finite(share.rollout_id, step, result.grad_norm)
         return result.metrics | {
@@ -174,11 +193,6 @@ class TrainingRole(ModelRole[TrainableModel]):
                 "--on-nan-grad skip leaves such steps out and counts them",
             )
         )
-
-    def micro_batches(self, share: RolloutShare, step: int, names: Sequence[str]) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step, each carrying `response_mask` and the named fields."""
-        chunks = micro_batch_rows(share.columns, share.step_rows[step], self.batch)
-        return [make_micro_batch(share.columns, chunk, ["response_mask", *names]) for chunk in chunks]
 
     def loss_denominator(self, share: RolloutShare, step: int) -> float:
         """Samples, trainable tokens or longest responses of the whole optimizer step, the same on every rank."""

@@ -1,0 +1,115 @@
+"""A run folder as it is read afterwards, by every command that looks at runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.roles import sample_files
+from relax_cli.roles.sample_files import Folder, Sample
+
+NO_RUN = problem_kind(
+    "run-folder-missing",
+    "Folders and checkpoints",
+    "A command that looks at a run was given a folder without a readable `config.json` and `metrics.jsonl`.",
+)
+NO_SAMPLES = problem_kind(
+    "samples-missing",
+    "Folders and checkpoints",
+    "The samples of this step were not written (`--dump-rollouts`), or are gone.",
+)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What is in the folder of a run, finished or not."""
+
+    path: Path
+    record: dict[str, Any]
+    """`config.json`: `config`, `origins`, `command`, `versions`."""
+    metrics: list[dict[str, Any]]
+    """One record per step; step 0 is an evaluation before the first."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration by section."""
+        found: dict[str, Any] = self.record["config"]
+        return found
+
+    def steps(self, folder: Folder = "rollouts") -> dict[int, list[Path]]:
+        """The sample files of each step."""
+        return sample_files.sample_files(self.path, folder)
+
+    def samples(self, step: int | None, folder: Folder = "rollouts", *, numbers: bool = True) -> list[Sample]:
+        """The samples of a step, of the last one for None.
+
+        Raises:
+            ConfigError: there are none, or the file is damaged.
+        """
+        steps = self.steps(folder)
+        chosen = max(steps, default=0) if step is None else step
+        if chosen not in steps:
+            raise ConfigError(
+                NO_SAMPLES(
+                    "the run has no samples of this step",
+                    where=str(self.path / folder),
+                    got=f"step {chosen}",
+                    expected=f"a step from {min(steps)} to {max(steps)}" if steps else "files step_*.zip",
+                    fix=f"--step {max(steps)}" if steps else "choose a run that was trained with --dump-rollouts all",
+                )
+            )
+        return sample_files.read_samples(steps[chosen], numbers=numbers)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """What its token ids say."""
+        return TokenTexts(self.path / "tokenizer.json")
+
+
+class TokenTexts:
+    """Texts of token ids; `#17` where the run folder has no tokenizer, as those of former versions."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer: Any = None
+        if path.is_file():
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(path))
+        self._known: dict[int, str] = {}
+
+    def __getitem__(self, token: int) -> str:
+        if token not in self._known:
+            text = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer else ""
+            self._known[token] = text or f"#{token}"
+        return self._known[token]
+
+
+def read_run(path: Path) -> RunFolder:
+    """The run in a folder; a torn last line of a run that is being written is left out.
+
+    Raises:
+        ConfigError: it is not a run folder.
+    """
+    name = "config.json"
+    try:
+        record = json.loads((path / name).read_text("utf-8"))
+        if not isinstance(record["config"], dict):
+            raise TypeError("config is not an object")
+        name = "metrics.jsonl"
+        lines = (path / name).read_bytes().split(b"\n")[:-1] if (path / name).exists() else []
+        metrics = [json.loads(line) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            NO_RUN(
+                "this is not the folder of a run",
+                where=str(path / name),
+                got=f"{type(error).__name__}: {error}",
+                expected="a folder that `relax train` wrote, with config.json and metrics.jsonl",
+                fix="give the --run-dir of a run",
+            )
+        ) from error
+    return RunFolder(path, record, [record for record in metrics if isinstance(record, dict)])
