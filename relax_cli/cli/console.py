@@ -75,8 +75,12 @@ class Output:
             return
         from relax_cli.cli.screen import Screen
 
-        color = None if os.environ.get("NO_COLOR") else "auto"
-        screen = Screen(file=self._stdout or sys.stdout, color_system=color, highlight=False, markup=False)
+        screen = Screen(
+            file=self._stdout or sys.stdout,
+            color_system=None if os.environ.get("NO_COLOR") else "auto",
+            highlight=False,
+            markup=False,
+        )
         for picture in pictures:
             screen.print(picture)
 

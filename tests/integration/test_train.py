@@ -120,7 +120,9 @@ def test_samples_have_token_ids_and_per_token_numbers(local_run: Path) -> None:
     assert [row["row"] for row in rows] == list(range(32))
     for row in rows:
         length = len(row["response_token_ids"])
-        assert all(len(row[name]) == length for name in ("log_probs", "values", "advantages", "returns", "train_values"))
+        assert all(
+            len(row[name]) == length for name in ("log_probs", "values", "advantages", "returns", "train_values")
+        )
         assert row["reward"] == float(row["response"] == row["label"] and row["finish_reason"] == "stop")
         # gamma is 1: every return of a sample is advantage plus value, whatever whitening did to the advantages.
         assert row["finish_reason"] in ("stop", "length")
