@@ -13,8 +13,18 @@ import torch
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.loaded import run_batch
 from relax_cli.backends.megatron.trainer import MicroBatch, TrainableModel
-from tests.support.tiny_models import on_ranks, save_tiny_model
-from tests.support.training_runs import ROWS, Run, build, loss_fn, micro_batches, rows_of_rank, samples, train
+from tests.support.tiny_models import VOCAB, on_ranks, save_tiny_model
+from tests.support.training_runs import (
+    RESPONSE_LENS,
+    ROWS,
+    Run,
+    build,
+    loss_fn,
+    micro_batches,
+    rows_of_rank,
+    samples,
+    train,
+)
 
 KINDS = ("policy", "value")
 
@@ -102,6 +112,44 @@ def kept_bytes(model: TrainableModel) -> int:
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     assert output.main.requires_grad
     return sum(size for place, size in sizes.items() if place not in parameters)
+
+
+# Chunked log-probabilities
+
+CHUNKS = {"one token": 1, "some": 4, "more than there are": 1000}
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_chunked_logits_give_the_same_gradients(chunk: str, entropy_grad: bool, qwen3: Path) -> None:
+    found = []
+    for size in (None, CHUNKS[chunk]):
+        model = build(Run("policy", qwen3, layout={"log_probs_chunk_size": size}))
+        model.model.entropy_grad = entropy_grad
+        output = run_batch(model.ddp, samples(ROWS))
+        weights_BT = torch.arange(output.log_probs_BT.numel()).view_as(output.log_probs_BT) / 10
+        loss = (output.log_probs_BT * weights_BT).sum()
+        (loss + (output.entropy_BT * weights_BT).sum() if entropy_grad else loss).backward()
+        gradients = {name: p.main_grad.clone() for name, p in model.model.named_parameters()}
+        found.append((output.log_probs_BT.detach(), output.entropy_BT.detach(), gradients))
+    (logp, entropy, plain), (chunked_logp, chunked_entropy, chunked) = found
+    torch.testing.assert_close(chunked_logp, logp, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(chunked_entropy, entropy, rtol=1e-6, atol=1e-6)
+    for name, gradient in plain.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(chunked[name], gradient, rtol=0, atol=1e-6 * scale, msg=name)
+
+
+def test_chunked_logits_are_not_kept_for_the_backward_pass(qwen3: Path) -> None:
+    whole, chunked = (kept_bytes(build(Run("policy", qwen3, layout={"log_probs_chunk_size": n}))) for n in (None, 2))
+    assert whole - chunked > 4 * VOCAB * sum(RESPONSE_LENS)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_chunked_logits_split_over_ranks_train_like_one(sequence_parallel: bool, qwen3: Path) -> None:
+    run = Run("policy", qwen3)
+    layout = {"sequence_parallel": sequence_parallel, "log_probs_chunk_size": 3}
+    assert_close(on_ranks(2, train, replace(run, tensor_parallel=2, layout=layout)), train(0, 1, 0, run))
 
 
 # Sequence parallelism

@@ -65,6 +65,18 @@ def test_bridged_models_are_not_split_along_the_sequence(tmp_path: Path) -> None
     assert rule not in found("qwen3", 2)
 
 
+def test_bridged_models_take_no_chunks_of_logits(tmp_path: Path) -> None:
+    def found(family: str, chunk: int | None) -> set[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        layout = ParallelSection(log_probs_chunk_size=chunk)
+        return ids(Config(model=ModelSection(hf_checkpoint=str(tmp_path)), parallel=layout))
+
+    rule = "bridge-log-probs-chunk"
+    assert rule in found("qwen3_5", 1024)
+    assert rule not in found("qwen3_5", None)
+    assert rule not in found("qwen3", 1024)
+
+
 def test_sglang_does_not_go_with_expandable_segments() -> None:
     machine = Machine(memory=1 << 40, gpus=8, free_disk=lambda _: None, ray_address="")
 

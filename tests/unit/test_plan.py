@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from relax_cli.cli.plan_text import plan_lines
-from relax_cli.config.schema import Config
+from relax_cli.config.schema import Config, ParallelSection
 from relax_cli.errors import ConfigError
 from relax_cli.models.spec import ModelSpec, read_spec
 from relax_cli.plugin.graph import RoleSpec, ServiceGraph, base_graph
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.memory import estimate as memory
+from relax_cli.preflight.memory.activations import Pass, logits_bytes
+from relax_cli.preflight.memory.sizes import Lengths
 from relax_cli.preflight.plan import build_plan, plan_dict
 from tests.support.rules import machine_problems
 
@@ -322,3 +324,15 @@ def test_an_uneven_vocabulary_is_padded_and_the_plan_says_so(tmp_path: Path) -> 
     settings = config(parallel__resource=ranks, parallel__tensor_model_parallel_size=2)
     lines = text_of(settings, RunInputs(model=odd, prompt_lens=(8,)), SPACIOUS)
     assert "  - vocabulary of 151937, padded to 151938" in lines
+
+
+def test_chunks_of_logits_lower_the_peak_of_the_actor_alone(tmp_path: Path) -> None:
+    def logits(chunk: int | None) -> dict[str, int]:
+        layout = ParallelSection(log_probs_chunk_size=chunk)
+        work = Pass(2, Lengths(prompt=8, response=512))
+        return {
+            str(grad): logits_bytes(spec(tmp_path, QWEN3_4B), layout, work, entropy_grad=grad) for grad in (False, True)
+        }
+
+    assert logits(256) == {name: size // 4 for name, size in logits(None).items()}
+    assert logits(5000) == logits(None)

@@ -5,12 +5,14 @@ Legend: `N` tokens, `V` the vocabulary slice of this rank, `H` hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.micro_batch import ModelOutput, ResponseIndex
@@ -27,6 +29,16 @@ def policy_output(
     Args:
         vocab_size: of all ranks; rows after it only make their slices equally long.
     """
+    log_probs_N, entropy_N = token_statistics(
+        logits_NV, response.tokens_N, vocab_size=vocab_size, temperature=temperature, entropy_grad=entropy_grad
+    )
+    return ModelOutput(log_probs=response.to_grid(log_probs_N), entropy=response.to_grid(entropy_N))
+
+
+def token_statistics(
+    logits_NV: Tensor, tokens_N: Tensor, *, vocab_size: int, temperature: float, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """As `policy_output`, for tokens in any order: log-probabilities and entropies, fp32 `[N]`."""
     logits_NV = logits_NV.float()
     tokens_here = vocab_size - parallel.tensor_parallel_rank() * logits_NV.size(1)
     if tokens_here < logits_NV.size(1):
@@ -34,8 +46,38 @@ def policy_output(
         logits_NV = logits_NV.masked_fill(filler_V, NEVER)
     if temperature != 1.0:
         logits_NV = logits_NV.div_(temperature)
-    log_probs_N, entropy_N = log_probs_and_entropy(logits_NV, response.tokens_N, entropy_grad=entropy_grad)
-    return ModelOutput(log_probs=response.to_grid(log_probs_N), entropy=response.to_grid(entropy_N))
+    return log_probs_and_entropy(logits_NV, tokens_N, entropy_grad=entropy_grad)
+
+
+def in_chunks(
+    statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    states_NH: Tensor,
+    tokens_N: Tensor,
+    *,
+    chunk: int,
+    ranks: int,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies from the logits of at most `chunk` tokens at a time, backward as well.
+
+    Args:
+        statistics: of a part of the states and its tokens; called again in the backward pass.
+        states_NH: this rank's share of them, where sequence parallelism shares them out evenly among `ranks`.
+        tokens_N: all response tokens; states after them are padding.
+    """
+    here = states_NH.size(0)
+    tokens_RN = torch.nn.functional.pad(tokens_N, (0, ranks * here - tokens_N.numel())).view(ranks, here)
+    # A part that is gathered from all ranks has its tokens rank by rank.
+    parts = [
+        checkpoint(statistics, states, tokens.flatten(), use_reentrant=False, preserve_rng_state=False)
+        for states, tokens in zip(
+            states_NH.split(max(1, chunk // ranks)), tokens_RN.split(max(1, chunk // ranks), dim=1), strict=True
+        )
+    ]
+    log_probs_N, entropy_N = (
+        torch.cat([part.view(ranks, -1) for part in column], dim=1).flatten()[: tokens_N.numel()]
+        for column in zip(*parts, strict=True)
+    )
+    return log_probs_N, entropy_N
 
 
 class ValueHead(torch.nn.Linear):

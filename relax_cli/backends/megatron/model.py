@@ -19,7 +19,7 @@ from torch import Tensor
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
-from relax_cli.backends.megatron.heads import ValueHead, policy_output
+from relax_cli.backends.megatron.heads import ValueHead, in_chunks, token_statistics
 from relax_cli.backends.megatron.layers import LayerKind, block_spec, layer_kind, local_name
 from relax_cli.backends.megatron.micro_batch import Build, ModelKind, ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
@@ -128,23 +128,32 @@ class PolicyModel(_ResponseModel):
 
     head_from_folder = True
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, kind: LayerKind, temperature: float) -> None:
+    def __init__(self, spec: ModelSpec, config: TransformerConfig, kind: LayerKind, build: Build) -> None:
         super().__init__(spec, config, kind, tied=spec.tied)
-        self.temperature = temperature
+        self.temperature = build.temperature
+        self.chunk = build.layout.log_probs_chunk_size
         self.entropy_grad = False
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits_NV = self.output_layer(hidden_states.squeeze(1), weight=weight)[0]
-        if self.config.sequence_parallel:
-            logits_NV = logits_NV[: labels.tokens_N.numel()]
-        return policy_output(
-            logits_NV,
-            labels,
-            vocab_size=self.spec.vocab_size,
-            temperature=self.temperature,
-            entropy_grad=self.entropy_grad,
-        )
+
+        def statistics(states_NH: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+            logits_NV = self.output_layer(states_NH, weight=weight)[0]
+            return token_statistics(
+                logits_NV[: tokens_N.numel()],
+                tokens_N,
+                vocab_size=self.spec.vocab_size,
+                temperature=self.temperature,
+                entropy_grad=self.entropy_grad,
+            )
+
+        states_NH, tokens_N = hidden_states.squeeze(1), labels.tokens_N
+        if self.chunk is None or tokens_N.numel() <= self.chunk:
+            log_probs_N, entropy_N = statistics(states_NH, tokens_N)
+        else:
+            ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+            log_probs_N, entropy_N = in_chunks(statistics, states_NH, tokens_N, chunk=self.chunk, ranks=ranks)
+        return ModelOutput(log_probs=labels.to_grid(log_probs_N), entropy=labels.to_grid(entropy_N))
 
 
 class ValueModel(_ResponseModel):
@@ -181,7 +190,7 @@ def build_model(
     layers = layer_kind(build.layout.transformer_impl, build.device)
     model: PolicyModel | ValueModel
     if kind == "policy":
-        model = PolicyModel(spec, config, layers, build.temperature)
+        model = PolicyModel(spec, config, layers, build)
     else:
         model = ValueModel(spec, config, layers, build.value_head_std, build.seed)
     model.to(build.device.torch_device)

@@ -49,7 +49,8 @@ def activation_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes
 def logits_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, *, entropy_grad: bool) -> int:
     """fp32: logits, log-softmax and its exponential, or their gradients; the entropy bonus keeps two more."""
     vocabulary = spec.vocabulary_of_rank(layout.tensor_model_parallel_size)
-    return 4 * (5 if entropy_grad else 3) * work.answers * vocabulary
+    tokens = min(work.answers, layout.log_probs_chunk_size or work.answers)
+    return 4 * (5 if entropy_grad else 3) * tokens * vocabulary
 
 
 def forward_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:

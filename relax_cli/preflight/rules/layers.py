@@ -109,6 +109,18 @@ def bridge_sequence_parallel(parallel: ParallelSection, inputs: RunInputs) -> Fo
         yield SEQUENCE_PARALLEL_BRIDGE
 
 
+@rule("bridge-log-probs-chunk", "Model", option="--log-probs-chunk-size", needs="files")
+def bridge_log_probs_chunk(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """A model that goes through Megatron-Bridge with `--log-probs-chunk-size`: the bridge makes all logits at once."""
+    if parallel.log_probs_chunk_size is not None and inputs.model_config.get("model_type") in BRIDGE_FAMILIES:
+        yield Finding(
+            "models of Megatron-Bridge make the logits of a micro-batch at once",
+            got=str(parallel.log_probs_chunk_size),
+            expected="unset",
+            fix="drop --log-probs-chunk-size, and lower --micro-batch-size or --max-tokens-per-gpu",
+        )
+
+
 SEQUENCE_PARALLEL_BRIDGE = Finding(
     "models of Megatron-Bridge are not trained with sequence parallelism",
     got="on",
