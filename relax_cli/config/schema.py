@@ -346,7 +346,7 @@ class ParallelSection(Section):
     log_probs_chunk_size: int | None = Field(
         None,
         ge=1,
-        description="response tokens whose logits exist at a time, in the forward and the backward pass; all when unset",
+        description="response tokens whose logits exist at a time, forward and backward; all when unset",
     )
     ray_num_cpus: int | None = Field(
         None, ge=1, le=100_000, description="logical CPUs of a local Ray; as many as the roles need when unset"

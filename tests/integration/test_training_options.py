@@ -142,7 +142,7 @@ def test_chunked_logits_give_the_same_gradients(chunk: str, entropy_grad: bool, 
 
 def test_chunked_logits_are_not_kept_for_the_backward_pass(qwen3: Path) -> None:
     whole, chunked = (kept_bytes(build(Run("policy", qwen3, layout={"log_probs_chunk_size": n}))) for n in (None, 2))
-    assert whole - chunked > 4 * VOCAB * sum(RESPONSE_LENS)
+    assert whole - chunked >= 4 * VOCAB * sum(RESPONSE_LENS)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
