@@ -66,12 +66,11 @@ def in_chunks(
     """
     here = states_NH.size(0)
     tokens_RN = torch.nn.functional.pad(tokens_N, (0, ranks * here - tokens_N.numel())).view(ranks, here)
+    size = max(1, chunk // ranks)
     # A part that is gathered from all ranks has its tokens rank by rank.
     parts = [
         checkpoint(statistics, states, tokens.flatten(), use_reentrant=False, preserve_rng_state=False)
-        for states, tokens in zip(
-            states_NH.split(max(1, chunk // ranks)), tokens_RN.split(max(1, chunk // ranks), dim=1), strict=True
-        )
+        for states, tokens in zip(torch.split(states_NH, size), torch.split(tokens_RN, size, dim=1), strict=True)
     ]
     log_probs_N, entropy_N = (
         torch.cat([part.view(ranks, -1) for part in column], dim=1).flatten()[: tokens_N.numel()]
