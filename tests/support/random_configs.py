@@ -16,6 +16,7 @@ FIXED = {
     # Where things are; each is a matter of files, not of values.
     "hf_checkpoint", "ref_load", "prompt_data", "eval_prompt_data", "load", "save", "critic_load", "critic_save",
     "run_dir", "custom_rm_path", "rm_url", "sglang_python", "rollout_external_engine_addrs", "sglang_options",
+    "env", "eval_sampling",
     # The length of a run, its processes, and switches of other machines.
     "num_rollout", "num_epoch", "launcher", "resource", "strict", "tensorboard", "advantage_estimator",
 }  # fmt: skip
@@ -27,7 +28,7 @@ WORK = {"rollout_batch_size", "n_samples_per_prompt", "n_samples_per_eval_prompt
 """Options that multiply the work of a run: it would train, for years."""
 TEXTS = {"input_key": ["input", "label"], "label_key": ["label"], "metadata_key": ["metadata"],
          "rm_type": ["exact", "reasoning_gym", "remote"], "reward_key": ["score", "correct"],
-         "dump_rollouts": ["all", "none", "1"]}  # fmt: skip
+         "dump_rollouts": ["all", "none", "1"], "tools_key": ["tools", "label"], "system_prompt": ["Add."]}  # fmt: skip
 TUPLES = {"rollout_stop": ["", "$", "1", "12"], "recompute_modules": ["core_attn", "mlp", "norm"]}
 
 
@@ -44,11 +45,13 @@ def values(name: str, field: FieldInfo) -> st.SearchStrategy[Any]:
         high = min(MOST, bounds[Le].le) if Le in bounds else MOST
         found = st.integers(low, max(low, high)) | st.sampled_from([low, low + 1, *([] if name in WORK else HUGE)])
     elif kind is float:
-        low = bounds[Ge].ge if Ge in bounds else bounds[Gt].gt
+        low = bounds[Ge].ge if Ge in bounds else bounds[Gt].gt if Gt in bounds else -10.0
         high = bounds[Le].le if Le in bounds else bounds[Lt].lt if Lt in bounds else None
         inside = st.floats(low, 10.0 if high is None else high, exclude_min=Gt in bounds, exclude_max=Lt in bounds)
         ends = [1e-20, 1e-9, 1e-300, *([] if high is not None else [1e3, 1e6, 1e9, 1e300])]
         found = inside | st.sampled_from([*ends, *([low] if Ge in bounds else []), *([high] if Le in bounds else [])])
+    elif kind is dict:
+        found = st.sampled_from([{}, {"enable_thinking": False}])
     elif kind is tuple:
         found = st.lists(st.sampled_from(TUPLES[name]), max_size=2).map(tuple)
     else:
