@@ -35,8 +35,8 @@ class Entry:
 
     role: str
     path: Path
-    size: int
-    """Bytes on the disk."""
+    bytes: int
+    """On the disk."""
     keep: bool
     reason: str
 

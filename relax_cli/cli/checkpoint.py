@@ -11,22 +11,18 @@ import typer
 
 from relax_cli.checkpoint import align, layout
 from relax_cli.checkpoint import resume_problems as problems_of
-from relax_cli.checkpoint.fingerprint import (
-    folder_of_model,
-    model_differences,
-    model_shape,
-    tokenizer_fingerprint,
-)
+from relax_cli.checkpoint.fingerprint import model_differences, model_shape, tokenizer_fingerprint
 from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume, was_saved_beside_a_critic
 from relax_cli.cli import checkpoint_commands
+from relax_cli.cli.checkpoint_commands import model_folder, path_argument, path_option
 from relax_cli.cli.console import Format, FormatOption, output_of, table
 from relax_cli.cli.help import CommandGroup
 from relax_cli.cli.report import decision_dict
-from relax_cli.errors import ConfigError, ExitCode, Problem, ResumeError
+from relax_cli.errors import ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import indivisible_sizes
 from relax_cli.plugin.manager import Plugins
-from relax_cli.preflight.rules.model import model_folder_missing
+from relax_cli.preflight.completion import beside, critic_folders, has_checkpoints
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -35,58 +31,55 @@ app = typer.Typer(
 )
 checkpoint_commands.register(app)
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="a save folder")]
-Load = Annotated[str, typer.Option("--load", metavar="DIR", help="the actor's save folder")]
-CriticLoad = Annotated[
-    str | None, typer.Option("--critic-load", metavar="DIR", help="the critic's save folder, where the run has one")
-]
-FromActor = Annotated[
-    bool,
-    typer.Option(
-        "--critic-init-from-actor", help="where the critic has no state, it may start from the actor's backbone"
-    ),
-]
-HfCheckpoint = Annotated[
-    str | None, typer.Option("--hf-checkpoint", metavar="DIR", help="compare model and tokenizer with this folder's")
-]
-Save = Annotated[
-    str | None, typer.Option("--save", metavar="DIR", help="--save of the run: if --load is the same, it may be new")
-]
-CriticSave = Annotated[
-    str | None, typer.Option("--critic-save", metavar="DIR", help="--critic-save of the run, likewise")
-]
-TensorParallel = Annotated[
-    int | None,
-    typer.Option(
-        "--tensor-model-parallel-size", min=1, help="check that the model can be shared out; as it was saved when unset"
-    ),
-]
+Folder = Annotated[Path, path_argument("DIR", "a save folder")]
 KEEPS_COMPLETE = frozenset({"resume-wrong-role", "resume-critic-lost"})
 """Problems of a checkpoint that is whole."""
-Deep = Annotated[bool, typer.Option("--deep", help="compare the hash of every file")]
 
 
 @app.command("check-resume")
 def check_resume(
     ctx: typer.Context,
-    load: Load,
-    critic_load: CriticLoad = None,
-    critic_init_from_actor: FromActor = False,
-    hf_checkpoint: HfCheckpoint = None,
-    tensor_parallel: TensorParallel = None,
-    save: Save = None,
-    critic_save: CriticSave = None,
-    deep: Deep = False,
+    load: Annotated[str, path_option("--load", "the actor's save folder")],
+    critic_load: Annotated[
+        str | None,
+        path_option("--critic-load", "the critic's save folder, where the run has one; LOAD-critic when unset"),
+    ] = None,
+    critic_init_from_actor: Annotated[
+        bool,
+        typer.Option(
+            "--critic-init-from-actor", help="where the critic has no state, it may start from the actor's backbone"
+        ),
+    ] = False,
+    hf_checkpoint: Annotated[
+        str | None, path_option("--hf-checkpoint", "compare model and tokenizer with this folder's")
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-model-parallel-size",
+            min=1,
+            help="check that the model can be shared out; as it was saved when unset",
+        ),
+    ] = None,
+    save: Annotated[
+        str | None, path_option("--save", "--save of the run: if --load is the same, it may be new")
+    ] = None,
+    critic_save: Annotated[str | None, path_option("--critic-save", "--critic-save of the run, likewise")] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="compare the hash of every file")] = False,
     fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Show what a run with these folders would start from; exit code 3 if it would be refused.
 
-    As in a run, --critic-load follows --load; a critic is looked for if one of its options is given, or the
-    actor's checkpoint was saved with one. What belongs to the run itself - data, estimator, number of rollouts -
-    is checked by `relax validate-config` with the options of the run.
+    As in a run, the critic's folder is LOAD-critic where there is one, or else --load; a critic is looked for if one of
+    its options is given, its folder is there, or the actor's checkpoint was saved with one. What belongs to the run
+    itself - data, estimator, number of rollouts - is checked by `relax validate-config` with the options of the run.
     """
     output = output_of(ctx, fmt)
     has_critic = critic_load is not None or critic_init_from_actor or was_saved_beside_a_critic(load)
+    if has_critic or has_checkpoints(beside(load)):
+        has_critic = True
+        folders = critic_folders(load, save, critic_load, critic_save, from_actor=critic_init_from_actor)
+        critic_load, critic_save = folders
     report = examine_resume(
         load,
         critic_load,
@@ -198,14 +191,15 @@ def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: 
     meta = report.sides[0].meta
     saved = None if meta is None else meta.parallel
     size = tensor_parallel or (saved or {}).get("tensor_parallel")
-    folder = None if hf_checkpoint is None else existing_model(hf_checkpoint)
-    shape = None if folder is None else model_shape(folder)
+    shape = None
     problems: dict[str, Problem] = {}
-    if folder is not None:
+    if hf_checkpoint is not None:
+        folder = model_folder(hf_checkpoint, "give an existing folder")
+        read_any_spec(folder)
+        shape, tokenizer = model_shape(folder), tokenizer_fingerprint(folder)
         for side in report.sides:
             if side.meta is not None and side.checkpoint is not None:
-                tokenizer = tokenizer_fingerprint(folder)
-                for found in model_differences(shape, tokenizer, side.meta, side.checkpoint, str(hf_checkpoint)):
+                for found in model_differences(shape, tokenizer, side.meta, side.checkpoint, hf_checkpoint):
                     problems.setdefault(found.id, found)
     known = shape or (meta.extra.get("model_shape") if meta is not None else None)
     resized = saved is not None and size != saved.get("tensor_parallel")
@@ -213,40 +207,16 @@ def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: 
     return ModelFit(hf_checkpoint, saved, size, (*problems.values(), *fit))
 
 
-def existing_model(name: str) -> Path:
-    """The model's folder.
-
-    Raises:
-        ConfigError: it is not there, or its config.json is unusable.
-    """
-    folder = folder_of_model(name)
-    if folder is None:
-        raise ConfigError(
-            model_folder_missing.kind(
-                "the model folder does not exist",
-                fix="give an existing folder",
-                got=name,
-                expected="a folder with config.json and tokenizer",
-            )
-        )
-    read_any_spec(folder)
-    return folder
-
-
 def as_json(report: ResumeReport, fit: ModelFit) -> dict[str, Any]:
     """The object of `check-resume --format json`."""
-    decision = report.decision
+    decision = decision_dict(report.decision)
     sides = {side.role: side_json(side) for side in report.sides}
     return {
+        **decision,
         "ok": not report.problems,
-        **decision_dict(decision),
         "actor": sides["actor"],
         "critic": sides.get("critic"),
-        "loads": {
-            role: {"path": str(source.folder), "weights_only": source.weights_only}
-            for role, source in (("actor", decision.actor), ("critic", decision.critic))
-            if source is not None
-        },
+        "loads": {role: decision[role] for role in ("actor", "critic") if decision[role] is not None},
         "model": {
             "hf_checkpoint": fit.compared,
             "saved_parallel": fit.saved,

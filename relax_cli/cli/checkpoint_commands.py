@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +16,8 @@ from relax_cli.checkpoint import align, layout, prune
 from relax_cli.checkpoint.fingerprint import folder_of_model, model_differences, model_shape, tokenizer_fingerprint
 from relax_cli.checkpoint.resume_problems import is_one_checkpoint
 from relax_cli.cli.console import Format, FormatOption, output_of
+from relax_cli.config.paths import expand_path
+from relax_cli.config.values import unset_variable
 from relax_cli.engine.locks import claimed
 from relax_cli.errors import ConfigError, ResumeError, RunError, problem_kind
 from relax_cli.preflight.rules.model import model_folder_missing
@@ -51,10 +54,47 @@ def register(app: typer.Typer) -> None:
     app.command("export-hf")(export_command)
 
 
+def expanded(parameter: typer.CallbackParam, value: str | Path | None) -> str | Path | None:
+    """A path with `~` and variables expanded, as `relax train` does it.
+
+    Raises:
+        ConfigError: a variable is not set.
+    """
+    if value is None:
+        return None
+    text, missing = expand_path(str(value), os.environ)
+    if missing:
+        raise ConfigError(unset_variable(missing[0], parameter.opts[0], "", str(value)))
+    return type(value)(text)
+
+
+def path_option(name: str, help: str, metavar: str = "DIR") -> Any:
+    """An option that is a path."""
+    return typer.Option(name, metavar=metavar, help=help, callback=expanded)
+
+
+def path_argument(metavar: str, help: str) -> Any:
+    """An argument that is a path."""
+    return typer.Argument(metavar=metavar, help=help, callback=expanded)
+
+
+def model_folder(name: str, fix: str) -> Path:
+    """The model's folder.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    folder = folder_of_model(name)
+    if folder is None:
+        message, expected = "the model folder does not exist", "a folder with config.json and tokenizer"
+        raise ConfigError(model_folder_missing.kind(message, fix=fix, got=name, expected=expected))
+    return folder
+
+
 def align_command(
     ctx: typer.Context,
-    load: Annotated[Path, typer.Option("--load", metavar="DIR", help="the actor's save folder")],
-    critic_load: Annotated[Path, typer.Option("--critic-load", metavar="DIR", help="the critic's save folder")],
+    load: Annotated[Path, path_option("--load", "the actor's save folder")],
+    critic_load: Annotated[Path, path_option("--critic-load", "the critic's save folder")],
     deep: Annotated[bool, typer.Option("--deep", help="compare the hash of every file of the two checkpoints")] = False,
     yes: Yes = False,
     fmt: FormatOption = Format.TEXT,
@@ -82,17 +122,18 @@ def align_command(
             }
             for move in plan.moves
         ],
-        "left_out": [{"iteration": left.iteration, "reason": left.reason} for left in plan.left_out],
+        "left_out": [asdict(left) for left in plan.left_out],
     }
     output.result(data, _alignment_text(plan, done=yes))
 
 
 def prune_command(
     ctx: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the actor's save folder")],
+    folder: Annotated[Path, path_argument("DIR", "the actor's save folder")],
     keep: Annotated[int, typer.Option("--keep", min=1, help="complete checkpoints, or pairs, to keep")],
     critic: Annotated[
-        Path | None, typer.Option("--critic", metavar="DIR", help="the critic's save folder, where the run has one")
+        Path | None,
+        path_option("--critic", "the critic's save folder, where the run has one"),
     ] = None,
     yes: Yes = False,
     fmt: FormatOption = Format.TEXT,
@@ -108,31 +149,26 @@ def prune_command(
             # Another run may have finished a save since.
             plan = prune.plan_pruning(folder, critic, keep)
             prune.apply(plan)
-    freed = sum(entry.size for entry in plan.doomed)
+    freed = sum(entry.bytes for entry in plan.doomed)
     data = {
         "ok": True,
         "removed": yes and bool(plan.doomed),
         "bytes": freed,
-        "checkpoints": [
-            {
-                "role": entry.role,
-                "path": str(entry.path),
-                "bytes": entry.size,
-                "keep": entry.keep,
-                "reason": entry.reason,
-            }
-            for entry in plan.entries
-        ],
+        "checkpoints": [asdict(entry) for entry in plan.entries],
     }
     output.result(data, _pruning_text(plan, freed, done=yes))
 
 
 def export_command(
     ctx: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the actor's save folder, or one checkpoint in it")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write, new or empty")],
+    folder: Annotated[
+        Path,
+        path_argument("DIR", "the actor's save folder, or one checkpoint in it"),
+    ],
+    out: Annotated[Path, path_argument("OUT", "folder to write, new or empty")],
     hf_checkpoint: Annotated[
-        str, typer.Option("--hf-checkpoint", metavar="MODEL", help="the model the run was started with")
+        str,
+        path_option("--hf-checkpoint", "the model the run was started with", "MODEL"),
     ],
     iteration: Annotated[int | None, typer.Option("--iteration", min=0, help="default: what the tracker names")] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="type of the weights")] = Dtype.AS_TRAINED,
@@ -140,16 +176,7 @@ def export_command(
 ) -> None:
     """Write the actor of a checkpoint as a Hugging Face model: safetensors, config.json and tokenizer files."""
     output = output_of(ctx, fmt)
-    model = folder_of_model(hf_checkpoint)
-    if model is None:
-        raise ConfigError(
-            model_folder_missing.kind(
-                "the model folder does not exist",
-                fix="give the folder or package that the run was started with",
-                got=hf_checkpoint,
-                expected="a folder with config.json and tokenizer",
-            )
-        )
+    model = model_folder(hf_checkpoint, "give the folder or package that the run was started with")
     checkpoint = chosen_checkpoint(folder, iteration)
     meta = layout.read_meta(checkpoint)
     other = model_differences(model_shape(model), tokenizer_fingerprint(model), meta, checkpoint, hf_checkpoint)
@@ -254,7 +281,7 @@ def _pruning_text(plan: prune.Pruning, freed: int, *, done: bool) -> str:
         if heading not in lines:
             lines.append(heading)
         verb = "keep" if entry.keep else "drop"
-        line = f"  {verb}  {entry.path.name:<18} {_megabytes(entry.size):>10}  "
+        line = f"  {verb}  {entry.path.name:<18} {_megabytes(entry.bytes):>10}  "
         fits = len(line) + len(entry.reason) <= WIDTH
         lines += [line + entry.reason] if fits else [line.rstrip(), f"        {entry.reason}"]
     if not plan.doomed:

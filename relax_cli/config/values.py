@@ -77,18 +77,15 @@ def with_expanded_paths(setting: Setting, env: Mapping[str, str]) -> Setting:
         missing.extend(names)
         return text
 
-    value, option = expand(setting.value), flag(setting.key)
-    problems = tuple(
-        PATH_VARIABLE(
-            f"{option} has ${name}, a variable that is not set",
-            fix=f"export {name}=…, or write the path out",
-            option=option,
-            where=setting.where,
-            got=in_json(redacted(setting.section, setting.key, setting.value)),
-        )
-        for name in dict.fromkeys(missing)
-    )
+    value, got = expand(setting.value), in_json(redacted(setting.section, setting.key, setting.value))
+    problems = tuple(unset_variable(name, flag(setting.key), setting.where, got) for name in dict.fromkeys(missing))
     return replace(setting, value=value, problems=(*setting.problems, *problems))
+
+
+def unset_variable(name: str, option: str, where: str, got: str) -> Problem:
+    """The problem of a path with a variable that is not set."""
+    message, fix = f"{option} has ${name}, a variable that is not set", f"export {name}=…, or write the path out"
+    return PATH_VARIABLE(message, fix=fix, option=option, where=where, got=got)
 
 
 def prepare(setting: Setting, field: FieldInfo) -> Any:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from relax_cli.checkpoint.layout import TRACKER_FILE
+from relax_cli.config.model import flag
 from relax_cli.config.schema import Config
 from relax_cli.plugin.records import Change
 
@@ -36,19 +37,41 @@ def _with_reference_shape(config: Config) -> tuple[Config, list[Change]]:
 
 def _with_critic_folders(config: Config) -> tuple[Config, list[Change]]:
     """`--critic-save` is `<save>-critic`, and `--critic-load` is `<load>-critic` where that is what a run wrote."""
-    save, load, critic = config.checkpoint.save, config.checkpoint.load, config.critic
-    update: dict[str, str] = {}
-    changes = []
-    if save is not None and critic.critic_save is None:
-        update["critic_save"] = beside(save)
-        changes.append(Change("--critic-save", None, beside(save), CRITIC_SAVE))
-    if load is not None and critic.critic_load is None and not critic.critic_init_from_actor:
-        # `--load X --save X` starts from nothing the first time, so that one script restarts itself.
-        is_first_start = load == save and "critic_save" in update and not has_checkpoints(load)
-        if is_first_start or has_checkpoints(beside(load)):
-            update["critic_load"] = beside(load)
-            changes.append(Change("--critic-load", None, beside(load), CRITIC_LOAD))
+    critic = config.critic
+    folders = critic_folders(
+        config.checkpoint.load,
+        config.checkpoint.save,
+        critic.critic_load,
+        critic.critic_save,
+        from_actor=critic.critic_init_from_actor,
+    )
+    update = dict(zip(("critic_load", "critic_save"), folders, strict=True))
+    why = {"critic_load": CRITIC_LOAD, "critic_save": CRITIC_SAVE}
+    changes = [
+        Change(flag(name), None, folder, why[name])
+        for name, folder in update.items()
+        if folder != getattr(critic, name)
+    ]
     return config.model_copy(update={"critic": critic.model_copy(update=update)}), changes
+
+
+def critic_folders(
+    load: str | None, save: str | None, critic_load: str | None, critic_save: str | None, *, from_actor: bool = False
+) -> tuple[str | None, str | None]:
+    """`--critic-load` and `--critic-save` of a run with a critic, with the folders next to the actor's where they are
+    not given.
+
+    Args:
+        from_actor: the critic may start from the actor's backbone.
+    """
+    if load is not None and critic_load is None and not from_actor:
+        # `--load X --save X` starts from nothing the first time, so that one script restarts itself.
+        is_first_start = load == save and critic_save is None and not has_checkpoints(load)
+        if is_first_start or has_checkpoints(beside(load)):
+            critic_load = beside(load)
+    if save is not None and critic_save is None:
+        critic_save = beside(save)
+    return critic_load, critic_save
 
 
 def beside(folder: str) -> str:

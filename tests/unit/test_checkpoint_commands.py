@@ -273,3 +273,39 @@ def test_the_screens_fit_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     cut(critic, 1)
     for words in (("align", "--load", "a", "--critic-load", "c"), ("prune", "a", "--critic", "c", "--keep", 1)):
         assert max(len(line) for line in relax(*words).stdout.splitlines()) <= 80
+
+
+PATHS = [
+    ("check-resume", "--load", "{a}", "--critic-load", "{c}", "--save", "{a}", "--critic-save", "{c}"),
+    ("list", "{a}"),
+    ("verify", "{a}"),
+    ("align", "--load", "{a}", "--critic-load", "{c}"),
+    ("prune", "{a}", "--critic", "{c}", "--keep", "1"),
+]
+
+
+@pytest.mark.parametrize("home", ["~", "$HOME", "${HOME}"])
+@pytest.mark.parametrize("words", PATHS, ids=lambda words: words[0])
+def test_paths_of_commands_expand_as_those_of_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], home: str
+) -> None:
+    actor, critic = pair(tmp_path, (2,), (2,))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    there = relax(*(word.format(a=actor, c=critic) for word in words))
+    assert there.exit_code == 0
+    assert relax(*(word.format(a=f"{home}/a", c=f"{home}/c") for word in words)).stdout == there.stdout
+    unset = relax(*(word.format(a="$NOT_SET/a", c=critic) for word in words))
+    assert unset.exit_code == 2
+    assert "[path-variable]" in unset.stderr
+
+
+def test_check_resume_finds_the_critic_where_train_does(tmp_path: Path) -> None:
+    actor = save(tmp_path / "x", "actor", 2, 3, has_critic=False)
+    assert as_json(relax("check-resume", "--load", actor, "--format", "json"))["critic"] is None
+    save(tmp_path / "x-critic", "critic", 2, 3)
+    found = as_json(relax("check-resume", "--load", actor, "--format", "json"))
+    assert (found["verdict"], found["critic"]["path"]) == ("resume", f"{actor}-critic")
+    given = as_json(relax("check-resume", "--load", actor, "--critic-load", tmp_path / "no", "--format", "json"))
+    assert (given["verdict"], given["critic"]["path"]) == ("refuse", str(tmp_path / "no"))
+    new = as_json(relax("check-resume", "--load", tmp_path / "n", "--save", tmp_path / "n", "--format", "json"))
+    assert (new["verdict"], new["critic"]) == ("cold-start", None)
