@@ -58,6 +58,19 @@ class Loaded:
     """Every problem of every layer."""
     unread: frozenset[str] = frozenset()
     """Names of the options whose value is not known, because it has a problem."""
+    layers: Mapping[str, int] = field(default_factory=dict)
+    """Name of each option that was given to the number of its layer, see `Setting.layer`."""
+
+    def without(self, names: Collection[str]) -> Loaded:
+        """The same as if these options had not been given."""
+        config, origins = self.config, dict(self.origins)
+        for name in names:
+            section, option = options_by_name(type(config))[name]
+            default = option.get_default(call_default_factory=True)
+            body = getattr(config, section).model_copy(update={name: default})
+            config = config.model_copy(update={section: body})
+            origins[f"{section}.{name}"] = "default"
+        return replace(self, config=config, origins=origins)
 
 
 class UnreadOption(ConfigError):
@@ -106,7 +119,8 @@ def load_config(layers: Layers, model: type[Config]) -> Loaded:
         else:
             section[setting.key] = value
     config = _validated(model, values, origins, problems, unread)
-    return Loaded(_without(config, unread), origins, tuple(problems), frozenset(unread))
+    numbers = {name: setting.layer for name, setting in last.items() if name not in ended}
+    return Loaded(_without(config, unread), origins, tuple(problems), frozenset(unread), numbers)
 
 
 def _settings(

@@ -20,7 +20,7 @@ from relax_cli.plugin.records import Change
 from relax_cli.preflight.completion import complete
 from relax_cli.preflight.device_choice import installed_torch_has_cuda, settle_device
 from relax_cli.preflight.machine import Machine
-from relax_cli.preflight.unused_options import unused_options
+from relax_cli.preflight.unused_options import of_other_estimators, unused_options
 
 GROUP_SIZE = 8
 """Samples per prompt where an estimator compares the samples of a group and the option is unset."""
@@ -63,6 +63,8 @@ def resolve(
         ConfigError: two plugins claim one name, so that there are no options at all.
     """
     loaded = load_config(layers, config_model(plugins.estimators().values()))
+    with contextlib.suppress(UnreadOption):
+        loaded = loaded.without(of_other_estimators(loaded, plugins.estimators()))
     given, changes, problems = loaded.config, list[Change](), list(loaded.problems)
     origins = dict(loaded.origins)
     with contextlib.suppress(UnreadOption):

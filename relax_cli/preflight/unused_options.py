@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from relax_cli.config.layers import known
+from relax_cli.config.layers import Loaded, known
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.redact import redacted
@@ -227,20 +227,34 @@ def unused_options(config: Config, origins: Mapping[str, str], estimators: Mappi
         if _is_idle(condition, config, chosen)
         if (found := {option: given[option] for option in condition.options if option in given})
     ]
-    readers = {other: set(estimator.options.model_fields) for other, estimator in estimators.items()}
-    foreign = {
-        option: text
-        for option, text in given.items()
-        if option not in readers[name] and any(option in names for names in readers.values())
-    }
+    foreign = {option: given[option] for option in given if option in foreign_options(name, estimators)}
     if foreign:
-        able = sorted(other for other, names in readers.items() if foreign.keys() <= names)
+        able = sorted(e.name for e in estimators.values() if foreign.keys() <= e.options.model_fields.keys())
         alone = [other for other in able if not estimators[other].needs_critic]
         fix = f"--advantage-estimator {alone[0]}" if alone else PPO_RECIPE if able else ""
         problems.append(
             _problem(ESTIMATOR_OPTION_UNUSED, foreign, f"belong{_s(foreign)} to estimators other than {name}", fix)
         )
     return problems
+
+
+def foreign_options(name: str, estimators: Mapping[str, Estimator]) -> set[str]:
+    """Options that other estimators read, and the one called `name` does not."""
+    own = estimators[name].options.model_fields.keys()
+    return {option for other in estimators.values() for option in other.options.model_fields} - own
+
+
+def of_other_estimators(loaded: Loaded, estimators: Mapping[str, Estimator]) -> list[str]:
+    """Options without effect for the chosen estimator that were given in an earlier layer than it, such as a recipe's
+    options of PPO before the flag `--advantage-estimator grpo`."""
+    name = loaded.config.algorithm.advantage_estimator
+    if name not in estimators or "advantage_estimator" not in loaded.layers:
+        return []
+    unused = foreign_options(name, estimators)
+    if not estimators[name].needs_critic:
+        unused |= CriticSection.model_fields.keys()
+    chosen = loaded.layers["advantage_estimator"]
+    return [option for option in unused - loaded.unread if loaded.layers.get(option, chosen) < chosen]
 
 
 def _is_idle(condition: Condition, config: Config, estimator: Estimator) -> bool:

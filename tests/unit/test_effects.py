@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from relax_cli.config.layers import Layers, load_config
-from relax_cli.config.model import options_by_name
+from relax_cli.config.model import option_value, options_by_name
 from relax_cli.errors import Problem
 from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import Plugins, load_plugins
+from relax_cli.preflight.resolve import resolve
 from relax_cli.preflight.unused_options import CONDITIONS, unused_options
 from tests.support.unused_option_cases import UNUSED_OPTION_CASES
 
@@ -63,3 +64,27 @@ def test_options_of_one_kind_share_a_warning_across_layers(plugins: Plugins) -> 
 
 def test_nothing_is_said_of_an_estimator_that_is_not_known(plugins: Plugins) -> None:
     assert unused(plugins, {"advantage_estimator": "ppoo", "critic_lr": "1e-5"}) == []
+
+
+@pytest.mark.parametrize(
+    ("estimator", "earlier", "later", "left"),
+    [
+        ("grpo", {"critic_lr": "1e-3", "num_critic_only_steps": "5", "lambd": "0.9"}, {}, []),
+        ("grpo", {"eps_clip": "0.3"}, {}, ["eps_clip"]),
+        ("grpo", {"critic_lr": "1e-3"}, {"value_clip": "0.3"}, ["value_clip"]),
+        ("ppo", {"critic_lr": "1e-3", "disable_grpo_std_normalization": "true"}, {}, ["critic_lr"]),
+        ("sapo", {"eps_clip": "0.3", "gamma": "0.9"}, {"sapo_tau_neg": "2"}, ["sapo_tau_neg"]),
+    ],
+)
+def test_options_of_another_estimator_end_where_it_is_replaced(
+    plugins: Plugins, estimator: str, earlier: dict[str, str], later: dict[str, str], left: list[str]
+) -> None:
+    env = {f"RELAX_{name.upper()}": value for name, value in earlier.items()}
+    flags = {"advantage_estimator": estimator, **later}
+    resolved = resolve(plugins, Layers(env=env, flags=flags), None, None)
+    given = {path.partition(".")[2] for path, origin in resolved.origins.items() if origin.startswith(("RELAX_", "--"))}
+    assert sorted(given - {"advantage_estimator"}) == left
+    warned = {p.option for p in resolved.problems if p.id in ("critic-option-unused", "estimator-option-unused")}
+    assert warned == {f"--{name.replace('_', '-')}" for name in later if name != "sapo_tau_neg"}
+    for name in earlier.keys() - set(left):
+        assert option_value(resolved.given, name) == option_value(type(resolved.given)(), name)
