@@ -5,31 +5,33 @@ Legend: `B` samples, `T` response tokens (padded).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from relax_cli.algorithms.types import AdvantageInputs
+from relax_cli.plugin.kit import common
 from relax_cli.plugin.kit.cases import (
-    GARBAGE,
-    SELECT,
     TOLERANCE,
     UNTRAINED,
     Subject,
     advantage_cases,
     advantage_inputs,
-    check_purity,
-    check_shapes,
     gap,
-    padded,
     rows_of,
-    with_garbage,
 )
 from relax_cli.plugin.kit.findings import Finding
 
 _OWN_ROW = "compute every row from that row alone; --normalize-advantages whitens over the whole rollout"
 _GROUP = "compare a sample only with those of the same group_ids, anywhere in the batch"
+
+
+def _results(subject: Subject, inputs: AdvantageInputs) -> dict[str, Tensor]:
+    return {"advantages": subject.advantages(inputs).advantages}
+
+
+FUNCTION = common.Function(advantage_cases, _results, _GROUP)
 
 
 def shape(subject: Subject) -> list[Finding]:
@@ -39,52 +41,20 @@ def shape(subject: Subject) -> list[Finding]:
     results = {name: value for name, value in vars(outputs).items() if value is not None}
     if subject.estimator.needs_critic and outputs.returns is None:
         missing = Finding("there is a critic, and no returns to train it on", "return AdvantageOutputs(A, R)")
-        return [missing, *check_shapes(results, inputs.mask)]
-    return check_shapes(results, inputs.mask)
-
-
-def all_masked(subject: Subject) -> list[Finding]:
-    """A batch in which nothing is trainable has advantages 0."""
-    for inputs in advantage_cases(subject):
-        nothing = with_garbage(replace(inputs, mask=torch.zeros_like(inputs.mask)), float("nan"))
-        got_BT = subject.advantages(nothing).advantages
-        if gap(got_BT, torch.zeros_like(got_BT)) > 0:
-            return [Finding("nothing is trainable, and the advantages are not 0", SELECT)]
-    return []
+        return [missing, *common.check_shapes(results, inputs.mask)]
+    return common.check_shapes(results, inputs.mask)
 
 
 def masked_garbage(subject: Subject) -> list[Finding]:
     """NaN and inf in masked slots, and the reward of a sample without a trainable token, change nothing."""
+    if found := common.masked_garbage(FUNCTION, subject):
+        return found
     for inputs in advantage_cases(subject):
-        clean_BT = subject.advantages(inputs).advantages
-        for garbage in GARBAGE:
-            if gap(subject.advantages(with_garbage(inputs, garbage)).advantages, clean_BT) > TOLERANCE:
-                return [Finding(f"{garbage} in masked slots changes the advantages", SELECT)]
         rewards = inputs.rewards.clone()
         rewards[UNTRAINED] = 100.0
-        if gap(subject.advantages(replace(inputs, rewards=rewards)).advantages, clean_BT) > TOLERANCE:
+        if common.difference(_results(subject, replace(inputs, rewards=rewards)), _results(subject, inputs)):
             message = "the reward of a sample without a trainable token changes the advantages of others"
             return [Finding(message, "leave samples with mask.any(dim=1) false out of the baseline")]
-    return []
-
-
-def padding(subject: Subject) -> list[Finding]:
-    """Masked columns at the end change nothing."""
-    for inputs in advantage_cases(subject):
-        width = inputs.mask.shape[1]
-        got_BT = subject.advantages(padded(inputs, 5)).advantages[:, :width]
-        if gap(got_BT, subject.advantages(inputs).advantages) > TOLERANCE:
-            return [Finding("five masked columns more change it", "count trainable tokens, not columns")]
-    return []
-
-
-def row_order(subject: Subject) -> list[Finding]:
-    """Shuffled rows give the same rows, shuffled."""
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(4))
-    for inputs in advantage_cases(subject):
-        shuffled = rows_of(inputs, order)
-        if gap(subject.advantages(shuffled).advantages, subject.advantages(inputs).advantages[order]) > TOLERANCE:
-            return [Finding("shuffling the rows changes the advantage of a row", _GROUP)]
     return []
 
 
@@ -158,21 +128,10 @@ def detached(subject: Subject) -> list[Finding]:
     return []
 
 
-def pure(subject: Subject) -> list[Finding]:
-    """The function leaves its inputs alone and gives the same result twice."""
-    return check_purity(
-        lambda: advantage_inputs(subject, with_extras=True),
-        lambda inputs: {"advantage": subject.advantages(inputs).advantages},
-    )
-
-
-CHECKS: dict[str, Callable[[Subject], list[Finding]]] = {
-    "pure": pure,
+CHECKS: dict[str, common.Check] = {
+    **common.common_checks(FUNCTION),
     "shape": shape,
-    "all-masked": all_masked,
     "masked-garbage": masked_garbage,
-    "padding": padding,
-    "row-order": row_order,
     "row-by-row": row_by_row,
     "groups": groups,
     "sign": sign,

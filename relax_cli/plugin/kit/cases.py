@@ -15,15 +15,9 @@ from torch import Tensor
 from relax_cli.algorithms.reduce import Mode, aggregate
 from relax_cli.algorithms.types import AdvantageInputs, AdvantageOutputs, LossInputs, LossTerms
 from relax_cli.config.schema import Section
-from relax_cli.plugin.kit.findings import Finding
 from relax_cli.plugin.records import Estimator
 
 R = TypeVar("R", LossInputs, AdvantageInputs)
-
-SELECT = "select the inputs: torch.where(mask, x, 0); a product with the mask keeps NaN"
-"""The fix of most findings."""
-GARBAGE = (float("nan"), float("inf"), float("-inf"))
-"""What masked slots may contain."""
 
 _LENGTHS = (7, 5, 7, 1, 3, 6, 7, 4)
 _GROUPS = (9, 4, 9, 1000, 4, 9, 1000, 4)
@@ -151,14 +145,6 @@ def tensors_of(record: R) -> dict[str, Tensor]:
     return {name: value for name, value in vars(record).items() if isinstance(value, Tensor)}
 
 
-def with_garbage(record: R, garbage: float) -> R:
-    """The record with `garbage` in the masked slots of every per-token number."""
-    mask = record.mask
-    return on_tensors(
-        record, lambda x: torch.where(mask, x, garbage) if x.shape == mask.shape and x.is_floating_point() else x
-    )
-
-
 def padded(record: R, columns: int) -> R:
     """The record with masked columns at the end of every per-token tensor."""
     shape = record.mask.shape
@@ -198,30 +184,3 @@ def gap(got: Tensor, expected: Tensor) -> float:
 
 TOLERANCE = 1e-5
 """Where `gap` counts as a difference: above float32 rounding, far below what a wrong formula gives."""
-
-
-def check_shapes(results: dict[str, Tensor], mask: Tensor) -> list[Finding]:
-    """Findings about results that are not `[B, T]`, finite, and 0 in masked slots."""
-    found = []
-    for name, value in results.items():
-        if value.shape != mask.shape:
-            message = f"{name} has shape {tuple(value.shape)} for a batch of shape {tuple(mask.shape)}"
-            found.append(Finding(message, "return one number per token, [B, T]: the trainer reduces them"))
-        elif not value.isfinite().all():
-            found.append(Finding(f"{name} is not finite for ordinary inputs", "look for log or division of 0"))
-        elif value[~mask].any():
-            found.append(Finding(f"{name} is not 0 in masked slots", SELECT))
-    return found
-
-
-def check_purity(make_inputs: Callable[[], R], run: Callable[[R], dict[str, Tensor]]) -> list[Finding]:
-    """Findings about a function that changes its inputs or gives another result the second time."""
-    inputs = make_inputs()
-    first, second = run(inputs), run(inputs)
-    found = []
-    if wrong := next((name for name in first if gap(second[name], first[name]) > 0), ""):
-        found.append(Finding(f"a second call gives another {wrong}", "remove chance and state from the formula"))
-    untouched = tensors_of(make_inputs())
-    if any(gap(value, untouched[name]) > 0 for name, value in tensors_of(inputs).items()):
-        found.append(Finding("the inputs are changed in place", "use x.clamp(), not x.clamp_()"))
-    return found

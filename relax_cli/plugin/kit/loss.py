@@ -5,7 +5,6 @@ Legend: `B` samples, `T` response tokens (padded).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,23 +13,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from relax_cli.algorithms.reduce import Mode, aggregate
+from relax_cli.algorithms.types import LossInputs
 from relax_cli.plugin.kit.cases import (
-    GARBAGE,
-    SELECT,
     TOLERANCE,
-    Evaluated,
     Subject,
     at_ratio_one,
-    check_purity,
-    check_shapes,
     denominator_of,
     evaluate,
     gap,
     loss_inputs,
-    padded,
     rows_of,
-    with_garbage,
 )
+from relax_cli.plugin.kit.common import Check, Function, check_shapes, common_checks
 from relax_cli.plugin.kit.findings import Finding
 
 _ROWS = "compute every row from that row alone; the trainer divides by the size of the whole batch"
@@ -38,63 +32,17 @@ _MODES: tuple[Mode, ...] = ("token", "sample")
 _STEP = 1e-5
 
 
+def _results(subject: Subject, inputs: LossInputs) -> dict[str, Tensor]:
+    got = evaluate(subject, inputs)
+    return {"loss": got.loss, "loss per token": got.terms.loss_per_token, "gradient": got.grad_BT}
+
+
 def shape(subject: Subject) -> list[Finding]:
-    """Loss and metrics are `[B, T]`, finite, and 0 in masked slots."""
+    """Loss, metrics and gradient are `[B, T]`, finite, and 0 in masked slots."""
     inputs = loss_inputs(subject)
-    terms = subject.policy_loss(inputs)
-    return check_shapes({"loss_per_token": terms.loss_per_token, **terms.metrics}, inputs.mask)
-
-
-def all_masked(subject: Subject) -> list[Finding]:
-    """A batch in which nothing is trainable has loss 0 and gradient 0."""
-    inputs = loss_inputs(subject)
-    nothing = with_garbage(replace(inputs, mask=torch.zeros_like(inputs.mask)), float("nan"))
-    got = evaluate(subject, nothing)
-    if not _is_zero(got.terms.loss_per_token):
-        return [Finding("nothing is trainable, and the loss per token is not 0", SELECT)]
-    if not _is_zero(got.grad_BT):
-        return [Finding("nothing is trainable, and the gradient is not 0", SELECT)]
-    return []
-
-
-def masked_garbage(subject: Subject) -> list[Finding]:
-    """NaN and inf in masked slots change neither loss nor gradient."""
-    inputs = loss_inputs(subject)
-    clean = evaluate(subject, inputs)
-    for garbage in GARBAGE:
-        got = evaluate(subject, with_garbage(inputs, garbage))
-        if wrong := _difference(got, clean):
-            return [Finding(f"{garbage} in masked slots changes the {wrong}", SELECT)]
-        if not _is_zero(got.grad_BT[~inputs.mask]):
-            return [Finding(f"{garbage} in masked slots gives them a gradient", SELECT)]
-    return []
-
-
-def padding(subject: Subject) -> list[Finding]:
-    """Masked columns at the end change nothing."""
-    inputs = loss_inputs(subject)
-    width = inputs.mask.shape[1]
-    wide = evaluate(subject, padded(inputs, 5))
-    terms = replace(wide.terms, loss_per_token=wide.terms.loss_per_token[:, :width])
-    narrow = replace(wide, terms=terms, grad_BT=wide.grad_BT[:, :width])
-    if wrong := _difference(narrow, evaluate(subject, inputs)):
-        return [Finding(f"five masked columns more change the {wrong}", "count trainable tokens, not columns")]
-    return []
-
-
-def row_order(subject: Subject) -> list[Finding]:
-    """Shuffled rows give the same rows, shuffled."""
-    inputs = loss_inputs(subject)
-    order = torch.randperm(inputs.mask.shape[0], generator=torch.Generator().manual_seed(3))
-    base = evaluate(subject, inputs)
-    expected = replace(
-        base,
-        terms=replace(base.terms, loss_per_token=base.terms.loss_per_token[order]),
-        grad_BT=base.grad_BT[order],
-    )
-    if wrong := _difference(evaluate(subject, rows_of(inputs, order)), expected):
-        return [Finding(f"shuffling the rows changes the {wrong} of a row", _ROWS)]
-    return []
+    got = evaluate(subject, inputs)
+    results = {"loss_per_token": got.terms.loss_per_token, **got.terms.metrics, "gradient": got.grad_BT}
+    return check_shapes(results, inputs.mask)
 
 
 def micro_batch(subject: Subject) -> list[Finding]:
@@ -203,18 +151,9 @@ def detached(subject: Subject) -> list[Finding]:
     ]
 
 
-def pure(subject: Subject) -> list[Finding]:
-    """The function leaves its inputs alone and gives the same result twice."""
-    return check_purity(lambda: loss_inputs(subject), lambda inputs: _compared(evaluate(subject, inputs)))
-
-
-CHECKS: dict[str, Callable[[Subject], list[Finding]]] = {
-    "pure": pure,
+CHECKS: dict[str, Check] = {
+    **common_checks(Function(lambda subject: [loss_inputs(subject)], _results, _ROWS)),
     "shape": shape,
-    "all-masked": all_masked,
-    "masked-garbage": masked_garbage,
-    "padding": padding,
-    "row-order": row_order,
     "micro-batch": micro_batch,
     "gradient": gradient,
     "ratio-one": ratio_one,
@@ -252,16 +191,6 @@ class HeldConstants(TorchFunctionMode):
         self.next += 1
         # A branch that only the varied input takes has nothing to hand out.
         return held.clone() if held.shape == result.shape and held.dtype == result.dtype else result
-
-
-def _compared(got: Evaluated) -> dict[str, Tensor]:
-    return {"loss": got.loss, "loss per token": got.terms.loss_per_token, "gradient": got.grad_BT}
-
-
-def _difference(got: Evaluated, expected: Evaluated) -> str:
-    """What differs, for people; empty when nothing does."""
-    wanted = _compared(expected)
-    return next((name for name, value in _compared(got).items() if gap(value, wanted[name]) > TOLERANCE), "")
 
 
 def chunks(rows: int, size: int) -> list[Tensor]:
