@@ -43,6 +43,10 @@ def _kind(id: str, summary: str) -> ProblemKind:
     return problem_kind(id, THEME, summary, severity="warning")
 
 
+def _s(options: Collection[str]) -> str:
+    return "s" if len(options) == 1 else ""
+
+
 def _by_option(need: Need) -> Condition:
     """The condition that another option has a value beside which they matter."""
     names = {each: " and ".join(f"`{flag(name)}`" for name in each.ended) for each in NEEDS if each.rule == need.rule}
@@ -142,10 +146,6 @@ def _given(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
         if not origins[f"{section}.{name}"].startswith("default") and value:  # off, 0 and empty ask for no effect
             found[name] = flag(name) if value is True else f"{flag(name)} {in_json(redacted(section, name, value))}"
     return found
-
-
-def _s(options: Collection[str]) -> str:
-    return "s" if len(options) == 1 else ""
 
 
 def _problem(kind: ProblemKind, found: Mapping[str, str], why: str, fix: str) -> Problem:
