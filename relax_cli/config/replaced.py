@@ -118,7 +118,7 @@ NEEDS = (
     ),
     _need(
         "overlong_prompts", "rollout_max_prompt_len", _given,
-        "overlong-prompts-unused", "with a limit", "--rollout-max-prompt-len 1024",
+        "overlong-prompts-unused", "with a limit", "--rollout-max-prompt-len TOKENS",
     ),
     _need(
         "ray_num_cpus queue_timeout", "launcher", lambda value: value == "ray",

@@ -72,8 +72,6 @@ class DataReader:
         self._loaded = False
         self._tokenizer: LightTokenizer | None = None
         self._progress = progress
-        self._limit = config.rollout.rollout_max_prompt_len
-        self._mode = config.rollout.overlong_prompts
 
     def __call__(self, section: DataSection, spec: str) -> None:
         """Read every row of `spec`, and count its tokens.
@@ -81,6 +79,9 @@ class DataReader:
         Raises:
             ConfigError: rows are bad, or prompts do not fit the limits; or there are warnings about them.
         """
+        # Not before there is something to read: values that cannot be read hide no problem of the model.
+        self._limit = self._config.rollout.rollout_max_prompt_len
+        self._mode = self._config.rollout.overlong_prompts
         self._load_tokenizer()
         key = cache_key(spec, self._folder, section, self._config.reward, (self._limit, self._mode))
         known = load_summary(key)

@@ -208,5 +208,5 @@ def test_any_unread_option_leaves_the_rest_judged(folder: Path, name: str) -> No
     found = [problem.id for problem in check_run(PLUGINS, layers).errors]
     assert name in ("rm_type", "custom_rm_path") or "reward-unknown" in found
     # Of prompts, what is judged depends on these options.
-    reads = ("prompt_data", "input_key", "label_key", "metadata_key", "rollout_max_prompt_len")
-    assert name in reads or "prompt-data-file-missing" in found
+    keys = ("prompt_data", "input_key", "label_key", "metadata_key", "tools_key")
+    assert name in (*keys, "rollout_max_prompt_len", "overlong_prompts") or "prompt-data-file-missing" in found

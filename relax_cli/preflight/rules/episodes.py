@@ -24,7 +24,7 @@ def env_and_reward(episode: EpisodeSection, reward: RewardSection) -> Found:
             "both an environment and a reward are chosen",
             got=f"{episode.env} and {chosen}",
             expected="one of --env, --rm-type and --custom-rm-path",
-            fix="drop the reward, and have step of the environment return it",
+            fix=f"drop {'--rm-type' if reward.rm_type else '--custom-rm-path'} (the environment returns the reward)",
         )
 
 
