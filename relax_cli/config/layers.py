@@ -16,7 +16,7 @@ from relax_cli.config.paths import PATH_OPTIONS
 from relax_cli.config.recipes import UNKNOWN_SECTION, Setting, find_recipe, read_recipe, unknown_key
 from relax_cli.config.replaced import ended_options
 from relax_cli.config.schema import Config, Section
-from relax_cli.config.values import ADDED_UP, NULL, UNSET, beyond_limits, invalid, prepare, with_expanded_paths
+from relax_cli.config.values import ADDED_UP, NULL, UNSET, invalid, prepare, with_expanded_paths
 from relax_cli.errors import ConfigError, Problem, problem_kind
 
 UNKNOWN_ENVIRONMENT = problem_kind(
@@ -156,19 +156,14 @@ def _validated(
     unread: set[str],
 ) -> Config:
     """The configuration of all values that are valid; the others become problems and are `unread`."""
-    bad: list[tuple[str, str, Problem]]
     try:
-        config = model.model_validate(values)
-        bad = list(beyond_limits(config, origins))
+        return model.model_validate(values)
     except ValidationError as error:
-        items = [(str(item["loc"][0]), str(item["loc"][1]), dict(item)) for item in error.errors()]
-        bad = [(section, name, invalid(item, origins)) for section, name, item in items]
-    if not bad:
-        return config
-    problems += [problem for _, _, problem in bad]
-    for section, name, _ in bad:
-        values[section].pop(name, None)
-        unread.add(name)
+        for item in error.errors():
+            section, name = str(item["loc"][0]), str(item["loc"][1])
+            problems.append(invalid(dict(item), origins))
+            values[section].pop(name, None)
+            unread.add(name)
     return _validated(model, values, origins, problems, unread)
 
 

@@ -17,6 +17,7 @@ from relax_cli.config.section import LEAST_TEMPERATURE
 from relax_cli.config.section import Section as Section
 
 Aggregation = Literal["sample-mean", "token-mean", "constant"]
+Count = Annotated[int, Field(le=1 << 16)]
 
 
 class ClipRange(Section):
@@ -305,7 +306,7 @@ class EpisodeSection(Section):
 class ParallelSection(Section):
     """Where it runs."""
 
-    resource: dict[str, tuple[int, int]] = Field(
+    resource: dict[str, tuple[Count, Count]] = Field(
         default_factory=lambda: {"actor": (1, 1), "rollout": (1, 1)},
         description='JSON {"role": [services, devices]}; on a CPU the second number counts worker processes',
     )

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, field_validator
 LEAST_TEMPERATURE = 1e-4
 SMALLEST, LARGEST = 1e-30, 1e38
 """Bounds of the absolute value of every number with a fraction, except 0."""
+MOST = 10**12
+"""Of any whole number: nothing that is counted here comes near it, and arithmetic with it stays exact."""
 
 
 class Section(BaseModel):
@@ -18,8 +20,10 @@ class Section(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _fits_float32(cls, value: Any) -> Any:
+    def _is_within_bounds(cls, value: Any) -> Any:
         """Beyond these bounds products and squares overflow in the arithmetic of a run, or vanish."""
+        if isinstance(value, int) and abs(value) > MOST:
+            raise ValueError(f"at most {MOST:,}")
         if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
             raise ValueError(f"between {SMALLEST:g} and {LARGEST:g}, or 0")
         return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from relax_cli.config.model import base_type, flag, is_optional
 from relax_cli.config.paths import PATH_OPTIONS, expand_path
 from relax_cli.config.recipes import Setting
 from relax_cli.config.redact import redacted
-from relax_cli.config.schema import Config
 from relax_cli.config.text import in_json
 from relax_cli.errors import Problem, problem_kind
 
@@ -55,9 +54,6 @@ NULL = "null"
 UNSET = object()
 ADDED_UP = frozenset({"sglang_options"})
 """Options whose layers are put together key by key; of all others the last layer wins."""
-MOST = 10**12
-"""Of any whole number: nothing that is counted here comes near it, and arithmetic with it stays exact."""
-MOST_PROCESSES = 1 << 16
 MOST_PATH, MOST_NAME = 4095, 255
 _RESOURCE_EXAMPLE = """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
 
@@ -208,25 +204,3 @@ def _demand(message: str) -> tuple[str, str]:
         if found:
             return verb, demand
     return "is", text
-
-
-def beyond_limits(config: Config, origins: Mapping[str, str]) -> Iterator[tuple[str, str, Problem]]:
-    """Section and name of each option with a whole number that no machine can count to, and the problem."""
-    for section, body in config:
-        for name, value in body:
-            counts = [n for pair in value.values() for n in pair] if name == "resource" else [value]
-            most = MOST_PROCESSES if name == "resource" else MOST
-            if any(isinstance(n, int) and abs(n) > most for n in counts):
-                kind = RESOURCE_JSON if name == "resource" else INVALID_VALUE
-                yield (
-                    section,
-                    name,
-                    kind(
-                        f"{flag(name)} has a number that is too large",
-                        fix=f"give {section}.{name} at most {most:,}",
-                        option=flag(name),
-                        where=origins[f"{section}.{name}"],
-                        got=in_json(value),
-                        expected=f"at most {most:,}",
-                    ),
-                )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from relax_cli.checkpoint.fingerprint import folder_of_model
 from relax_cli.config.layers import known
 from relax_cli.config.schema import Config
 from relax_cli.data.tokenizer_trial import try_tokenizer
@@ -15,7 +15,6 @@ from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.files import irregular_files
 from relax_cli.models.headers import weight_problems
 from relax_cli.models.hybrid import read_any_spec
-from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
 from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, ModelSpec, config_of, known_folder
 
 
@@ -34,7 +33,7 @@ class ModelFiles:
 
 def read_model(config: Config) -> ModelFiles:
     """Look at `--hf-checkpoint`, and at `--ref-load` where the run has a KL term."""
-    folder = known(lambda: _folder(config.model.hf_checkpoint))
+    folder = known(lambda: folder_of_model(config.model.hf_checkpoint))
     problems = list(known(lambda: _reference_problems(config)) or ())
     if folder is None:
         described = known(lambda: known_folder(config.model.hf_checkpoint))
@@ -49,17 +48,11 @@ def read_model(config: Config) -> ModelFiles:
 
 def _reference_problems(config: Config) -> list[Problem]:
     name = config.model.ref_load
-    folder = _folder(name or "")
+    folder = folder_of_model(name or "")
     if name in (None, config.model.hf_checkpoint) or folder is None or not config.algorithm.needs_reference:
         return []
     spec, found = _spec(folder)
     return [replace(problem, option="--ref-load") for problem in (*found, *weight_problems(folder, spec))]
-
-
-def _folder(name: str) -> Path | None:
-    """The model folder; None where it does not exist yet."""
-    folder = converted_folder(name, default_cache_dir(os.environ)) if name.startswith(PREFIX) else Path(name)
-    return folder if name and folder is not None and folder.is_dir() else None
 
 
 def _spec(folder: Path | None) -> tuple[ModelSpec | None, list[Problem]]:
