@@ -62,9 +62,11 @@ def register(parent: typer.Typer, plugins: Plugins) -> None:
         found = plugins.named(name)
         output.note(f"checking {name}")
         # The kit imports torch.
+        from relax_cli.data.envs.kit import check_env
         from relax_cli.plugin.kit import check_plugin as run_checks
 
         results = [result for plugin in found for result in run_checks(plugin)]
+        results += [check_env(env) for plugin in found for env in plugin.envs]
         ok = all(result.status != "failed" for result in results)
         output.result({"ok": ok, "name": name, "checks": [asdict(r) for r in results]}, _verdict(name, results))
         if not ok:
@@ -82,7 +84,11 @@ def register(parent: typer.Typer, plugins: Plugins) -> None:
         output = output_of(ctx, fmt)
         folder = Path(f"relax-{name}") if directory is None else directory
         written = write_package(name, folder, taken=taken_names(plugins), kind=kind)
-        chosen = {"estimator": "--advantage-estimator", "reward": "--label-key label --rm-type"}[kind]
+        chosen = {
+            "estimator": "--advantage-estimator",
+            "reward": "--label-key label --rm-type",
+            "env": "--label-key label --env",
+        }[kind]
         steps = [
             with_program(step)
             for step in (
@@ -112,7 +118,7 @@ def taken_names(plugins: Plugins) -> dict[str, str]:
     return {
         name: plugin.row.distribution
         for plugin in plugins.installed()
-        for name in (plugin.row.name, *(e.name for e in plugin.estimators), *(r.name for r in plugin.rewards))
+        for name in (plugin.row.name, *(record.name for record in (*plugin.estimators, *plugin.rewards, *plugin.envs)))
     }
 
 
@@ -124,6 +130,7 @@ def describe(plugin: Plugin) -> dict[str, Any]:
         "where": plugin.where,
         "estimators": [_describe_estimator(estimator) for estimator in plugin.estimators],
         "rewards": [asdict(reward) for reward in plugin.rewards],
+        "envs": [asdict(env) for env in plugin.envs],
     }
 
 
@@ -181,6 +188,8 @@ def _page(data: dict[str, Any]) -> str:
         lines += ["", table(("  option", "default", "meaning"), rows)]
     for reward in data["rewards"]:
         lines += ["", f"reward {reward['name']}: {reward['summary']}", f"  function     {reward['function']}"]
+    for env in data["envs"]:
+        lines += ["", f"environment {env['name']}: {env['summary']}", f"  class        {env['environment']}"]
     return "\n".join(lines)
 
 

@@ -13,12 +13,13 @@ from relax_cli.cli.console import Format, FormatOption, output_of
 from relax_cli.cli.train import launch
 from relax_cli.config.layers import Layers
 from relax_cli.plugin.manager import Plugins
-from relax_cli.quickstart.task import prepare
+from relax_cli.quickstart.task import TaskName, prepare
 
 Directory = Annotated[Path, typer.Argument(metavar="[DIR]", help="folder to write to")]
 PrepareOnly = Annotated[bool, typer.Option("--prepare-only", help="write model, data and recipe, then stop")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="seed of weights, prompts and sampling")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="rollouts to train")]
+TaskOption = Annotated[TaskName, typer.Option("--task", help="add two numbers, or have a calculator add them")]
 Launcher = Annotated[Literal["ray", "local"], typer.Option("--launcher", help="as in `relax train`")]
 
 
@@ -32,13 +33,14 @@ def register(app: typer.Typer, plugins: Plugins) -> None:
         prepare_only: PrepareOnly = False,
         seed: Seed = 1234,
         steps: Steps = 40,
+        task: TaskOption = "addition",
         launcher: Launcher = "ray",
         fmt: FormatOption = Format.TEXT,
     ) -> None:
-        """Teach a tiny model two-digit addition with PPO on this CPU, in a few minutes."""
+        """Teach a tiny model two-digit addition, or the use of a tool, with PPO on this CPU, in a few minutes."""
         output = output_of(ctx, fmt)
         with output.err.status(f"writing model, data and recipe to {escape(str(directory))}"):
-            prepare(directory, seed=seed, steps=steps)
+            prepare(directory, seed=seed, steps=steps, task=task)
         recipe = str(directory / "recipe.yaml")
         if not prepare_only:
             raise typer.Exit(launch(plugins, Layers([recipe], os.environ, (), {"launcher": launcher}), output))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from relax_cli.config.model import base_type, options_by_name
 from relax_cli.config.schema import Aggregation, Config, Section
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.plugin.user_code import UserCodeError, user_code
+from relax_cli.plugin.user_file import accepts, signature_of
 
 if TYPE_CHECKING:
     from relax_cli.algorithms.types import AdvantageInputs, AdvantageOutputs, LossInputs, LossTerms
@@ -70,13 +71,13 @@ def unusable(estimator: Estimator) -> str:
     own = {name: field for name, field in options.model_fields.items() if name not in core}
     if own and estimator.name in Config.model_fields:
         return f"{estimator.name!r} is the name of a section of relax, so its options have no place of their own"
-    for name, field in own.items():
-        if field.is_required():
+    for name, option in own.items():
+        if option.is_required():
             return f"option {name} of {estimator.name} has no default"
         try:
-            base_type(field)
+            base_type(option)
         except ValueError:
-            return f"option {name} of {estimator.name} has a type that no flag can have: {field.annotation}"
+            return f"option {name} of {estimator.name} has a type that no flag can have: {option.annotation}"
     return ""
 
 
@@ -110,6 +111,23 @@ class Env:
     """One line."""
     environment: str
     """`"module:Class"` (or a function that returns an instance) with `reset(row)` and `step(response)`."""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    """A row (`prompt`, `label`, `metadata`) and `responses`: an episode that `relax plugins check` plays to its end."""
+
+
+def env_fault(target: Any) -> str:
+    """Why something is no class or function that makes environments; empty when it is one."""
+    if not callable(target):
+        return f"a {type(target).__name__}"
+    if not accepts(target):
+        return f"{signature_of(target)} needs arguments"
+    for method, argument in {"reset": "row", "step": "response"}.items() if isinstance(target, type) else ():
+        function = getattr(target, method, None)
+        if function is None:
+            return f"no method {method}"
+        if not accepts(function, None, None):
+            return f"{method}{signature_of(function)} instead of {method}(self, {argument})"
+    return ""
 
 
 @dataclass(frozen=True)

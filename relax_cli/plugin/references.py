@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.installed import Plugin
-from relax_cli.plugin.records import REFERENCE, Env, Estimator, Reward, load_reference
+from relax_cli.plugin.records import REFERENCE, Env, Estimator, Reward, env_fault, load_reference
+
+ENVIRONMENT = "environment"
 
 
 def broken_references(plugin: Plugin, records: Sequence[Estimator | Reward | Env] | None = None) -> list[Problem]:
@@ -22,7 +24,7 @@ def broken_references(plugin: Plugin, records: Sequence[Estimator | Reward | Env
         elif isinstance(record, Reward):
             references.append((record.function, f"reward {record.name}"))
         else:
-            references.append((record.environment, f"environment {record.name}"))
+            references.append((record.environment, f"{ENVIRONMENT} {record.name}"))
     if not references:
         return []
     try:
@@ -50,7 +52,10 @@ def load_all(asked: str) -> None:
     problems: list[Problem] = []
     for reference, owner in references:
         try:
-            load_reference(reference, owner)
+            loaded = load_reference(reference, owner)
+            if owner.startswith(ENVIRONMENT) and (fault := env_fault(loaded)):
+                fix = "make it a class with reset(row) and step(response) that is made without arguments"
+                problems.append(REFERENCE(f"{owner} cannot be used", got=f"{reference}: {fault}", fix=fix))
         except ConfigError as error:
             problems += error.problems
     if problems:

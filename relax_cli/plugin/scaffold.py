@@ -12,9 +12,9 @@ from typing import Literal
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, problem_kind
 
-Kind = Literal["estimator", "reward"]
+Kind = Literal["estimator", "reward", "env"]
 _TEMPLATES = Path(__file__).parent / "template"
-_WHAT: dict[Kind, str] = {"estimator": "advantage estimator", "reward": "reward"}
+_WHAT: dict[Kind, str] = {"estimator": "advantage estimator", "reward": "reward", "env": "environment"}
 
 PLUGIN_NAME = problem_kind(
     "plugin-name", "Plugins", "The name for a new plugin cannot be the name of a Python module or is taken."

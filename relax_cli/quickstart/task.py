@@ -1,4 +1,7 @@
-"""The quickstart task, two-digit addition (`37+58=` -> `95`), and the folder `relax quickstart` trains in."""
+"""The quickstart tasks, and the folder `relax quickstart` trains in.
+
+`addition`: `37+58=` -> `95`. `tool`: `374+589=` with a calculator that the model may ask, see `tool/calculator.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from relax_cli.errors import ConfigError, problem_kind
 
@@ -18,23 +23,55 @@ IN_USE = problem_kind(
     "quickstart-folder-in-use", "Folders and checkpoints", "The quickstart folder contains something else."
 )
 
-MODEL = Path(__file__).parent / "model"
-"""The tiny warm-started model, made by `scripts/make_tiny_model.py`."""
-RECIPE = Path(__file__).parent / "recipe.yaml"
-
 HELDOUT_SIZE = 500
 SPLIT_SEED = 1234
+TaskName = Literal["addition", "tool"]
+Pairs = list[tuple[int, int]]
 
 
-def split() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and what comes with it."""
+
+    folder: Path
+    split: Callable[[], tuple[Pairs, Pairs]]
+    """Numbers to add: for training, and held out."""
+    files: tuple[str, ...] = ()
+    """Further files of the folder."""
+
+    @property
+    def model(self) -> Path:
+        """The tiny warm-started model, made by `scripts/make_tiny_model.py`."""
+        return self.folder / "model"
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe, with `STEPS` and `SEED` to be filled in."""
+        return self.folder / "recipe.yaml"
+
+    def texts(self) -> dict[str, str]:
+        """Relative path to content of all files but the model's and the recipe."""
+        train, heldout = self.split()
+        data = {"data/train.jsonl": jsonl(train), "data/heldout.jsonl": jsonl(heldout)}
+        return data | {name: (self.folder / name).read_text("utf-8") for name in self.files}
+
+
+def split() -> tuple[Pairs, Pairs]:
     """All pairs of two-digit numbers as (7600 for training, 500 held out); the same on every machine."""
     pairs = [(x, y) for x in range(10, 100) for y in range(10, 100)]
     random.Random(SPLIT_SEED).shuffle(pairs)
     return pairs[HELDOUT_SIZE:], pairs[:HELDOUT_SIZE]
 
 
+def tool_split() -> tuple[Pairs, Pairs]:
+    """Pairs of three-digit numbers as (7600 for training, 500 held out); the same on every machine."""
+    numbers = random.Random(SPLIT_SEED).sample(range(900 * 900), 7600 + HELDOUT_SIZE)
+    pairs = [(100 + number // 900, 100 + number % 900) for number in numbers]
+    return pairs[HELDOUT_SIZE:], pairs[:HELDOUT_SIZE]
+
+
 def prompt(x: int, y: int) -> str:
-    """The six characters the model sees."""
+    """What the model sees."""
     return f"{x}+{y}="
 
 
@@ -44,7 +81,15 @@ def jsonl(pairs: Iterable[tuple[int, int]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def prepare(folder: Path, *, seed: int, steps: int) -> None:
+ADDITION = Task(Path(__file__).parent, split)
+TASKS: dict[TaskName, Task] = {
+    "addition": ADDITION,
+    "tool": Task(Path(__file__).parent / "tool", tool_split, ("calculator.py",)),
+}
+MODEL, RECIPE = ADDITION.model, ADDITION.recipe
+
+
+def prepare(folder: Path, *, seed: int, steps: int, task: TaskName = "addition") -> None:
     """Write `folder/{model,data,recipe.yaml}`, all or nothing.
 
     A folder that was prepared before and contains nothing else only gets a new recipe.
@@ -52,13 +97,14 @@ def prepare(folder: Path, *, seed: int, steps: int) -> None:
     Raises:
         ConfigError: the folder contains something else, or cannot be written.
     """
-    recipe = RECIPE.read_text("utf-8").replace("STEPS", str(steps)).replace("SEED", str(seed))
+    chosen = TASKS[task]
+    recipe = chosen.recipe.read_text("utf-8").replace("STEPS", str(steps)).replace("SEED", str(seed))
     try:
         if folder.is_dir() and any(folder.iterdir()):
-            _require_untouched(folder)
+            _require_untouched(folder, chosen)
             (folder / "recipe.yaml").write_text(recipe, "utf-8")
         else:
-            _write(folder, recipe)
+            _write(folder, chosen, recipe)
     except OSError as error:
         raise ConfigError(
             UNWRITABLE(
@@ -71,28 +117,23 @@ def prepare(folder: Path, *, seed: int, steps: int) -> None:
         ) from error
 
 
-def _write(folder: Path, recipe: str) -> None:
+def _write(folder: Path, task: Task, recipe: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         new = Path(scratch) / "new"
-        shutil.copytree(MODEL, new / "model")
-        for name, text in _texts().items():
+        shutil.copytree(task.model, new / "model")
+        for name, text in task.texts().items():
             (new / name).parent.mkdir(exist_ok=True)
             (new / name).write_text(text, "utf-8")
         (new / "recipe.yaml").write_text(recipe, "utf-8")
         os.replace(new, folder)
 
 
-def _texts() -> dict[str, str]:
-    train, heldout = split()
-    return {"data/train.jsonl": jsonl(train), "data/heldout.jsonl": jsonl(heldout)}
-
-
-def _require_untouched(folder: Path) -> None:
-    expected = {name: text.encode() for name, text in _texts().items()}
-    expected |= {f"model/{file.name}": file.read_bytes() for file in MODEL.iterdir()}
+def _require_untouched(folder: Path, task: Task) -> None:
+    expected = {name: text.encode() for name, text in task.texts().items()}
+    expected |= {f"model/{file.name}": file.read_bytes() for file in task.model.iterdir()}
     # Any number of steps and any seed may have been used before.
-    pattern = re.escape(RECIPE.read_text("utf-8")).replace("STEPS", r"\d+").replace("SEED", r"\d+")
+    pattern = re.escape(task.recipe.read_text("utf-8")).replace("STEPS", r"\d+").replace("SEED", r"\d+")
 
     found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if not file.is_dir()}
     strangers = sorted(set(found) - set(expected) - {"recipe.yaml"})

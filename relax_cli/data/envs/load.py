@@ -10,13 +10,12 @@ from typing import Any
 from relax_cli.config.names import nearest
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.plugin.apart import Unanswered, run_apart
+from relax_cli.plugin.records import env_fault
 from relax_cli.plugin.user_code import UserCodeError, user_code
-from relax_cli.plugin.user_file import UserFile, accepts, signature_of
+from relax_cli.plugin.user_file import UserFile
 
 OPTION = "--env"
 THEME = "Episodes"
-METHODS = {"reset": "row", "step": "response"}
-"""What an environment has, each with one argument."""
 EXPECTED = "FILE.py:Class, a class with reset(row) and step(response)"
 UNKNOWN = problem_kind("env-unknown", THEME, "No installed plugin provides an environment of that name.", option=OPTION)
 SYNTAX = problem_kind(
@@ -118,18 +117,3 @@ def find_env(spec: str) -> Any:
             )
         )
     return target
-
-
-def env_fault(target: Any) -> str:
-    """Why something is no class or function that makes environments; empty when it is one."""
-    if not callable(target):
-        return f"a {type(target).__name__}"
-    if not accepts(target):
-        return f"{signature_of(target)} needs arguments"
-    for method, argument in METHODS.items() if isinstance(target, type) else ():
-        function = getattr(target, method, None)
-        if function is None:
-            return f"no method {method}"
-        if not accepts(function, None, None):
-            return f"{method}{signature_of(function)} instead of {method}(self, {argument})"
-    return ""

@@ -16,7 +16,7 @@ from relax_cli.plugin.installed import Plugin
 from relax_cli.plugin.kit import package
 from relax_cli.plugin.kit.findings import CheckResult, Finding, Part
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.plugin.records import Estimator, Reward
+from relax_cli.plugin.records import Env, Estimator, Reward
 from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
@@ -32,14 +32,14 @@ def check_plugin(plugin: Plugin) -> list[CheckResult]:
         else:
             results.append(_outcome(check, plugin.row.distribution, function, plugin))
     results += [result for estimator in plugin.estimators for result in check_estimator(estimator)]
-    return results + [check_reward(plugin, reward) for reward in plugin.rewards]
+    return results + [check_references(plugin, record) for record in (*plugin.rewards, *plugin.envs)]
 
 
-def check_reward(plugin: Plugin, reward: Reward) -> CheckResult:
-    """Whether a plugin's reward can be loaded, in a process of its own."""
-    found = tuple(Finding(problem.got, problem.fix) for problem in broken_references(plugin, [reward]))
-    rule = "the reward leads to a function"
-    return CheckResult("references", reward.name, "failed" if found else "ok", rule, found)
+def check_references(plugin: Plugin, record: Reward | Env) -> CheckResult:
+    """Whether a plugin's reward or environment can be loaded, in a process of its own."""
+    found = tuple(Finding(problem.got, problem.fix) for problem in broken_references(plugin, [record]))
+    rule = "the reward leads to a function" if isinstance(record, Reward) else "the environment leads to a class"
+    return CheckResult("references", record.name, "failed" if found else "ok", rule, found)
 
 
 def check_estimator(estimator: Estimator, options: Section | None = None) -> list[CheckResult]:
