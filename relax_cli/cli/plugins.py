@@ -118,7 +118,8 @@ def taken_names(plugins: Plugins) -> dict[str, str]:
     return {
         name: plugin.row.distribution
         for plugin in plugins.installed()
-        for name in (plugin.row.name, *(record.name for record in (*plugin.estimators, *plugin.rewards, *plugin.envs)))
+        for records in (plugin.estimators, plugin.rewards, plugin.envs)
+        for name in (plugin.row.name, *(record.name for record in records))
     }
 
 

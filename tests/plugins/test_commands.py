@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result
@@ -102,6 +103,39 @@ def test_a_new_reward_keeps_the_rules_and_judges(relax: Relax, tmp_path: Path, m
     assert all(check["status"] == "ok" for check in checks)
     sample = RewardInput("What is above?", "a sky", "blue sky", {}, truncated=False, group=0)
     assert load_plugins().rewards()["blue"].load()([sample]) == [0.5]
+
+
+def test_a_new_environment_keeps_the_rules_and_plays(
+    relax: Relax, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = relax("plugins", "new", "hunt", "--kind", "env", "--dir", str(tmp_path), "--format", "json")
+    assert json.loads(new.stdout)["next"][2] == "relax train --label-key label --env hunt ..."
+    info = tmp_path / "relax_hunt-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: relax-hunt\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[relax.plugins]\nhunt = relax_hunt\n")
+    # Also for the process in which the example is played.
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def checked() -> dict[str, Any]:
+        return {
+            c["check"]: c for c in json.loads(relax("plugins", "check", "hunt", "--format", "json").stdout)["checks"]
+        }
+
+    assert {name: check["status"] for name, check in checked().items() if check["status"] != "ok"} == {}
+    assert checked()["plays"]["subject"] == "hunt"
+    game = tmp_path / "relax_hunt" / "env.py"
+    text = game.read_text()
+    for wrong, right, said in [
+        ("{hint} {id(self)}", "{hint}", "differ"),
+        ("self.secret = 2 + ", "self.secret = ", "ends before the episode"),
+        ("self.secret = 1 / 0 + ", "self.secret = ", "ZeroDivisionError"),
+        ("def stop(self", "def step(self", "no method step"),
+    ]:
+        game.write_text(text.replace(right, wrong))
+        found = [finding["message"] for check in checked().values() for finding in check["findings"]]
+        assert any(said in message for message in found), (wrong, found)
 
 
 def test_a_new_packages_own_code_is_about_forty_lines() -> None:

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from relax_cli import EnvRow
 from relax_cli.config.schema import Config
+from relax_cli.data.envs.load import check_env
 from relax_cli.data.prompts import load_prompts
 from relax_cli.errors import ConfigError
 from relax_cli.quickstart.task import MODEL, prepare, prompt, split
+from relax_cli.quickstart.tool.calculator import Calculator
+from tests.support import local_runs
 
 
 def test_the_split_covers_all_two_digit_pairs_once() -> None:
@@ -120,3 +124,41 @@ def test_the_shipped_model_has_half_the_skill() -> None:
     texts = tokenizer.batch_decode(output, skip_special_tokens=True)
     right = sum(text == str(x + y) for text, (x, y) in zip(texts, heldout, strict=True))
     assert 0.38 <= right / len(heldout) <= 0.52
+
+
+def test_the_tool_task_is_a_folder_of_its_own(tmp_path: Path) -> None:
+    prepare(tmp_path / "tool", seed=7, steps=12, task="tool")
+    text = (tmp_path / "tool" / "recipe.yaml").read_text().replace("${RECIPE_DIR}", str(tmp_path / "tool"))
+    config = Config.model_validate(YAML(typ="safe", pure=True).load(text))
+    assert (config.batch.num_rollout, config.run.seed, config.reward.rm_type) == (12, 7, None)
+    assert config.episode.env is not None
+    assert check_env(config.episode.env) == []
+    heldout, train = (load_prompts(config.data, str(tmp_path / f"tool/data/{n}.jsonl")) for n in ("heldout", "train"))
+    assert (len(heldout), len(train)) == (500, 7600)
+    assert not {row.content for row in heldout} & {row.content for row in train}
+    prepare(tmp_path / "tool", seed=8, steps=3, task="tool")
+    with pytest.raises(ConfigError, match="already in use"):
+        prepare(tmp_path / "tool", seed=7, steps=12)
+
+
+def test_the_calculator_answers_calls_and_judges_answers() -> None:
+    game = Calculator()
+    assert game.reset(EnvRow("12+30=", "42", {}, 0)) == "12+30="
+    assert game.step("!12+30") == ("42=", 0.0, False)
+    assert game.step("!12+") == ("?=", 0.0, False)
+    assert game.step("42")[1:] == (1.0, True)
+    assert game.step("41")[1:] == (0.0, True)
+
+
+def test_the_tool_models_first_steps_are_clumsy(tmp_path: Path) -> None:
+    """It asks sometimes, and is right when it asks and reads well."""
+    prepare(tmp_path / "tool", seed=1, steps=1, task="tool")
+    done = local_runs.train(
+        tmp_path / "tool", tmp_path / "run", str(tmp_path / "tool" / "recipe.yaml"), "batch.num_rollout=1",
+        "checkpoint.save=null", "critic.critic_save=null",
+    )  # fmt: skip
+    (samples,) = done.samples
+    calls = [sample for sample in samples if sample["turns"][0]["response"].startswith("!")]
+    assert 0.05 < len(calls) / len(samples) < 0.3
+    assert 0.01 < done.metrics[0]["reward/mean"] < 0.2
+    assert any(sample["reward"] for sample in calls)

@@ -10,7 +10,7 @@ from typing import Any
 
 from relax_cli.data.envs.load import EnvFactory
 from relax_cli.data.envs.types import EnvRow, Observation
-from relax_cli.data.values import Unusable, printable, shown, text_of
+from relax_cli.data.values import Unusable, plain_json, printable, shown, text_of
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.user_calls import UserCalls
 from relax_cli.plugin.user_code import UserCodeError, from_here
@@ -91,7 +91,7 @@ class CheckedEnv:
         try:
             if not isinstance(value, list):
                 return text_of(value)
-            messages = [{str(name): text_of(part) for name, part in message.items()} for message in value]
+            messages = [{str(name): _part(part) for name, part in message.items()} for message in value]
         except (Unusable, AttributeError):
             raise self._wrong(method, shown(value), expected) from None
         if not messages or not all({"role", "content"} <= message.keys() for message in messages):
@@ -120,6 +120,11 @@ class CheckedEnv:
                 fix=fix or f"correct the environment {self._factory.name}",
             )
         )
+
+
+def _part(value: Any) -> Any:
+    """Of a message: text, or a list such as `tool_calls`."""
+    return plain_json(value) if isinstance(value, list) else text_of(value)
 
 
 def _number(value: Any) -> float | None:

@@ -65,7 +65,9 @@ async def _play(factory: EnvFactory, example: dict[str, Any]) -> list[list[Any]]
     for count in (1, 2):
         games = [CheckedEnv(factory, calls, "the example") for _ in range(count)]
         rows = [EnvRow(example["prompt"], example.get("label"), example.get("metadata", {}), 0) for _ in games]
-        episodes = [[await game.reset(copy.deepcopy(row))] for game, row in zip(games, rows, strict=True)]
+        episodes: list[list[Any]] = [
+            [await game.reset(copy.deepcopy(row))] for game, row in zip(games, rows, strict=True)
+        ]
         for response in example["responses"]:
             for game, episode in zip(games, episodes, strict=True):
                 if len(episode) == 1 or not episode[-1].done:

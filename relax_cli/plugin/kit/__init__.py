@@ -32,7 +32,8 @@ def check_plugin(plugin: Plugin) -> list[CheckResult]:
         else:
             results.append(_outcome(check, plugin.row.distribution, function, plugin))
     results += [result for estimator in plugin.estimators for result in check_estimator(estimator)]
-    return results + [check_references(plugin, record) for record in (*plugin.rewards, *plugin.envs)]
+    records: list[Reward | Env] = [*plugin.rewards, *plugin.envs]
+    return results + [check_references(plugin, record) for record in records]
 
 
 def check_references(plugin: Plugin, record: Reward | Env) -> CheckResult:
