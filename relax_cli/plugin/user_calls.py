@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from relax_cli.plugin.user_code import UserCodeError
@@ -23,7 +25,8 @@ def started_loop(name: str) -> asyncio.AbstractEventLoop:
 
 
 class UserCalls:
-    """Synchronous functions get a thread for each call; what is awaited runs on one loop, as its authors expect."""
+    """Functions run in threads, as many as are needed; what they return to be awaited runs on one loop, as its authors
+    expect."""
 
     def __init__(self, seconds: float) -> None:
         """Args:
@@ -32,6 +35,8 @@ class UserCalls:
         self._seconds = seconds
         self._loop = started_loop("relax-user-loop")
         self._running = 0
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the function returns. Awaited on a loop that runs no code of users.
@@ -42,7 +47,10 @@ class UserCalls:
         outcome: Future[Any] = Future()
         outcome.set_running_or_notify_cancel()
         self._watch(+1)
-        threading.Thread(target=self._run, args=(outcome, function, arguments), daemon=True).start()
+        self._tasks.put(partial(self._run, outcome, function, arguments))
+        if not self._idle.acquire(blocking=False):
+            # Those of the standard library are waited for when the process ends, and one may never return.
+            threading.Thread(target=self._work, name="relax-user", daemon=True).start()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(outcome), self._seconds)
         except TimeoutError:
@@ -54,6 +62,11 @@ class UserCalls:
     def close(self) -> None:
         """Stop the loop; what still runs there ends with the process."""
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _work(self) -> None:
+        while True:
+            self._tasks.get()()
+            self._idle.release()
 
     def _run(self, outcome: Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         try:

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, Then
 
-GATHER_SECONDS = 0.25
+GATHER_SECONDS = 1.0
 """How long a batch waits for conversations that are not ready. Where all are ready by then, the batches are the same in
 every run, and with them the last bits of the numbers."""
 

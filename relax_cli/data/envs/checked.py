@@ -53,9 +53,12 @@ class CheckedEnv:
 
     async def reset(self, row: EnvRow) -> Observation:
         """Make the environment and ask it for the prompt."""
-        self._env = await self._call("__init__", self._factory.make)
-        opening = await self._call("reset", lambda: self._env.reset(row))
-        return self._observation("reset", opening)
+
+        def start() -> Any:
+            self._env = self._factory.make()
+            return self._env.reset(row)
+
+        return self._observation("reset", await self._call("reset", start))
 
     async def step(self, response: str) -> Step:
         """Have a response answered."""
