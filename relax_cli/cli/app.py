@@ -35,7 +35,7 @@ HELP = "Reinforcement-learning post-training of language models."
 
 
 COMMANDS = {
-    "quickstart": "Teach a tiny model two-digit addition with PPO on this CPU, in a few minutes.",
+    "quickstart": "Teach a tiny model to add, or to use a tool, with PPO on this CPU, in a few minutes.",
     "train": "Train a model.",
     "validate-config": "Check a configuration without Ray or a GPU, and show what its run will do.",
     "eval": "Evaluate a model or a checkpoint on held-out sets, without a trainer.",

@@ -37,7 +37,7 @@ def register(app: typer.Typer, plugins: Plugins) -> None:
         launcher: Launcher = "ray",
         fmt: FormatOption = Format.TEXT,
     ) -> None:
-        """Teach a tiny model two-digit addition, or the use of a tool, with PPO on this CPU, in a few minutes."""
+        """Teach a tiny model to add, or to use a tool, with PPO on this CPU, in a few minutes."""
         output = output_of(ctx, fmt)
         with output.err.status(f"writing model, data and recipe to {escape(str(directory))}"):
             prepare(directory, seed=seed, steps=steps, task=task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from relax_cli.algorithms.types import AdvantageInputs
 from relax_cli.backends.rollout import waves
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams, Then
 from relax_cli.config.schema import Config, EpisodeSection
+from relax_cli.data.envs.kit import play_example
 from relax_cli.data.envs.load import EnvFactory, check_env, load_env
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.tokenise import encode_prompt, load_tokenizer
@@ -297,6 +299,17 @@ def test_an_environment_of_a_plugin_is_found_by_name() -> None:
     with pytest.raises(ConfigError, match="no environment 'mime'") as caught:
         load_env("mime", named)
     assert (caught.value.problems[0].id, caught.value.problems[0].fix) == ("env-unknown", "--env mine")
+
+
+@pytest.mark.parametrize(("responses", "id"), [(["1", "2"], None), (["1"], "env-example")])
+def test_an_example_is_played_to_its_end(responses: list[str], id: str | None) -> None:
+    asked = json.dumps(["mine", f"{__name__}:Env", {"prompt": "1+2=", "responses": responses}])
+    if id is None:
+        play_example(asked)
+        return
+    with pytest.raises(ConfigError) as caught:
+        play_example(asked)
+    assert caught.value.problems[0].id == id
 
 
 # -- rewards of each turn --------------------------------------------------------------------------
