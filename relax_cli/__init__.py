@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from relax_cli.plugin.records import Estimator as Estimator
     from relax_cli.plugin.records import Normalized as Normalized
     from relax_cli.plugin.records import Reward as Reward
+    from relax_cli.plugin.trackers import TrackedRun as TrackedRun
+    from relax_cli.plugin.trackers import Tracker as Tracker
 
 _HOMES = {
     "relax_cli.algorithms.types": ("AdvantageInputs", "AdvantageOutputs", "LossInputs", "LossTerms"),
@@ -44,6 +46,7 @@ _HOMES = {
     "relax_cli.plugin.hookspecs": ("hookimpl",),
     "relax_cli.plugin.launch_plan": ("LaunchPlan",),
     "relax_cli.plugin.records": ("Change", "Env", "Estimator", "Normalized", "Reward"),
+    "relax_cli.plugin.trackers": ("TrackedRun", "Tracker"),
 }
 _NAMES = {name: f"{home}:{name}" for home, names in _HOMES.items() for name in names}
 __getattr__ = lazy_attributes(__name__, **_NAMES)

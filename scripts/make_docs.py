@@ -49,6 +49,7 @@ is left at its default, or set to off or 0, is never reported.
     "Episodes": "",
     "SGLang servers": "",
     "Folders and checkpoints": "",
+    "Trackers": "",
     "This machine": "",
     "During a run": "",
 }

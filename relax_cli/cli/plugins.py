@@ -114,12 +114,11 @@ def _row(plugin: Plugin) -> dict[str, Any]:
 
 
 def taken_names(plugins: Plugins) -> dict[str, str]:
-    """Names of plugins, estimators and rewards, each with the distribution that has it."""
+    """Names of plugins and of what they provide, each with the distribution that has it."""
     return {
         name: plugin.row.distribution
         for plugin in plugins.installed()
-        for records in (plugin.estimators, plugin.rewards, plugin.envs)
-        for name in (plugin.row.name, *(record.name for record in records))
+        for name in [plugin.row.name, *(record.name for record in plugin.records)]
     }
 
 
@@ -132,6 +131,7 @@ def describe(plugin: Plugin) -> dict[str, Any]:
         "estimators": [_describe_estimator(estimator) for estimator in plugin.estimators],
         "rewards": [asdict(reward) for reward in plugin.rewards],
         "envs": [asdict(env) for env in plugin.envs],
+        "trackers": [asdict(tracker) for tracker in plugin.trackers],
     }
 
 
@@ -191,6 +191,8 @@ def _page(data: dict[str, Any]) -> str:
         lines += ["", f"reward {reward['name']}: {reward['summary']}", f"  function     {reward['function']}"]
     for env in data["envs"]:
         lines += ["", f"environment {env['name']}: {env['summary']}", f"  class        {env['environment']}"]
+    for tracker in data["trackers"]:
+        lines += ["", f"tracker {tracker['name']}: {tracker['summary']}", f"  opens        {tracker['opens']}"]
     return "\n".join(lines)
 
 

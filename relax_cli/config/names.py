@@ -95,7 +95,7 @@ NOT_HERE = {
     "ppo_epochs": _NO_REUSE,
     "value_loss_coef": "the critic has an optimizer of its own: set --critic-lr",
     "vf_coef": "the critic has an optimizer of its own: set --critic-lr",
-    "report_to": "metrics are in metrics.jsonl of the run folder; --tensorboard also writes TensorBoard files",
+    "report_to": "metrics are in metrics.jsonl of the run folder; --track NAME also sends them to a tracker",
     "config": "recipes are given as --recipe NAME|FILE",
     "config_file": "recipes are given as --recipe NAME|FILE",
 }

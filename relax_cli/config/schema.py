@@ -378,9 +378,10 @@ class RunSection(Section):
         None, description="folder for config, metrics, samples and logs; runs/ESTIMATOR-TIME when unset"
     )
     seed: int = Field(1234, ge=0, description="seed of weight initialisation")
-    tensorboard: bool = Field(
-        False, description="also write TensorBoard files to RUN_DIR/tb (needs the tensorboard extra)"
+    track: tuple[str, ...] = Field(
+        (), description="also send metrics to tensorboard, wandb, mlflow, trackio or a plugin's tracker (repeatable)"
     )
+    tensorboard: bool = Field(False, description="the same as --track tensorboard")
     dump_rollouts: str = Field(
         "all", description="samples of each step written to RUN_DIR/rollouts: all, none, or how many"
     )

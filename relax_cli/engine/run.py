@@ -19,7 +19,7 @@ from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.align import settle
 from relax_cli.checkpoint.fingerprint import RunIdentity, identify
 from relax_cli.checkpoint.resume import ResumeReport
-from relax_cli.config.redact import shell_join
+from relax_cli.config.redact import config_dump, shell_join
 from relax_cli.config.schema import Config
 from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.run_folder import new_run_folder, run_record
@@ -30,6 +30,7 @@ from relax_cli.errors import RelaxError, Terminated
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
+from relax_cli.plugin.trackers import TrackedRun, tracker_names
 from relax_cli.plugin.user_code import from_here
 from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.start import decide_run, schedule_of
@@ -37,8 +38,9 @@ from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import TRAINED_FIELDS, drop_samples
 from relax_cli.tracking.evaluations import evaluations_of
 from relax_cli.tracking.live import StepDisplay
+from relax_cli.tracking.trackers import Trackers
 from relax_cli.tracking.view import RunHeader
-from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
+from relax_cli.tracking.writers import MetricsWriter, write_config
 
 DUMPED_FIELDS = ("response_mask", "ref_log_probs", "values", "bootstrap_values", "advantages", "returns")
 """Per-token queue fields written next to each sample, where the run has them."""
@@ -85,7 +87,9 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *start_notes(checked)]:
             display.note(note)
         metrics = stack.enter_context(MetricsWriter(run_dir, first))
-        writers: list[MetricsWriter | TensorBoardWriter] = [metrics, *trackers(stack, config, run_dir, first)]
+        trackers = open_trackers(plugins, config, run_dir, first, display)
+        closing_summary: dict[str, Any] = {}
+        stack.callback(trackers.close, closing_summary)
         model = model_folder(config.model.hf_checkpoint, display)
         if (model / "tokenizer.json").is_file():
             # Commands that look at the samples show tokens as text, wherever the model is by then.
@@ -107,7 +111,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         trainer = Trainer(
             session,
             config,
-            Recorder(writers, display, plugins, config, run_dir),
+            Recorder(metrics, trackers, display, plugins, config, run_dir),
             stop,
             first=first,
             dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)]
@@ -118,6 +122,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         ended_by = run_trainer(trainer, run_dir, stop, checked)
         if ended_by is not None:
             display.note("ending the workers")
+        closing_summary |= {"ok": ended_by is None, **(metrics.last or {})}
     return FinishedRun(
         report=trainer.report,
         config=config,
@@ -155,9 +160,16 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
         raise
 
 
-def trackers(stack: ExitStack, config: Config, run_dir: Path, done: int) -> list[TensorBoardWriter]:
-    """What gets the metrics of every step after `done` besides their file, open until `stack` closes."""
-    return [stack.enter_context(TensorBoardWriter(run_dir, done))] if config.run.tensorboard else []
+def open_trackers(plugins: Plugins, config: Config, run_dir: Path, done: int, display: StepDisplay) -> Trackers:
+    """What gets the metrics of every step besides their file.
+
+    Raises:
+        EnvironmentFault: one of them cannot be opened.
+    """
+    known, names = plugins.trackers(), tracker_names(config.run)
+    if names:
+        display.status(f"opening {', '.join(names)}")
+    return Trackers([known[name] for name in names], TrackedRun(run_dir, config_dump(config), done), display.warn)
 
 
 def run_header(checked: CheckedRun, run_dir: Path) -> RunHeader:
@@ -197,9 +209,10 @@ def start_notes(checked: CheckedRun) -> list[str]:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Hands each step to the metrics file, the screen and the plugins, in this order."""
+    """Hands each step to the metrics file, the trackers, the screen and the plugins, in this order."""
 
-    writers: list[MetricsWriter | TensorBoardWriter]
+    metrics: MetricsWriter
+    trackers: Trackers
     display: StepDisplay
     plugins: Plugins
     config: Config
@@ -217,8 +230,8 @@ class Recorder:
 
     def _record(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
         record = {"step": step, "time": time.time(), **metrics}
-        for writer in self.writers:
-            writer.write(record)
+        self.metrics.write(record)
+        self.trackers.write(record)
         return record
 
     def _tell_plugins(self, step: int, metrics: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from relax_cli.errors import Problem
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.records import Env, Estimator, Normalized, Reward
+from relax_cli.plugin.trackers import Tracker
 
 PROJECT = "relax"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -56,6 +57,11 @@ def relax_rewards() -> list[Reward]:  # type: ignore[empty-body]
 @hookspec
 def relax_envs() -> list[Env]:  # type: ignore[empty-body]
     """Named environments of multi-turn episodes this plugin provides."""
+
+
+@hookspec
+def relax_trackers() -> list[Tracker]:  # type: ignore[empty-body]
+    """Named trackers this plugin provides, for `--track`."""
 
 
 @hookspec

@@ -10,6 +10,7 @@ import pluggy
 
 from relax_cli.errors import Problem
 from relax_cli.plugin.records import Env, Estimator, Reward
+from relax_cli.plugin.trackers import Tracker
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,16 @@ class Plugin:
     estimators: tuple[Estimator, ...] = ()
     rewards: tuple[Reward, ...] = ()
     envs: tuple[Env, ...] = ()
+    trackers: tuple[Tracker, ...] = ()
     where: str = ""
     """`file:line` of the code that failed, where that is known."""
     others: tuple[Plugin, ...] = ()
     """The other plugins, each without its own `others`."""
+
+    @property
+    def records(self) -> tuple[Estimator | Reward | Env | Tracker, ...]:
+        """Everything named that it provides."""
+        return (*self.estimators, *self.rewards, *self.envs, *self.trackers)
 
     @property
     def is_ours(self) -> bool:

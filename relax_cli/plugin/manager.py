@@ -20,6 +20,7 @@ from relax_cli.plugin.installed import Plugin, PluginRow
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.records import Env, Estimator, Normalized, Reward, unusable
 from relax_cli.plugin.references import broken_references
+from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
 from relax_cli.plugin.user_code import UserCodeError, user_code
 from relax_cli.plugin.user_deadline import user_deadline
 
@@ -33,10 +34,17 @@ _KINDS = {
     "relax_estimators": "estimator",
     "relax_rewards": "reward",
     "relax_envs": "env",
+    "relax_trackers": "tracker",
     "relax_step_end": "tracker",
     "relax_launch": "launcher",
 }
-R = TypeVar("R", Estimator, Reward, Env)
+_RECORDS = {
+    "relax_estimators": Estimator,
+    "relax_rewards": Reward,
+    "relax_envs": Env,
+    "relax_trackers": Tracker,
+}
+R = TypeVar("R", Estimator, Reward, Env, Tracker)
 
 UNKNOWN_ESTIMATOR = problem_kind(
     "unknown-estimator",
@@ -53,6 +61,9 @@ DUPLICATE_REWARD = problem_kind(
 )
 DUPLICATE_ENV = problem_kind(
     "duplicate-env", "Plugins", "Two packages provide an environment of one name; both are named."
+)
+DUPLICATE_TRACKER = problem_kind(
+    "duplicate-tracker", "Plugins", "Two packages provide a tracker of one name; both are named."
 )
 PLUGIN_FAILED = problem_kind(
     "plugin-failed", "Plugins", "A hook of a plugin raised an exception or returned something of the wrong type."
@@ -139,6 +150,16 @@ class Plugins:
         """
         return _by_name(((p, record) for p in self._plugins for record in p.envs), DUPLICATE_ENV)
 
+    def trackers(self) -> dict[str, Tracker]:
+        """All trackers by name; one of a plugin replaces a built-in one of its name.
+
+        Raises:
+            ConfigError: two plugins claim one name; names both distributions.
+        """
+        return BUILTIN_TRACKERS | _by_name(
+            ((p, record) for p in self._plugins for record in p.trackers), DUPLICATE_TRACKER
+        )
+
     def estimator(self, name: str, *, node: str | None = None) -> Estimator:
         """The estimator of that name; `node` names the machine in the error, where it is not the user's own.
 
@@ -199,9 +220,8 @@ class Plugins:
             return list(error.problems)
 
     def broken_references(self, config: Config) -> list[Problem]:
-        """What the chosen estimator, reward and environment name and cannot be loaded, tried in another process.
-
-        Ours are known to load.
+        """What the chosen estimator, reward, environment and trackers name and cannot be loaded, tried in another
+        process. Ours are known to load.
         """
         chosen = (config.algorithm.advantage_estimator, config.reward.rm_type, config.episode.env)
         return [
@@ -214,6 +234,7 @@ class Plugins:
                     *(e for e in plugin.estimators if e.name == chosen[0]),
                     *(r for r in plugin.rewards if r.name == chosen[1]),
                     *(e for e in plugin.envs if e.name == chosen[2]),
+                    *(t for t in plugin.trackers if t.name in config.run.track),
                 ],
             )
         ]
@@ -296,7 +317,7 @@ def _load(entry: EntryPoint) -> Plugin:
         reason = "; ".join(problem.message for problem in misspelt)
         return replace(_broken(entry, reason), misspelt=misspelt)
     provided: list[tuple[Any, ...]] = []
-    for hook, kind in (("relax_estimators", Estimator), ("relax_rewards", Reward), ("relax_envs", Env)):
+    for hook, kind in _RECORDS.items():
         try:
             with _guarded(passes=()):
                 results = getattr(manager.hook, hook)()
@@ -307,9 +328,7 @@ def _load(entry: EntryPoint) -> Plugin:
         if reason:
             return _broken(entry, reason)
     hooks = tuple(sorted(caller.name for caller in manager.get_hookcallers(module) or ()))
-    return Plugin(
-        _row(entry, hooks), entry, module, manager.hook, estimators=provided[0], rewards=provided[1], envs=provided[2]
-    )
+    return Plugin(_row(entry, hooks), entry, module, manager.hook, (), *provided)
 
 
 def _unknown_hooks(entry: EntryPoint, manager: pluggy.PluginManager, module: Any) -> tuple[Problem, ...]:

@@ -10,21 +10,25 @@ from relax_cli.errors import ConfigError, Problem
 from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.installed import Plugin
 from relax_cli.plugin.records import REFERENCE, Env, Estimator, Reward, env_fault, load_reference
+from relax_cli.plugin.trackers import Tracker
 
 ENVIRONMENT = "environment"
 
 
-def broken_references(plugin: Plugin, records: Sequence[Estimator | Reward | Env] | None = None) -> list[Problem]:
+def broken_references(
+    plugin: Plugin, records: Sequence[Estimator | Reward | Env | Tracker] | None = None
+) -> list[Problem]:
     """What these records of a plugin, or all of them, name and cannot be loaded."""
-    every: list[Estimator | Reward | Env] = [*plugin.estimators, *plugin.rewards, *plugin.envs]
     references: list[tuple[str, str]] = []
-    for record in every if records is None else records:
+    for record in plugin.records if records is None else records:
         if isinstance(record, Estimator):
             references += [(x, f"estimator {record.name}") for x in (record.advantages, record.policy_loss)]
         elif isinstance(record, Reward):
             references.append((record.function, f"reward {record.name}"))
-        else:
+        elif isinstance(record, Env):
             references.append((record.environment, f"{ENVIRONMENT} {record.name}"))
+        else:
+            references.append((record.opens, f"tracker {record.name}"))
     if not references:
         return []
     try:

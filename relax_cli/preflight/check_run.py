@@ -126,7 +126,12 @@ def check_run(
     config = resolved.config
     inputs = RunInputs() if skip_files else read_inputs(config, progress)
     context = RuleContext(
-        config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}), frozenset(plugins.envs())
+        config,
+        inputs,
+        machine,
+        frozenset({*BUILTIN_REWARDS, *plugins.rewards()}),
+        frozenset(plugins.envs()),
+        plugins.trackers(),
     )
     problems = [*resolved.problems, *run_rules(context, skip_files=skip_files)]
     if not skip_files:

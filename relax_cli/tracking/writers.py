@@ -1,4 +1,4 @@
-"""The files of a run folder: `config.json`, `metrics.jsonl` and `tb/`."""
+"""The files of a run folder: `config.json` and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -89,31 +89,6 @@ class MetricsWriter:
             self.close()
 
 
-class TensorBoardWriter:
-    """Scalars for TensorBoard in `tb/`; needs the `tensorboard` extra."""
-
-    def __init__(self, run_dir: Path, done: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(run_dir / "tb"), purge_step=done + 1 if done else None)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write every number of a step's record, numbers of nested objects as `outer/inner`."""
-        for name, value in _numbers(record):
-            self._writer.add_scalar(name, value, record["step"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
-
-    def __enter__(self) -> TensorBoardWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def is_evaluation(record: Mapping[str, Any]) -> bool:
     """Whether a record has the metrics of an evaluation alone."""
     names = record.keys() - {"step", "time"}
@@ -172,11 +147,3 @@ def _bad_metrics(path: Path, got: str, expected: str, line: int | None = None) -
             expected=expected,
         )
     )
-
-
-def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and name not in ("step", "time"):
-            yield prefix + name, float(value)

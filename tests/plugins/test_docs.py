@@ -109,6 +109,7 @@ def test_the_example_of_every_hook_runs(text: str, install: Write, capsys: pytes
     assert not normalized.config.algorithm.use_kl_loss
     assert plugins.service_graph(normalized.config).names == ("rollout", "critic", "advantages", "actor")
     assert "brief" in plugins.rewards()
+    assert "house" in plugins.trackers()
     assert plugins.launch(SimpleNamespace(config=Config())) is None
     assert plugins.step_end(7, {"reward/mean": 1.0}) == []
     assert "solved at step 7" in capsys.readouterr().err

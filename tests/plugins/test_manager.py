@@ -113,21 +113,21 @@ def test_an_unknown_estimator_is_refused_with_name_and_node() -> None:
     assert "sapo" in problem.expected
 
 
-@pytest.mark.parametrize("what", ["estimator", "reward", "env"])
+DUPLICATES = {what: f"duplicate-{what}" for what in ("estimator", "reward", "env", "tracker")}
+# duplicate-estimator, duplicate-reward, duplicate-env, duplicate-tracker
+
+
+@pytest.mark.parametrize("what", DUPLICATES)
 def test_two_plugins_with_one_name_are_a_problem_of_that_kind(install: Install, what: str) -> None:
-    reward = "from relax_cli import Reward, hookimpl\n@hookimpl\ndef relax_rewards():\n"
-    source = {
-        "estimator": estimator_source("mine"),
-        "reward": reward + "    return [Reward('mine', 's', 'm:f')]\n",
-        "env": reward.replace("reward", "env").replace("Reward", "Env") + "    return [Env('mine', 's', 'm:C')]\n",
-    }
+    kind = what.title()
+    head = f"from relax_cli import {kind}, hookimpl\n@hookimpl\ndef relax_{what}s():\n"
+    record = f"{head}    return [{kind}('mine', 's', 'm:f')]\n"
+    source = {"estimator": estimator_source("mine")}.get(what, record)
     for plugin_name in ("one", "two"):
-        install(plugin_name, source[what])
+        install(plugin_name, source)
     with pytest.raises(ConfigError, match="dist-one and dist-two both provide") as caught:
         getattr(load_plugins(), f"{what}s")()
-    assert ids(caught.value.problems) == [
-        {"estimator": "duplicate-estimator", "reward": "duplicate-reward", "env": "duplicate-env"}[what]
-    ]
+    assert ids(caught.value.problems) == [DUPLICATES[what]]
 
 
 @pytest.mark.parametrize("plugin_name", ["other", "grpo"])

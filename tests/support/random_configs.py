@@ -18,7 +18,7 @@ FIXED = {
     "run_dir", "custom_rm_path", "rm_url", "sglang_python", "rollout_external_engine_addrs", "sglang_options",
     "env", "eval_sampling",
     # The length of a run, its processes, and switches of other machines.
-    "num_rollout", "num_epoch", "launcher", "resource", "strict", "tensorboard", "advantage_estimator",
+    "num_rollout", "num_epoch", "launcher", "resource", "strict", "tensorboard", "track", "advantage_estimator",
 }  # fmt: skip
 MOST = 16
 """Largest size, so that a run takes less than a second."""

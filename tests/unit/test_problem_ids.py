@@ -22,7 +22,7 @@ from pydantic import model_validator
 from relax_cli import ClipOptions, Config, Estimator, GaeOptions, Section, hookimpl
 from relax_cli.backends.megatron import cpu_support
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
-from relax_cli.config.schema import DataSection, RewardSection, RunSection
+from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.prompts import load_prompts
 from relax_cli.data.rewards import RewardInput, load_reward
 from relax_cli.data.rewards import math as math_reward
@@ -36,11 +36,8 @@ from relax_cli.plugin.config_model import config_model, estimator_options, rebui
 from relax_cli.plugin.graph import base_graph
 from relax_cli.plugin.manager import GROUP, Plugins, load_plugins
 from relax_cli.plugin.scaffold import check_name
-from relax_cli.preflight.inputs import RunInputs
-from relax_cli.preflight.machine import Machine
 from relax_cli.quickstart.task import prepare
 from relax_cli.tracking.writers import MetricsWriter
-from tests.support.rules import machine_problems
 
 
 def problem_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Problem:
@@ -305,19 +302,6 @@ def test_quickstart_folder(tmp_path: Path) -> None:
     prepare(tmp_path / "task", seed=1, steps=2)
     (tmp_path / "task" / "mine.txt").write_text("")
     assert problem_of(prepare, tmp_path / "task", seed=1, steps=1).id == "quickstart-folder-in-use"
-
-
-def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ids(wanted: bool) -> list[str]:
-        config = Config(run=RunSection(tensorboard=wanted))
-        return [problem.id for problem in machine_problems(config, RunInputs(), Machine())]
-
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else found(name))
-    assert "tensorboard-missing" in ids(True)
-    assert "tensorboard-missing" not in ids(False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert "tensorboard-missing" not in ids(True)
 
 
 def test_problems_are_json_objects_with_their_id() -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from relax_cli.errors import ResumeError
 from relax_cli.roles.sample_files import SampleWriter, drop_samples, sample_files
 from relax_cli.tracking.evaluations import read_evaluations
 from relax_cli.tracking.plots import curve
-from relax_cli.tracking.writers import MetricsWriter, TensorBoardWriter, write_config
+from relax_cli.tracking.writers import MetricsWriter, write_config
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -166,17 +165,6 @@ def test_resuming_deletes_samples_of_steps_that_run_again(tmp_path: Path) -> Non
 def test_the_configuration_is_written_as_it_was_dumped(tmp_path: Path) -> None:
     dump = {"optimizer": {"lr": 1e-6}, "rollout": {"rollout_stop": ["é"]}}
     assert json.loads(write_config(tmp_path / "new", dump).read_text()) == dump
-
-
-def test_tensorboard_gets_the_numbers_of_a_record(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    events_module = import_module("tensorboard.backend.event_processing.event_accumulator")
-    with TensorBoardWriter(tmp_path) as writer:
-        writer.write({"step": 12, "value_loss": 0.12, "phase_seconds": {"critic": 0.3}})
-    events = events_module.EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
-    assert events.Scalars("phase_seconds/critic")[0].value == pytest.approx(0.3)
-    assert events.Scalars("value_loss")[0].step == 12
 
 
 # --- plots ---------------------------------------------------------------------------------------------------------

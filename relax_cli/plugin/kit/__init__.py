@@ -18,6 +18,7 @@ from relax_cli.plugin.kit.findings import CheckResult, Finding, Part
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Env, Estimator, Reward
 from relax_cli.plugin.references import broken_references
+from relax_cli.plugin.trackers import Tracker
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
 __all__ = ["CheckResult", "Finding", "assert_conforms", "check_estimator", "check_plugin"]
@@ -32,14 +33,15 @@ def check_plugin(plugin: Plugin) -> list[CheckResult]:
         else:
             results.append(_outcome(check, plugin.row.distribution, function, plugin))
     results += [result for estimator in plugin.estimators for result in check_estimator(estimator)]
-    records: list[Reward | Env] = [*plugin.rewards, *plugin.envs]
-    return results + [check_references(plugin, record) for record in records]
+    named = (record for record in plugin.records if not isinstance(record, Estimator))
+    return results + [check_references(plugin, record) for record in named]
 
 
-def check_references(plugin: Plugin, record: Reward | Env) -> CheckResult:
-    """Whether a plugin's reward or environment can be loaded, in a process of its own."""
+def check_references(plugin: Plugin, record: Reward | Env | Tracker) -> CheckResult:
+    """Whether what a plugin provides can be loaded, in a process of its own."""
     found = tuple(Finding(problem.got, problem.fix) for problem in broken_references(plugin, [record]))
-    rule = "the reward leads to a function" if isinstance(record, Reward) else "the environment leads to a class"
+    kind = type(record).__name__.lower()
+    rule = "the environment leads to a class" if isinstance(record, Env) else f"the {kind} leads to a function"
     return CheckResult("references", record.name, "failed" if found else "ok", rule, found)
 
 

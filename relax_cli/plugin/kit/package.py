@@ -72,12 +72,14 @@ def fresh_process(plugin: Plugin) -> list[Finding]:
 
 
 def name_clash(plugin: Plugin) -> list[Finding]:
-    """No other package provides an estimator, a reward or an option of the same name."""
+    """No other package provides an estimator, a reward, a tracker or an option of the same name."""
     found = []
     for other in plugin.others:
         for kind, own, theirs in (
             ("estimator", plugin.estimators, other.estimators),
             ("reward", plugin.rewards, other.rewards),
+            ("environment", plugin.envs, other.envs),
+            ("tracker", plugin.trackers, other.trackers),
         ):
             for name in {record.name for record in own} & {record.name for record in theirs}:
                 message = f"{other.row.distribution} also provides the {kind} {name!r}"

@@ -14,6 +14,7 @@ from relax_cli.preflight.rules import (
     resources,
     rewards,
     sglang,
+    tracking,
 )
 from relax_cli.preflight.rules.registry import RULES, RuleContext, run_rules
 
@@ -31,5 +32,6 @@ THEMES = (
     data,
     folders,
     machine,
+    tracking,
     memory,
 )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from relax_cli.config.placement import object_store_bytes, rollout_engine, shared_bundles
-from relax_cli.config.schema import CheckpointSection, Config, ParallelSection, RunSection, SglangSection
+from relax_cli.config.schema import CheckpointSection, Config, ParallelSection, SglangSection
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.models.files import weight_bytes
 from relax_cli.preflight.inputs import RunInputs
@@ -114,14 +113,6 @@ def expandable_segments(config: Config, machine: Machine) -> Found:
             expected="no expandable_segments:True",
             fix="unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF",
         )
-
-
-@rule("tensorboard-missing", MACHINE_THEME, option="--tensorboard", needs="machine")
-def tensorboard_missing(run: RunSection) -> Found:
-    """`--tensorboard` needs the tensorboard package."""
-    if run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install 'relax-cli[tensorboard]', or drop --tensorboard"
-        yield Finding("the tensorboard package is not installed", fix)
 
 
 @rule("ray-temp-folder", MACHINE_THEME, option="--launcher", needs="machine")

@@ -7,7 +7,7 @@ configuration (`batch`, `parallel`, …), the whole `config`, or other fields of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,6 +17,7 @@ from relax_cli.config.placement import has_counts
 from relax_cli.config.schema import Config
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.errors import Problem, ProblemKind, Severity, problem_kind
+from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine
 
@@ -36,6 +37,8 @@ class RuleContext:
     """Names that `--rm-type` may have."""
     envs: frozenset[str] = frozenset()
     """Names that `--env` may have."""
+    trackers: Mapping[str, Tracker] = field(default_factory=lambda: BUILTIN_TRACKERS)
+    """What `--track` may name."""
 
 
 @dataclass(frozen=True)
