@@ -328,7 +328,8 @@ def _load(entry: EntryPoint) -> Plugin:
         if reason:
             return _broken(entry, reason)
     hooks = tuple(sorted(caller.name for caller in manager.get_hookcallers(module) or ()))
-    return Plugin(_row(entry, hooks), entry, module, manager.hook, (), *provided)
+    estimators, rewards, envs, trackers = provided
+    return Plugin(_row(entry, hooks), entry, module, manager.hook, (), estimators, rewards, envs, trackers)
 
 
 def _unknown_hooks(entry: EntryPoint, manager: pluggy.PluginManager, module: Any) -> tuple[Problem, ...]:

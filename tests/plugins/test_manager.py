@@ -113,8 +113,12 @@ def test_an_unknown_estimator_is_refused_with_name_and_node() -> None:
     assert "sapo" in problem.expected
 
 
-DUPLICATES = {what: f"duplicate-{what}" for what in ("estimator", "reward", "env", "tracker")}
-# duplicate-estimator, duplicate-reward, duplicate-env, duplicate-tracker
+DUPLICATES = {
+    "estimator": "duplicate-estimator",
+    "reward": "duplicate-reward",
+    "env": "duplicate-env",
+    "tracker": "duplicate-tracker",
+}
 
 
 @pytest.mark.parametrize("what", DUPLICATES)
