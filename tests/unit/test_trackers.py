@@ -64,11 +64,13 @@ def test_tensorboard_gets_the_numbers_of_a_record(tmp_path: Path) -> None:
 
 
 def test_wandb_offline_gets_all_and_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("wandb")
+    wandb = needs("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     written("wandb", tmp_path, STEP, EVALUATION)
+    wandb.teardown()  # A resumed run is a process of its own.
     kept = (tmp_path / "logs" / "wandb.txt").read_text()
     written("wandb", tmp_path, STEP | {"step": 12, "value_loss": 0.13}, done=11)
+    wandb.teardown()
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert [file.name for file in files] == [f"run-{kept}.wandb"] * 2
     first, resumed = (file.read_bytes() for file in files)
