@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from relax_cli.checkpoint import layout, safe_load
+from relax_cli.checkpoint.adapters import adapters_in
 from relax_cli.checkpoint.align import examine
+from relax_cli.checkpoint.layout import CheckpointMeta
 from relax_cli.checkpoint.store import storage_failed
 from relax_cli.errors import ConfigError, ResumeError, problem_kind
-from relax_cli.models.convert import hf_to_megatron, megatron_to_hf
-from relax_cli.models.hf import write_hf
+from relax_cli.models.convert import hf_tensors, hf_to_megatron, megatron_to_hf, merged, rank_tensors
+from relax_cli.models.hf import HfWeights, write_hf
+from relax_cli.models.lora import HF_MODULES, Lora
 from relax_cli.models.spec import ModelSpec, read_spec
 
 OUT_IN_USE = problem_kind(
@@ -42,8 +47,16 @@ DAMAGED = problem_kind(
     option="DIR",
 )
 
+NO_ADAPTERS = problem_kind(
+    "export-no-adapters",
+    "Folders and checkpoints",
+    "`relax checkpoint export-hf --peft` writes low-rank adapters, and the checkpoint has none.",
+    option="--peft",
+)
+
 UNFINISHED = ".unfinished-export"
 """Folder in the one that is written to, while the export is incomplete."""
+LAST = ("config.json", "adapter_config.json")
 OPTIMIZER = "optimizer."
 LAYERS = "decoder.layers."
 """Megatron keeps the tensors of all layers under one name, stacked."""
@@ -70,7 +83,7 @@ def export_hf(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtyp
 
     Args:
         out: is made; must be empty.
-        model_folder: `config.json` and tokenizer files come from there.
+        model_folder: `config.json` and tokenizer files come from there, and the weights that adapters are merged into.
         dtype: type of the weights; None: that of the checkpoint.
 
     Raises:
@@ -79,19 +92,40 @@ def export_hf(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtyp
         RunError: the disk refused.
     """
     refuse_in_use(out)
-    refuse_unfit(checkpoint)
+    lora = adapters_in(refuse_unfit(checkpoint))
     spec = read_spec(model_folder)
     with safe_load.taken_over_from(checkpoint):
         full = dict(_parameters(_read_model(checkpoint), spec))
+        if lora is not None:
+            full = dict(_merged(full, lora, spec, model_folder))
         weights = dict(megatron_to_hf(full, spec))
     # The conversion back looks at every name and shape; on the meta device it costs nothing.
     hf_to_megatron({name: tensor.to("meta") for name, tensor in weights.items()}, spec, 1, 0)
-    named = ((name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in weights.items())
-    kept = next(iter(weights.values())).dtype if dtype is None else dtype
-    _write(out, named, model_folder)
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    count = sum(tensor.numel() for tensor in weights.values())
-    return Exported(out, str(kept).removeprefix("torch."), count, size)
+    return _write(out, weights, dtype, lambda folder, named: write_hf(folder, named.items(), model_folder))
+
+
+def export_peft(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtype | None = None) -> Exported:
+    """Write the low-rank adapters of a checkpoint as a folder that PEFT loads; see `export_hf`.
+
+    Raises:
+        ConfigError: also where the checkpoint has no adapters.
+    """
+    refuse_in_use(out)
+    lora = adapters_in(refuse_unfit(checkpoint))
+    if lora is None:
+        raise ConfigError(
+            NO_ADAPTERS(
+                "the checkpoint has no low-rank adapters: every weight was trained",
+                fix="leave --peft out",
+                where=str(checkpoint),
+                got="a checkpoint of whole weights",
+                expected="one of a run with --lora-rank",
+            )
+        )
+    spec = read_spec(model_folder)
+    with safe_load.taken_over_from(checkpoint):
+        weights = dict(_as_peft(dict(_parameters(_read_model(checkpoint), spec)), spec))
+    return _write(out, weights, dtype, lambda folder, named: _write_peft(folder, named, lora, model_folder))
 
 
 def refuse_in_use(out: Path) -> None:
@@ -107,8 +141,8 @@ def refuse_in_use(out: Path) -> None:
         )
 
 
-def refuse_unfit(checkpoint: Path) -> None:
-    """Raises ResumeError where a checkpoint is not a complete one of an actor, hash for hash."""
+def refuse_unfit(checkpoint: Path) -> CheckpointMeta:
+    """`relax.json`; raises ResumeError where a checkpoint is not a complete one of an actor, hash for hash."""
     meta = layout.read_meta(checkpoint)
     if meta.role != "actor":
         raise ResumeError(
@@ -134,6 +168,7 @@ def refuse_unfit(checkpoint: Path) -> None:
                 expected="every file as it was written",
             )
         )
+    return meta
 
 
 def _read_model(checkpoint: Path) -> dict[str, Tensor]:
@@ -171,22 +206,70 @@ def _parameters(saved: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[
             yield f"{LAYERS}{layer}.{PARAMETERS.get(inner, inner)}", part
 
 
-def _write(out: Path, named: Iterator[tuple[str, Tensor]], model_folder: Path) -> None:
+def _merged(
+    adapters: Mapping[str, Tensor], lora: Lora, spec: ModelSpec, model_folder: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights below adapters, in the adapters' type, with these merged into them as in training."""
+    dtype = next(iter(adapters.values())).dtype
+    for name, weight in rank_tensors(HfWeights(model_folder), spec, 1, 0):
+        stem = name.removesuffix("weight")
+        a, b = adapters.get(f"{stem}lora_a"), adapters.get(f"{stem}lora_b")
+        yield name, weight.to(dtype) if a is None or b is None else merged(weight.to(dtype), a, b, lora.scale)
+
+
+def _as_peft(adapters: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """PEFT's names: each Hugging Face module gets its rows of `B`, and a copy of the `A` that it shares."""
+    for name, b in adapters.items():
+        stem = name.removesuffix("lora_b")
+        if stem != name:
+            for hf, rows in hf_tensors(f"{stem}weight", b, spec):
+                module = f"base_model.model.{hf.removesuffix('.weight')}"
+                yield f"{module}.lora_A.weight", adapters[f"{stem}lora_a"].clone()
+                yield f"{module}.lora_B.weight", rows.contiguous()
+
+
+def _write_peft(folder: Path, weights: Mapping[str, Tensor], lora: Lora, model_folder: Path) -> None:
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_folder.absolute()),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": [hf.rpartition(".")[2] for target in lora.targets for hf in HF_MODULES[target]],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True)
+    save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(
+    out: Path,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    write: Callable[[Path, Mapping[str, Tensor]], None],
+) -> Exported:
     """Everything in a temporary folder inside `out` first; `config.json` leaves it last, when the rest is complete.
 
     `out` itself is never replaced: it may be a link, a mount, or a folder in use.
     """
     temporary, is_new = out / UNFINISHED, not out.exists()
+    kept = next(iter(weights.values())).dtype if dtype is None else dtype
     try:
         if temporary.exists():
             shutil.rmtree(temporary)
-        write_hf(temporary, named, model_folder)
+        write(temporary, {name: tensor.to(kept) for name, tensor in weights.items()})
         for path in temporary.rglob("*"):
             layout.fsync_file(path)
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name in LAST):
             path.rename(out / path.name)
         temporary.rmdir()
         layout.fsync_folder(out)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(out if is_new else temporary, ignore_errors=True)
         raise storage_failed(error, out) from error
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return Exported(out, str(kept).removeprefix("torch."), sum(tensor.numel() for tensor in weights.values()), size)

@@ -10,10 +10,11 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from relax_cli.checkpoint.adapters import other_adapters, other_base
 from relax_cli.checkpoint.layout import CheckpointMeta, sha256_of
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
@@ -22,6 +23,7 @@ from relax_cli.data.sources import source_of
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.files import read_json
 from relax_cli.models.hybrid import read_any_spec
+from relax_cli.models.lora import lora_of
 from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
 
 FOLDERS = "Folders and checkpoints"
@@ -96,6 +98,10 @@ class RunIdentity:
     reference: str | None = None
     """Of the weights that KL terms compare with; None where there are no KL terms."""
     reference_name: str = ""
+    adapters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each role that trains adapters, as `Lora.meta` gives them."""
+    base: str | None = None
+    """Of the weights below adapters."""
 
     def meta(self) -> dict[str, Any]:
         """What `relax.json` says of the run, at every iteration."""
@@ -106,7 +112,9 @@ class RunIdentity:
                 "tokenizer": self.tokenizer,
                 "dataset": self.dataset,
                 "reference": self.reference,
+                "base": self.base,
             },
+            "adapters": self.adapters,
             "model_shape": self.model_shape,
             "origin": {
                 "hf_checkpoint": self.hf_checkpoint,
@@ -129,6 +137,7 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
     limit = config.rollout.rollout_max_prompt_len
     dropped = f" up to {limit} tokens" if limit and config.rollout.overlong_prompts == "drop" else ""
     dataset = dataset_fingerprint(config.data.prompt_data)
+    adapters = {role: lora.meta() for role in ("actor", "critic") if (lora := lora_of(config, role)) is not None}
     reference = (model_folder if name is None else folder_of_model(name)) if config.algorithm.needs_reference else None
     return RunIdentity(
         estimator=config.algorithm.advantage_estimator,
@@ -142,6 +151,8 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
         seeds={"seed": config.run.seed, "rollout_seed": config.rollout.rollout_seed},
         reference=None if reference is None else weights_fingerprint(reference),
         reference_name=scrubbed(name or config.model.hf_checkpoint),
+        adapters=adapters,
+        base=None if model_folder is None or not adapters else weights_fingerprint(model_folder),
     )
 
 
@@ -225,6 +236,8 @@ def differences(run: RunIdentity, meta: CheckpointMeta, where: Path) -> list[Pro
         _other_dataset(run, meta, where),
         _other_order(run, meta, where),
         _other_reference(run, meta, where),
+        other_adapters(run.adapters, meta, where),
+        other_base(run.base, meta, where, run.hf_checkpoint),
     ]
     return [problem for problem in found if problem is not None]
 
@@ -233,8 +246,8 @@ def model_differences(
     shape: Mapping[str, Any] | None, tokenizer: str | None, meta: CheckpointMeta, where: Path, given: str
 ) -> list[Problem]:
     """The part of `differences` that needs the model folder alone; `given` is how it was named."""
-    original = _recorded(meta, "origin", "hf_checkpoint")
-    saved_shape, saved_tokenizer = meta.extra.get("model_shape"), _recorded(meta, "fingerprints", "tokenizer")
+    original = meta.recorded("origin", "hf_checkpoint")
+    saved_shape, saved_tokenizer = meta.extra.get("model_shape"), meta.recorded("fingerprints", "tokenizer")
     fix = (
         f"--hf-checkpoint {shlex.quote(original)}"
         if original and original != given
@@ -288,7 +301,7 @@ def _other_estimator(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Pro
 
 
 def _other_dataset(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
-    saved, original = _recorded(meta, "fingerprints", "dataset"), _recorded(meta, "origin", "prompt_data")
+    saved, original = meta.recorded("fingerprints", "dataset"), meta.recorded("origin", "prompt_data")
     if saved is None or run.dataset is None or saved == run.dataset:
         return None
     same_name = original is None or original == run.prompt_data
@@ -326,7 +339,7 @@ def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem
 
 
 def _other_reference(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
-    saved, original = _recorded(meta, "fingerprints", "reference"), _recorded(meta, "origin", "reference")
+    saved, original = meta.recorded("fingerprints", "reference"), meta.recorded("origin", "reference")
     if saved is None or run.reference is None or saved == run.reference:
         return None
     has_moved = original and original != run.reference_name
@@ -337,12 +350,6 @@ def _other_reference(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Pro
         expected=f"{original or 'the reference of the run'} ({saved[:12]})",
         fix=f"--ref-load {shlex.quote(str(original))}" if has_moved else "--ref-load with the folder as it was",
     )
-
-
-def _recorded(meta: CheckpointMeta, group: str, name: str) -> str | None:
-    """A text in `relax.json`, which older versions did not write."""
-    value = meta.extra.get(group, {}).get(name)
-    return None if value is None else str(value)
 
 
 def _hash(value: object) -> str:

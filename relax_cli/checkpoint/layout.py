@@ -148,6 +148,11 @@ class CheckpointMeta:
     """State of the random generators of every rank, in rank order, as the model gave it."""
     format_version: int = FORMAT_VERSION
 
+    def recorded(self, group: str, name: str) -> str | None:
+        """A text in a group of `extra`; older versions wrote fewer."""
+        value = self.extra.get(group, {}).get(name)
+        return None if value is None else str(value)
+
 
 @with_config(ConfigDict(extra="allow", strict=True))
 class KnownExtra(TypedDict, total=False):
@@ -159,6 +164,7 @@ class KnownExtra(TypedDict, total=False):
     origin: dict[str, str | None]
     prompts: NonNegativeInt | None
     data_position: dict[str, NonNegativeInt | None]
+    adapters: dict[str, dict[str, Any]]
     has_critic: bool
     critic_save: str | None
     save_id: str

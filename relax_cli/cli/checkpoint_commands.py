@@ -13,7 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from relax_cli.checkpoint import align, layout, prune
-from relax_cli.checkpoint.fingerprint import folder_of_model, model_differences, model_shape, tokenizer_fingerprint
+from relax_cli.checkpoint.adapters import adapters_in, other_base
+from relax_cli.checkpoint.fingerprint import (
+    folder_of_model,
+    model_differences,
+    model_shape,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
 from relax_cli.checkpoint.resume_problems import is_one_checkpoint
 from relax_cli.cli.console import Format, FormatOption, output_of
 from relax_cli.config.paths import expand_path
@@ -172,23 +179,31 @@ def export_command(
     ],
     iteration: Annotated[int | None, typer.Option("--iteration", min=0, help="default: what the tracker names")] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="type of the weights")] = Dtype.AS_TRAINED,
+    peft: Annotated[bool, typer.Option("--peft", help="write the low-rank adapters alone, for PEFT")] = False,
     fmt: FormatOption = Format.TEXT,
 ) -> None:
-    """Write the actor of a checkpoint as a Hugging Face model: safetensors, config.json and tokenizer files."""
+    """Write the actor of a checkpoint as a Hugging Face model: safetensors, config.json and tokenizer files.
+
+    Low-rank adapters are merged into the weights of MODEL, unless --peft asks for them alone.
+    """
     output = output_of(ctx, fmt)
     model = model_folder(hf_checkpoint, "give the folder or package that the run was started with")
     checkpoint = chosen_checkpoint(folder, iteration)
     meta = layout.read_meta(checkpoint)
     other = model_differences(model_shape(model), tokenizer_fingerprint(model), meta, checkpoint, hf_checkpoint)
+    if adapters_in(meta) is not None:
+        base = other_base(weights_fingerprint(model), meta, checkpoint, hf_checkpoint)
+        other += [] if base is None else [base]
     if other:
         raise ResumeError(other)
 
     # Only here: the other commands of this module answer without importing torch.
     import torch
 
-    from relax_cli.checkpoint.export import export_hf
+    from relax_cli.checkpoint.export import export_hf, export_peft
 
-    done = export_hf(checkpoint, out, model, None if dtype is Dtype.AS_TRAINED else getattr(torch, dtype))
+    write = export_peft if peft else export_hf
+    done = write(checkpoint, out, model, None if dtype is Dtype.AS_TRAINED else getattr(torch, dtype))
     data = {
         "ok": True,
         "out": str(out),

@@ -16,6 +16,7 @@ from relax_cli.config.held_out import EvalSection
 from relax_cli.config.section import LEAST_TEMPERATURE
 from relax_cli.config.section import Section as Section
 
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 Aggregation = Literal["sample-mean", "token-mean", "constant"]
 Count = Annotated[int, Field(le=1 << 16)]
 
@@ -116,6 +117,9 @@ class CriticSection(Section):
     value_head_init_std: float = Field(
         0.02, ge=0, description="standard deviation of a new value head's weights; 0 starts with values of 0"
     )
+    critic_lora_rank: int = Field(
+        0, ge=0, le=4096, description="rank of the critic's adapters; 0 trains every weight of it"
+    )
     critic_updates_per_step: int = Field(1, ge=1, description="passes of value steps over each rollout's samples")
     critic_load: str | None = Field(
         None, description="critic checkpoint folder to resume from; LOAD-critic, or else --load, when unset"
@@ -135,6 +139,15 @@ class ModelSection(Section):
     )
     ref_load: str | None = Field(
         None, description="reference model folder for KL terms; follows --hf-checkpoint when unset"
+    )
+    lora_rank: int = Field(
+        0, ge=0, le=4096, description="rank of low-rank adapters, which the actor trains alone; 0 trains every weight"
+    )
+    lora_alpha: float = Field(16.0, gt=0, le=1e4, description="adapters are scaled by alpha / rank")
+    lora_targets: tuple[LoraTarget, ...] = Field(
+        ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        min_length=1,
+        description="matrices with adapters (repeatable), by Megatron's names",
     )
 
 

@@ -11,6 +11,7 @@ from relax_cli.backends.rollout.targets import this_node
 from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.placement import processes_of, rollout_engine, threads_of
 from relax_cli.config.schema import Config, RolloutSection
+from relax_cli.models.lora import Lora, lora_of
 from relax_cli.plugin.config_model import estimator_options, rebuild_config
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan, LoadFrom
@@ -140,14 +141,14 @@ class RoleBuilder:
         return TrainableModel(
             kind,
             self.spec.model_folder,
-            self._how_to_build(),
+            self._how_to_build(lora_of(self.config, self.spec.role)),
             self.config.optimizer,
             lr=lr,
             warmup_iters=warmup_iters,
             decay_iters=decay_iters,
         )
 
-    def _how_to_build(self) -> Any:
+    def _how_to_build(self, lora: Lora | None = None) -> Any:
         from relax_cli.backends.megatron.micro_batch import Build
 
         return Build(
@@ -156,6 +157,7 @@ class RoleBuilder:
             seed=self.config.run.seed,
             temperature=self.config.rollout.rollout_temperature,
             value_head_std=self.config.critic.value_head_init_std,
+            lora=lora,
         )
 
     def _reference(self, queue: SampleQueue) -> Any:

@@ -109,6 +109,12 @@ def hf_tensors(name: str, full: Tensor, spec: ModelSpec) -> Iterator[tuple[str, 
         yield f"{hf}.{_IN_LAYER[part]}", full
 
 
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """`weight + scale · b·a`, computed in at least fp32 and rounded once to the type of the weight."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+
+
 def shard_for_rank(name: str, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     """The part of an unsharded Megatron tensor of one tensor-parallel rank."""
     if tp_size == 1:

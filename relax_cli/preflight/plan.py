@@ -15,6 +15,7 @@ from relax_cli.config.placement import (
     threads_of,
 )
 from relax_cli.config.schema import Config, ParallelSection
+from relax_cli.models.lora import lora_of
 from relax_cli.models.spec import ModelSpec
 from relax_cli.plugin.graph import RoleSpec
 from relax_cli.preflight.inputs import ASSUMED_PROMPT, RunInputs
@@ -26,6 +27,7 @@ from relax_cli.preflight.memory.estimate import (
     phase_bytes,
     precision_of,
     roles_memory,
+    trained_parameters,
 )
 from relax_cli.preflight.memory.gpu import GpuMemory, assumptions, gpu_memory
 from relax_cli.preflight.memory.sizes import RoleMemory
@@ -149,7 +151,7 @@ def build_plan(
         gpus_here=machine.gpus,
         steps=_steps(config, inputs, "critic" in names, first_rollout),
         memory=memory,
-        parameters={} if inputs.model is None else _parameters(inputs.model, has_critic="critic" in names),
+        parameters={} if inputs.model is None else _parameters(config, inputs.model, has_critic="critic" in names),
         phases=phase_bytes(config, memory) if memory else {},
         peak=host_peak(config, memory) if memory and not on_gpu else 0,
         gpu=_gpu(config, inputs, machine, memory) if on_gpu else None,
@@ -207,10 +209,13 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _parameters(spec: ModelSpec, *, has_critic: bool) -> dict[str, int]:
+def _parameters(config: Config, spec: ModelSpec, *, has_critic: bool) -> dict[str, int]:
     found = {"policy": spec.parameters}
     if has_critic:
         found["critic"] = spec.value_parameters
+    for role, name in (("actor", "policy"), ("critic", "critic")):
+        if name in found and lora_of(config, role) is not None:
+            found[f"trained of the {name}"] = trained_parameters(config, spec, role)
     if spec.untrained_parameters:
         found["vision tower, not trained"] = spec.untrained_parameters
     return found

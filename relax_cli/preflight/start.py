@@ -5,6 +5,7 @@ The one function behind `train` and `validate-config`; `check-resume` asks `resu
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,22 @@ from typing import Any
 from relax_cli.algorithms.schedule import learning_rate
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint import resume_problems as problems_of
+from relax_cli.checkpoint.adapters import adapters_in
 from relax_cli.checkpoint.fingerprint import RunIdentity, differences, folder_of_model, identify
 from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem, ResumeError, problem_kind
+from relax_cli.models.lora import lora_of
 from relax_cli.preflight.completion import has_metrics
 from relax_cli.preflight.plan import optimizer_steps
 
+LORA_WEIGHTS = problem_kind(
+    "lora-weights-only",
+    "Folders and checkpoints",
+    "A run with low-rank adapters would start from bare weights of a checkpoint, or a critic from the checkpoint of an "
+    "actor that has adapters only.",
+    option="--load",
+)
 OTHER_SCHEDULE = problem_kind(
     "resume-other-schedule",
     "Folders and checkpoints",
@@ -45,6 +55,7 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
         save=section.save,
         critic_save=config.critic.critic_save,
     )
+    report = report.refused(list(_weights_for_adapters(report, config)))
     if report.decision.verdict == "weights-only":
         return _with(report, _new_run_problems(config), config)
     if report.decision.verdict != "resume":
@@ -56,6 +67,33 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
     if last is None or iteration is None or iteration <= last:
         return report
     return report.refused([problems_of.nothing_left(report.sides[0].checkpoint, iteration, last)])
+
+
+def _weights_for_adapters(report: ResumeReport, config: Config) -> Iterator[Problem]:
+    """Weights without a run's state that cannot be taken: there are none in a checkpoint of adapters, and adapters are
+    trained on those of `--hf-checkpoint`."""
+    actor = report.sides[0]
+    for role, source in (("actor", report.decision.actor), ("critic", report.decision.critic)):
+        if source is None or not source.weights_only:
+            continue
+        if source.folder == actor.checkpoint and actor.meta is not None and adapters_in(actor.meta) is not None:
+            words = ["relax", "checkpoint", "export-hf", str(actor.folder), "NEW_DIR"]
+            export = shlex.join([*words, "--hf-checkpoint", config.model.hf_checkpoint])
+            yield LORA_WEIGHTS(
+                f"the {role} would take its weights from a checkpoint that has adapters only",
+                where=str(source.folder),
+                got="adapters",
+                expected="the weights of a whole model",
+                fix=f"{export}, then begin a new run with --hf-checkpoint NEW_DIR",
+            )
+        elif lora_of(config, role) is not None:
+            yield LORA_WEIGHTS(
+                f"the {role}'s adapters are trained on the weights of --hf-checkpoint, not on those of a checkpoint",
+                where=str(source.folder),
+                got="weights without the state of a run",
+                expected="no --load, or the checkpoint of a run with adapters",
+                fix="--critic-lora-rank 0" if role == "critic" else "--lora-rank 0",
+            )
 
 
 def decide_run(config: Config, *, has_critic: bool) -> ResumeReport:

@@ -79,6 +79,13 @@ CONDITIONS: tuple[Condition, ...] = (
         "--use-kl-loss --kl-loss-type low_var_kl, or --kl-coef 0.001",
     ),
     Condition(
+        _kind("lora-option-unused", "`--lora-alpha` and `--lora-targets` only work with low-rank adapters."),
+        ("lora_alpha", "lora_targets"),
+        lambda config, _: bool(config.model.lora_rank or config.critic.critic_lora_rank),
+        "with low-rank adapters",
+        "--lora-rank 16",
+    ),
+    Condition(
         _kind("sglang-option-unused", "Options of SGLang servers, and the embedded engine generates."),
         (*SglangSection.model_fields, "rollout_request_timeout", "partial_rollout"),
         lambda config, _: rollout_engine(config.rollout, config.sglang, config.parallel) == "sglang",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from relax_cli.backends.megatron import parallel
@@ -17,6 +18,7 @@ from relax_cli.checkpoint import layout, store
 from relax_cli.checkpoint.export import UNFINISHED, export_hf
 from relax_cli.cli.app import build_app
 from relax_cli.errors import RunError
+from relax_cli.models.lora import Lora
 from relax_cli.plugin.manager import load_plugins
 from tests.support.tiny_models import VOCAB, on_ranks, save_tiny_model
 from tests.support.training_runs import META, ROWS, Run, build, loss_fn, micro_batches
@@ -24,11 +26,14 @@ from tests.support.training_runs import META, ROWS, Run, build, loss_fn, micro_b
 TOKENS = torch.arange(12).reshape(2, 6) % VOCAB
 
 
-def save_trained(rank: int, ranks: int, port: int, run: Run, save_dir: Path, role: str) -> dict[str, Any] | None:
-    """Train a step, save iteration 1, and return the weights of a policy as numpy arrays."""
+def save_trained(
+    rank: int, ranks: int, port: int, run: Run, save_dir: Path, role: str, extra: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Train two steps, save iteration 1, and return the weights of a policy as numpy arrays."""
     model = build(run, rank, ranks, port)
-    model.train_step(micro_batches(3, ROWS), loss_fn)
-    store.write(model, save_dir, 1, role, META)
+    for _ in range(2):
+        model.train_step(micro_batches(3, ROWS), loss_fn)
+    store.write(model, save_dir, 1, role, META | (extra or {}))
     if rank == 0:
         store.commit(save_dir, 1)
         store.publish(save_dir, 1)
@@ -101,6 +106,56 @@ def test_a_tensor_parallel_checkpoint_is_exported_whole(family: str, tied: bool,
     done = export(tmp_path / "saved", tmp_path / "out", "--hf-checkpoint", tmp_path / "model")
     assert done.exit_code == 0, done.output
     assert_holds(tmp_path / "out", state, template)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_are_exported_merged_and_alone(ranks: int, tmp_path: Path) -> None:
+    """`W + α/r · B A` of the two files of PEFT's folder is what is exported merged, and what was published."""
+    template = save_tiny_model(tmp_path / "model", "qwen2", tied=False)
+    lora = Lora(rank=3, alpha=12.0, targets=("linear_qkv", "linear_fc1", "linear_fc2"))
+    run = Run("policy", tmp_path / "model", tensor_parallel=ranks, lora=lora, lr=0.1)
+    words = (run, tmp_path / "saved", "actor", {"adapters": {"actor": lora.meta()}})
+    state = save_trained(0, 1, 0, *words) if ranks == 1 else on_ranks(2, save_trained, *words)[0]
+    assert state is not None
+    export_hf(layout.iteration_folder(tmp_path / "saved", 1), tmp_path / "merged", tmp_path / "model")
+    base = {name: tensor.clone() for name, tensor in template.state_dict().items()}
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert exported.keys() == state.keys()
+    for name, expected in state.items():
+        torch.testing.assert_close(exported[name], torch.from_numpy(expected), atol=1e-6, rtol=0)
+
+    done = export(tmp_path / "saved", tmp_path / "peft", "--hf-checkpoint", tmp_path / "model", "--peft")
+    assert done.exit_code == 0, done.output
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    adapters = load_file(tmp_path / "peft/adapter_model.safetensors")
+    assert {path.name for path in (tmp_path / "peft").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert sorted(config["target_modules"]) == ["down_proj", "gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]
+    for key in [key for key in adapters if key.endswith(".lora_A.weight")]:
+        b = adapters.pop(key.replace("lora_A", "lora_B"))
+        name = key.removeprefix("base_model.model.").replace(".lora_A", "")
+        base[name] += config["lora_alpha"] / config["r"] * b @ adapters.pop(key)
+        assert not torch.equal(base[name], template.state_dict()[name]), name
+    assert adapters == {}
+    for name, weight in exported.items():
+        torch.testing.assert_close(base[name], weight, atol=1e-6, rtol=0)
+
+
+def test_a_checkpoint_without_adapters_has_none_to_export(
+    qwen3: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    words = (saved[0], tmp_path / "out", "--hf-checkpoint", qwen3, "--format", "json")
+    result = export(*words, "--peft")
+    assert (result.exit_code, problem_of(result)["id"]) == (2, "export-no-adapters")
+    assert problem_of(result)["fix"] == "leave --peft out"
+    assert export(*words).exit_code == 0
+
+
+def test_adapters_are_not_merged_into_other_weights(qwen3: Path, tmp_path: Path) -> None:
+    lora = Lora(rank=2, alpha=4.0, targets=("linear_proj",))
+    extra = {"adapters": {"actor": lora.meta()}, "fingerprints": {"base": "0" * 64}}
+    save_trained(0, 1, 0, Run("policy", qwen3, lora=lora), tmp_path / "saved", "actor", extra)
+    result = export(tmp_path / "saved", tmp_path / "out", "--hf-checkpoint", qwen3, "--format", "json")
+    assert (result.exit_code, problem_of(result)["id"]) == (3, "resume-other-base")
 
 
 def test_weights_are_written_in_the_type_asked_for(

@@ -39,12 +39,14 @@ class Case:
     rows: int
     critic_only: int = 0
     saved_at: int = 2
+    more: tuple[str, ...] = ()
 
 
 CASES = {
     "ppo in the middle of an epoch": Case("ppo", MID_EPOCH),
     "ppo at an epoch's end, in the critic-only phase": Case("ppo", EPOCH_END, critic_only=3),
     "ppo after another epoch and the critic-only phase": Case("ppo", EPOCH_END, critic_only=1, saved_at=3),
+    "ppo with adapters": Case("ppo", MID_EPOCH, more=("model.lora_rank=4", "critic.critic_lora_rank=2")),
     "grpo in the middle of an epoch": Case("grpo", MID_EPOCH),
     "grpo at an epoch's end": Case("grpo", EPOCH_END),
 }
@@ -64,6 +66,7 @@ def options(case: Case, task: Path, out: Path) -> list[str]:
     data.write_text("".join((task / "data/train.jsonl").read_text().splitlines(keepends=True)[: case.rows]))
     words = [
         *SCHEDULE,
+        *case.more,
         f"data.prompt_data={data}",
         f"batch.rollout_batch_size={BATCH}",
         "batch.micro_batch_size=4",

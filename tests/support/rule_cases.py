@@ -49,6 +49,16 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"data__chat_template_kwargs": {"tools": [], "x": 1}, "data__apply_chat_template": True},
         {"data__chat_template_kwargs": {"enable_thinking": False}, "data__apply_chat_template": True},
     ),
+    (
+        "lora-transformer-engine",
+        {"model__lora_rank": 4, "parallel__device": "cuda", "parallel__transformer_impl": "transformer_engine"},
+        {"model__lora_rank": 4, "parallel__device": "cuda", "parallel__transformer_impl": "auto"},
+    ),
+    (
+        "lora-transformer-engine",
+        {"critic__critic_lora_rank": 4, "parallel__transformer_impl": "transformer_engine"},
+        {"parallel__transformer_impl": "transformer_engine", "parallel__device": "cuda"},
+    ),
     ("reward-missing", {"reward__rm_type": None}, {}),
     ("env-unknown", {**EPISODES, "episode__env": "calk"}, {**EPISODES}),
     ("env-and-reward", {**EPISODES, "reward__rm_type": "exact"}, {**EPISODES}),

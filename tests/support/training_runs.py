@@ -13,6 +13,7 @@ from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import Build, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.config.schema import OptimizerSection, ParallelSection
+from relax_cli.models.lora import Lora
 from tests.support.tiny_models import VOCAB
 
 PROMPT_LENS = (3, 5, 2, 4, 6, 3)
@@ -43,6 +44,7 @@ class Run:
     optimizer: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
     temperature: float = 0.7
+    lora: Lora | None = None
 
 
 def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableModel:
@@ -59,6 +61,7 @@ def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableMo
             device=device,
             seed=7,
             temperature=run.temperature,
+            lora=run.lora,
         ),
         OptimizerSection(**{"weight_decay": 0.01, "clip_grad": 0.5} | run.optimizer),
         lr=run.lr,

@@ -15,6 +15,8 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("kl-option-unused", {"kl_loss_type": "k3", "kl_coef": "0.1"}, {"use_kl_loss": ON}),
     ("ref-load-unused", {"ref_load": "model"}, {"use_kl_loss": ON}),
     ("ref-load-unused", {"ref_load": "model"}, {"kl_coef": "0.1"}),
+    ("lora-option-unused", {"lora_alpha": "32"}, {"lora_rank": "4"}),
+    ("lora-option-unused", {"lora_targets": ["linear_qkv"]}, {"lora_rank": "4"}),
     ("tis-option-unused", {"tis_clip": "3"}, {"use_tis": ON}),
     ("tis-option-unused", {"tis_clip_low": "0.5"}, {"tis_clip_low": "0"}),
     ("chat-option-unused", {"system_prompt": "be brief"}, {"apply_chat_template": True}),

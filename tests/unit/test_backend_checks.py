@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection, SglangSection
+from relax_cli.config.schema import Config, CriticSection, ModelSection, ParallelSection, RolloutSection, SglangSection
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine, allocator_settings
 from tests.support.rules import WITH_GPUS, machine_problems, problems_of
@@ -75,6 +75,25 @@ def test_bridged_models_take_no_chunks_of_logits(tmp_path: Path) -> None:
     assert rule in found("qwen3_5", 1024)
     assert rule not in found("qwen3_5", None)
     assert rule not in found("qwen3", 1024)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "blamed"),
+    [
+        ("qwen3_5", {"model": {"lora_rank": 4}}, ["--lora-rank"]),
+        ("qwen3_5", {"critic": {"critic_lora_rank": 4}}, ["--critic-lora-rank"]),
+        ("qwen3_5", {}, []),
+        ("qwen3", {"model": {"lora_rank": 4}}, []),
+    ],
+)
+def test_bridged_models_have_no_adapters(
+    family: str, ranks: dict[str, dict[str, int]], blamed: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    model = ModelSection(hf_checkpoint=str(tmp_path), **ranks.get("model", {}))
+    config = Config(model=model, critic=CriticSection(**ranks.get("critic", {})))
+    found = [problem for problem in problems_of(config, machine=WITH_GPUS) if problem.id == "lora-bridge"]
+    assert [problem.option for problem in found] == blamed
 
 
 def test_sglang_does_not_go_with_expandable_segments() -> None:

@@ -124,6 +124,20 @@ def test_moments_and_masters_are_split_over_data_parallel_ranks(spec: ModelSpec)
     assert shared.host == {"parked": shared.model_bytes - 4 * parameters}
 
 
+def test_adapters_alone_have_gradients_masters_and_moments(spec: ModelSpec) -> None:
+    layers, hidden, ffn, queries, keys = 36, 2560, 9728, 4096, 1024
+    qkv, fc2 = hidden + queries + 2 * keys, ffn + hidden
+    chosen = {"model__lora_rank": 8, "model__lora_targets": ("linear_fc2", "linear_qkv")}
+    adapters = layers * 8 * (qkv + fc2)
+    assert role(spec, **chosen).model_bytes == 2 * spec.parameters + 18 * adapters
+    assert role(spec, "critic", **chosen).model_bytes == 18 * spec.value_parameters
+    critic = role(spec, "critic", critic__critic_lora_rank=8, model__lora_targets=("linear_qkv",))
+    trained = layers * 8 * qkv + hidden + 1
+    assert critic.model_bytes == 2 * spec.value_parameters + 2 * layers * 8 * qkv + 16 * trained
+    half = role(spec, **chosen, parallel__tensor_model_parallel_size=2).resident[GRADIENTS]
+    assert half == 4 * layers * 8 * (hidden + (queries + 2 * keys) // 2 + ffn // 2 + hidden)
+
+
 def test_an_offloaded_optimizer_keeps_weights_on_the_gpu(spec: ModelSpec) -> None:
     found = role(spec, optimizer__optimizer_cpu_offload=True)
     assert found.resident == {"weights": 2 * spec.parameters, GRADIENTS: 4 * spec.parameters}

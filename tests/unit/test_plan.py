@@ -133,6 +133,10 @@ def test_a_checkpoint_has_weights_and_both_moments(tmp_path: Path) -> None:
     assert memory.checkpoint_bytes(config(checkpoint__save="a"), found) == 12 * found.parameters
     pair = config(checkpoint__save="a", critic__critic_save="c")
     assert memory.checkpoint_bytes(pair, found) == 12 * (found.parameters + found.value_parameters)
+    adapted = config(checkpoint__save="a", critic__critic_save="c", model__lora_rank=4)
+    adapters = memory.trained_parameters(adapted, found, "actor")
+    assert 0 < adapters < found.parameters / 100
+    assert memory.checkpoint_bytes(adapted, found) == 12 * (adapters + found.value_parameters)
 
 
 def plan_of(settings: Config, facts: RunInputs, graph: ServiceGraph = GRAPH) -> dict[str, Any]:

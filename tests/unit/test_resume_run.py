@@ -344,6 +344,61 @@ def test_what_does_not_divide_by_the_tensor_parallel_size(tmp_path: Path, size: 
     assert len(indivisible_sizes(shape, size, resized=True)) == odd
 
 
+LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ("linear_fc2", "linear_qkv")}
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "fix"),
+    [
+        (LORA, LORA, None),
+        (LORA, LORA | {"lora_targets": ("linear_qkv", "linear_fc2")}, None),
+        ({}, {"lora_alpha": 3.0}, None),
+        (LORA, {}, "--lora-rank 4 --lora-alpha 8 --lora-targets linear_qkv --lora-targets linear_fc2"),
+        (LORA, LORA | {"lora_alpha": 16.0}, "--lora-rank 4 --lora-alpha 8 --lora-targets linear_qkv"),
+        (LORA, LORA | {"lora_rank": 8}, "--lora-rank 4"),
+        ({}, LORA, "--lora-rank 0"),
+    ],
+)
+def test_adapters_resume_as_they_were(
+    config: Config, tmp_path: Path, saved: dict[str, Any], resumed: dict[str, Any], fix: str | None
+) -> None:
+    (tmp_path / "model/model.safetensors").write_bytes(bytes(100))
+    extra = identify(changed(config, model=saved), tmp_path / "model", 2).meta()
+    save(tmp_path / "a", "actor", 5, **extra)
+    report = examined(changed(config, model=resumed))
+    assert [problem.id for problem in report.problems] == ([] if fix is None else ["resume-other-adapters"])
+    assert fix is None or report.problems[0].fix.startswith(fix)
+
+
+def test_adapters_resume_only_on_the_weights_below_them(config: Config, tmp_path: Path) -> None:
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(bytes(100))
+    adapted = changed(config, model=LORA)
+    save(tmp_path / "a", "actor", 5, **identify(adapted, tmp_path / "model", 2).meta())
+    assert examined(adapted).problems == ()
+    weights.write_bytes(b"\1" * 100)
+    assert [problem.id for problem in examined(adapted).problems] == ["resume-other-base"]
+    assert [problem.id for problem in examined(config).problems] == ["resume-other-adapters"]
+
+
+def test_adapters_do_not_start_from_bare_weights(config: Config, tmp_path: Path) -> None:
+    save_release(tmp_path / "w")
+    bare = changed(config, checkpoint={"load": str(tmp_path / "w"), "save": str(tmp_path / "new")})
+    assert examined(bare).decision.verdict == "weights-only"
+    report = examined(changed(bare, model=LORA))
+    assert [(p.id, p.fix) for p in report.problems] == [("lora-weights-only", "--lora-rank 0")]
+
+
+def test_no_critic_starts_from_a_checkpoint_of_adapters(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "model/model.safetensors").write_bytes(bytes(100))
+    adapted = changed(config, model=LORA, critic={"critic_init_from_actor": True})
+    save(tmp_path / "a", "actor", 5, **identify(adapted, tmp_path / "model", 2).meta(), has_critic=True)
+    report = examine_run(adapted, has_critic=True)
+    (problem,) = report.problems
+    assert problem.id == "lora-weights-only"
+    assert problem.fix.startswith("relax checkpoint export-hf")
+
+
 def test_an_identity_holds_no_secret(config: Config) -> None:
     secret = changed(config, data={"prompt_data": ("https://me:hunter2@data.example/x.jsonl",)})
     assert "hunter2" not in json.dumps(identify(secret, None).meta())

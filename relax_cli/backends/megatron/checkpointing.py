@@ -112,7 +112,8 @@ def sharded_model(model: torch.nn.Module) -> dict[str, Any]:
 def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Load what `sharded_model` requested from a checkpoint."""
     missing, unexpected = model.load_state_dict(state, strict=False)
-    left = [name for name in [*missing, *unexpected] if not name.endswith(EXTRA_STATE)]
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    left = [name for name in {*missing, *unexpected} - frozen if not name.endswith(EXTRA_STATE)]
     assert not left, left
 
 

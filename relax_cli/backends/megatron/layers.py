@@ -26,8 +26,10 @@ from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import te_import
+from relax_cli.backends.megatron.lora import adapted
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import inverse_frequencies
+from relax_cli.models.lora import Lora
 from relax_cli.models.spec import ModelSpec
 
 LayerKind = Literal["local", "transformer_engine"]
@@ -63,8 +65,12 @@ def local_name(name: str) -> str:
     return name
 
 
-def block_spec(spec: ModelSpec, kind: LayerKind) -> TransformerBlockSubmodules:
-    """Megatron's transformer layers of that kind, and the norm after them, with the parts of this module in them."""
+def block_spec(spec: ModelSpec, kind: LayerKind, lora: Lora | None = None) -> TransformerBlockSubmodules:
+    """Megatron's transformer layers of that kind, and the norm after them, with the parts of this module in them.
+
+    Args:
+        lora: adapters of local layers.
+    """
     if kind == "local":
         layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
         final_norm: Any = RmsNorm
@@ -77,7 +83,13 @@ def block_spec(spec: ModelSpec, kind: LayerKind) -> TransformerBlockSubmodules:
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
         final_norm = gpt_layer_specs.TENorm
         inner_attention = layer.submodules.self_attention.submodules.core_attention
-    _mlp_parts(layer.submodules.mlp).activation_func = SwiGlu
+    mlp = _mlp_parts(layer.submodules.mlp)
+    mlp.activation_func = SwiGlu
+    if lora is not None:
+        assert kind == "local", "adapters are in local layers"
+        for target in lora.targets:
+            part = mlp if target.startswith("linear_fc") else layer.submodules.self_attention.submodules
+            setattr(part, target, adapted(target, lora))
     layer.submodules.self_attention.submodules.core_attention = _attention_class(RotaryTable(spec), inner_attention)
     last = replace(layer, module=ResponseLayer)
     return TransformerBlockSubmodules(layer_specs=[layer] * (spec.num_layers - 1) + [last], layer_norm=final_norm)

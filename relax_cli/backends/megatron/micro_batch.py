@@ -13,6 +13,7 @@ from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.config.schema import ParallelSection
+from relax_cli.models.lora import Lora
 
 ModelKind: TypeAlias = Literal["policy", "value"]
 
@@ -26,11 +27,13 @@ class Build:
     device: Device
     """Where it lives, the type it is trained in, and whether sleeping takes it away from there."""
     seed: int
-    """Initialises the value head."""
+    """Initialises the value head, and adapters."""
     temperature: float = 1.0
     """Logits are divided by it, as the rollout engine's are."""
     value_head_std: float = 0.02
     """Standard deviation of the value head's initial weights; 0 starts with values of 0."""
+    lora: Lora | None = None
+    """Adapters to train in place of the weights."""
 
 
 @dataclass(frozen=True)

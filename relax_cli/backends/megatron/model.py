@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
 from relax_cli.backends.megatron.heads import ValueHead, in_chunks, token_statistics
-from relax_cli.backends.megatron.layers import LayerKind, block_spec, layer_kind, local_name
+from relax_cli.backends.megatron.layers import block_spec, layer_kind, local_name
+from relax_cli.backends.megatron.lora import adapted_layers, freeze_all_but_adapters, is_adapter
 from relax_cli.backends.megatron.micro_batch import Build, ModelKind, ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
 from relax_cli.config.schema import ParallelSection
@@ -70,16 +72,22 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
+def _with_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_()
+
+
 class _ResponseModel(GPTModel):  # type: ignore[misc]
     """A GPTModel that answers for the positions of a ResponseIndex; its last layer hands on `[N, 1, H]`."""
 
     head_from_folder: bool
     """Whether the output layer comes with the Hugging Face weights."""
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, kind: LayerKind, *, tied: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, config: TransformerConfig, block: TransformerBlockSubmodules, *, tied: bool
+    ) -> None:
         super().__init__(
             config,
-            block_spec(spec, kind),
+            block,
             vocab_size=padded_vocab(spec, config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
             # Rotary positions are applied inside the attention of the layer spec.
@@ -102,13 +110,29 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
         return output
 
     def parameters_by_name(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by the names that `checkpoint.convert` knows."""
-        return {local_name(name): parameter for name, parameter in self.named_parameters()}
+        """This rank's parameters by the names that `models.convert` knows; those of adapters are left out."""
+        return {local_name(name): p for name, p in self.named_parameters() if not is_adapter(name)}
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:
-        """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time."""
+        """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time.
+
+        Adapters are merged into them.
+        """
         shards = {name: parameter.detach() for name, parameter in self.parameters_by_name().items()}
-        return hf_buckets(shards, self.spec, limit)
+        layers = adapted_layers(self)
+
+        def read(name: str) -> Tensor:
+            return layers[name].merged_weight() if name in layers else shards[name]
+
+        return hf_buckets(shards, self.spec, limit, read)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Of a model with adapters only what is trained: the rest is in the Hugging Face folder."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        frozen = {prefix + name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
 
     def load_hf(self, weights: Any, spec: ModelSpec) -> None:
         """Copy this rank's part of the Hugging Face tensors `weights` (a mapping) into the parameters."""
@@ -128,8 +152,8 @@ class PolicyModel(_ResponseModel):
 
     head_from_folder = True
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, kind: LayerKind, build: Build) -> None:
-        super().__init__(spec, config, kind, tied=spec.tied)
+    def __init__(self, spec: ModelSpec, config: TransformerConfig, block: Any, build: Build) -> None:
+        super().__init__(spec, config, block, tied=spec.tied)
         self.temperature = build.temperature
         self.chunk = build.layout.log_probs_chunk_size
         self.entropy_grad = False
@@ -161,9 +185,9 @@ class ValueModel(_ResponseModel):
 
     head_from_folder = False
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, kind: LayerKind, head_std: float, seed: int) -> None:
+    def __init__(self, spec: ModelSpec, config: TransformerConfig, block: Any, head_std: float, seed: int) -> None:
         # "Tied" keeps Megatron from allocating an output matrix that would be thrown away.
-        super().__init__(spec, config, kind, tied=True)
+        super().__init__(spec, config, block, tied=True)
         self.share_embeddings_and_output_weights = False
         self.output_layer = ValueHead(spec.hidden_size, head_std, seed)
 
@@ -185,13 +209,22 @@ def build_model(
         EnvironmentFault: TransformerEngine was requested, or Megatron-Bridge is needed, and does not import.
     """
     if spec.family in BRIDGE_FAMILIES:
+        assert build.lora is None, "refused before the launch"
         return BridgedModel(kind, folder, spec, build)
     config = transformer_config(spec, build.layout, build.device)
-    layers = layer_kind(build.layout.transformer_impl, build.device)
+    layers = "local" if build.lora else layer_kind(build.layout.transformer_impl, build.device)
+    block = block_spec(spec, layers, build.lora)
     model: PolicyModel | ValueModel
     if kind == "policy":
-        model = PolicyModel(spec, config, layers, build)
+        model = PolicyModel(spec, config, block, build)
     else:
-        model = ValueModel(spec, config, layers, build.value_head_std, build.seed)
+        model = ValueModel(spec, config, block, build.value_head_std, build.seed)
     model.to(build.device.torch_device)
+    if build.lora is not None:
+        freeze_all_but_adapters(model, build.seed)
+        if kind == "value":
+            model.output_layer.requires_grad_(True)
+        if build.layout.recompute_granularity is not None:
+            # What is computed again gets a gradient only where its input does.
+            model.embedding.register_forward_hook(_with_gradient)
     return model

@@ -29,6 +29,7 @@ def partly_used(model: Module, config: Any) -> list[Parameter]:
         or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
     }
     found = {id(parameter): parameter for module in model.modules() for parameter in _between(module)}
+    found |= {id(p): p for p in model.parameters() if getattr(p, "partly_used", False)}  # of adapters, see `lora`
     return [p for key, p in found.items() if p.requires_grad and key not in by_megatron]
 
 

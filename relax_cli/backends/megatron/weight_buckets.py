@@ -5,7 +5,7 @@ Every rank of the actor makes the same calls: gathering the tensor-parallel part
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -66,16 +66,20 @@ def as_buckets(named: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], li
         bucket.tensors.clear()
 
 
-def hf_buckets(shards: Mapping[str, Tensor], spec: ModelSpec, limit: int) -> Iterator[Bucket]:
+def hf_buckets(
+    shards: Mapping[str, Tensor], spec: ModelSpec, limit: int, read: Callable[[str], Tensor] | None = None
+) -> Iterator[Bucket]:
     """All weights of the policy, unsharded.
 
     Args:
         shards: this rank's part of every parameter, by Megatron's (local) names.
         limit: see `plan_buckets`.
+        read: what to publish for a name, in the shape and type of its shard; the shard itself when None.
     """
+    value = read or shards.__getitem__
     names = megatron_names(spec)
     sizes = {key: hf.nbytes for name in names for key, hf in hf_tensors(name, _outline(name, shards[name]), spec)}
-    named = (pair for name in names for pair in hf_tensors(name, unsharded(name, shards[name]), spec))
+    named = (pair for name in names for pair in hf_tensors(name, unsharded(name, value(name)), spec))
     return as_buckets(named, sizes, limit)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from relax_cli.config.engine_limits import KV_CACHE_BYTES, MOST_ROWS, PREFILL_TOKENS
 from relax_cli.config.placement import ranks_of, rollout_engine
 from relax_cli.config.schema import CheckpointSection, Config
+from relax_cli.models.lora import lora_of
 from relax_cli.models.spec import ModelSpec
 from relax_cli.preflight.memory.activations import (
     Pass,
@@ -98,9 +99,19 @@ def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
     """One checkpoint of the actor, and of the critic if it is saved: weights, master copies and moments."""
     precision = precision_of(config)
     saves_critic = "critic" in config.parallel.resource and config.critic.critic_save is not None
-    parameters = spec.parameters + (spec.value_parameters if saves_critic else 0)
-    untrained = precision.weights * spec.untrained_parameters * (2 if saves_critic else 1)
+    roles = ("actor", "critic") if saves_critic else ("actor",)
+    parameters = sum(trained_parameters(config, spec, role) for role in roles)
+    untrained = precision.weights * spec.untrained_parameters * len(roles)
     return (precision.weights + precision.master + precision.moments) * parameters + untrained
+
+
+def trained_parameters(config: Config, spec: ModelSpec, role: str, tensor_parallel: int = 1) -> int:
+    """Parameters of the actor or critic that get a gradient, on one rank."""
+    lora = lora_of(config, role)
+    if lora is not None:
+        return lora.parameters(spec, tensor_parallel) + (spec.hidden_size + 1 if role == "critic" else 0)
+    count = spec.parameters_of_rank if role == "actor" else spec.value_parameters_of_rank
+    return count(tensor_parallel)
 
 
 def kept_checkpoints(section: CheckpointSection, rollouts: int | None) -> int:
@@ -161,6 +172,8 @@ class _Sizes:
             entropy_grad = self.config.algorithm.entropy_coef != 0
             working["logits"] = logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad)
             publishing = self._published()
+            if self.on_cpu and lora_of(self.config, role) is not None:
+                publishing["merged weights"] = self.precision.weights * self.spec.parameters
         resident, host = self._training_state(role, self._data_parallel(ranks))
         return RoleMemory(role, ranks, base | resident, working, publishing, keeps_freed=self.on_cpu, host=host)
 
@@ -168,10 +181,13 @@ class _Sizes:
         """Memory of a rank of actor or critic: on its device while awake, and in host memory all the time."""
         spec, precision, section = self.spec, self.precision, self.config.optimizer
         count = spec.parameters_of_rank if role == "actor" else spec.value_parameters_of_rank
-        parameters = count(self.tensor_parallel)
-        updated = -(-parameters // data_parallel) if section.use_distributed_optimizer else parameters
+        trained = trained_parameters(self.config, spec, role, self.tensor_parallel)
+        updated = -(-trained // data_parallel) if section.use_distributed_optimizer else trained
         untrained = precision.weights * -(-spec.untrained_parameters // self.tensor_parallel)
-        held = {"weights": precision.weights * parameters, GRADIENTS: precision.gradients * parameters}
+        held = {"weights": precision.weights * count(self.tensor_parallel)}
+        if (lora := lora_of(self.config, role)) is not None:
+            held["adapters"] = precision.weights * lora.parameters(spec, self.tensor_parallel)
+        held[GRADIENTS] = precision.gradients * trained
         if untrained:
             held["vision tower"] = untrained
         offloaded = {"optimizer": OFFLOADED * updated}

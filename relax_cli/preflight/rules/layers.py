@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax_cli.config.names import nearest
-from relax_cli.config.schema import ParallelSection
+from relax_cli.config.schema import CriticSection, ModelSection, ParallelSection
 from relax_cli.models.spec import BRIDGE_FAMILIES, INDIVISIBLE
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.rules.registry import Finding, Found, largest_divisor, rule
@@ -99,6 +99,32 @@ def tensor_parallel_indivisible(parallel: ParallelSection, inputs: RunInputs) ->
             expected=f"a divisor of {size}",
             fix=f"--tensor-model-parallel-size {largest_divisor(size, ranks)}",
         )
+
+
+@rule("lora-transformer-engine", "Model", option="--transformer-impl")
+def lora_transformer_engine(model: ModelSection, critic: CriticSection, parallel: ParallelSection) -> Found:
+    """Low-rank adapters are in Megatron's local layers, not in those of TransformerEngine."""
+    if (model.lora_rank or critic.critic_lora_rank) and parallel.transformer_impl == "transformer_engine":
+        yield Finding(
+            "TransformerEngine's layers have no low-rank adapters",
+            got="transformer_engine",
+            expected="auto or local, which are Megatron's own layers where there are adapters",
+            fix="--transformer-impl auto",
+        )
+
+
+@rule("lora-bridge", "Model", option="--lora-rank", needs="files")
+def lora_bridge(model: ModelSection, critic: CriticSection, inputs: RunInputs) -> Found:
+    """A model that goes through Megatron-Bridge has no low-rank adapters; every weight of it is trained."""
+    for option, rank in (("--lora-rank", model.lora_rank), ("--critic-lora-rank", critic.critic_lora_rank)):
+        if rank and inputs.model_config.get("model_type") in BRIDGE_FAMILIES:
+            yield Finding(
+                "models of Megatron-Bridge are trained without low-rank adapters",
+                option=option,
+                got=str(rank),
+                expected="0",
+                fix=f"{option} 0",
+            )
 
 
 @rule("bridge-sequence-parallel", "Model", option="--sequence-parallel", needs="files")
