@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
+from relax_cli.backends.ports import free_port
 from relax_cli.engine.build import RoleBuilder, cpu_environment, worker_specs
 from relax_cli.engine.groups import Ranks, Result, Role, Roles
 from relax_cli.engine.session import Session
@@ -69,11 +69,3 @@ class LocalSession(Session):
 
         self.roles.rollout.ranks.all(lambda rollout: rollout.close())
         parallel.shutdown()
-
-
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_cli.backends import ports
 from relax_cli.backends.rollout.protocol import Request, SamplingParams, ServerDied
 from relax_cli.backends.rollout.sglang import guard
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
@@ -103,6 +105,41 @@ def test_a_server_that_ends_while_starting_is_shown_with_its_log(make: Callable[
     assert "unrecognized arguments: --foo" in problem.got
     assert problem.where == str(server.log_file)
     assert problem.fix == f"tail -n 60 {server.log_file}"
+
+
+def test_a_port_taken_while_the_model_loads_is_replaced(make: Callable[..., LocalServer]) -> None:
+    server = make()
+    taken = server.port
+    with socket.create_server(("127.0.0.1", taken)):
+        server.start()
+    assert server.port != taken
+    assert server.address == f"127.0.0.1:{server.port}"
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[Errno 98] error while attempting to bind on address ('127.0.0.1', 30000): address already in use",
+        "RuntimeError: port at 30000 is not available in 30 seconds.",
+        "ValueError: Port is already in use. dist_init_port=30001",
+    ],
+)
+def test_ports_are_tried_three_times_and_only_for_that(said: str, make: Callable[..., LocalServer]) -> None:
+    for words, starts in ((said, 3), ("CUDA error: out of memory", 1)):
+        server = make(code=f"print({words!r}); raise SystemExit(1)")
+        with pytest.raises(RunError):
+            server.start()
+        assert server.log_file.read_text().count(words) == starts
+
+
+def test_ports_of_servers_are_none_that_connections_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest = int(ports.RANGE.read_text().split()[0])
+    assert all(ports.LOWEST_PORT <= ports.lasting_port() < lowest for _ in range(20))
+    whole = tmp_path / "range"
+    whole.write_text("1024 65535\n")
+    monkeypatch.setattr(ports, "RANGE", whole)
+    assert ports.lasting_port() > 0
 
 
 def test_a_server_that_never_answers_is_ended(make: Callable[..., LocalServer]) -> None:

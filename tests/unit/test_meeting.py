@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from relax_cli.backends.meeting import LOOPBACK_DEVICE, choose_interface, open_store
-from relax_cli.engine.local import free_port
+from relax_cli.backends.ports import free_port
 
 SOON = timedelta(seconds=20)
 

@@ -14,11 +14,11 @@ import pytest
 import ray
 from ray._private.services import determine_plasma_store_config
 
+from relax_cli.backends.ports import free_port
 from relax_cli.config.layers import Layers
 from relax_cli.config.placement import object_store_bytes, rollout_engine
 from relax_cli.config.recipes import bundled_recipes
 from relax_cli.config.schema import AlgorithmSection, Config, ModelSection, ParallelSection, RolloutSection
-from relax_cli.engine.local import free_port
 from relax_cli.engine.ray.launch import RaySession
 from relax_cli.engine.ray.problems import start_failed
 from relax_cli.engine.ray.start import check_resources, cluster_gpus, start_ray

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import ray
 
+from relax_cli.backends.ports import free_port
 from relax_cli.backends.rollout.targets import this_node
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
 from relax_cli.engine.groups import Call, Ranks, Result, Role, recorded
-from relax_cli.engine.local import free_port
 from relax_cli.engine.ray.object_store import as_arrays, as_tensors
 from relax_cli.engine.ray.processes import children_named
 from relax_cli.engine.ray.queue_keys import QueueKeys

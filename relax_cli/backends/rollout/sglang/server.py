@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from relax_cli.backends.ports import lasting_port
 from relax_cli.backends.rollout.protocol import ServerDied
 from relax_cli.backends.rollout.sglang import guard
 from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault
@@ -38,6 +38,9 @@ ERROR_LINE = re.compile(
     r"^\s*(\w+\.)*\w*(Error|Exception)\b|\b(error|fatal|cannot open|out of memory)\b", re.IGNORECASE
 )
 """A line that names a cause; frames of a traceback do not."""
+PORT_TRIES = 3
+PORT_TAKEN = re.compile(r"address already in use|port is already in use|port\b.* is not available", re.IGNORECASE)
+"""What uvicorn or SGLang say when another process has bound the port first."""
 
 OTHER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of the training processes' allocator: expandable segments exclude the server's memory saver."""
@@ -103,21 +106,36 @@ class LocalServer:
             host: address of this machine where it listens.
             environment: of the server, complete.
         """
-        self.port = free_port(host)
-        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self._host = host
+        self._choose_port()
         self._command = command
         self.log_file = log_file
         self._environment = dict(environment)
         self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._was_ready = False
 
     def start(self) -> None:
-        """Start the server and wait until it generates.
+        """Start the server and wait until it generates; `address` is settled once it has.
 
         Raises:
             RunError: it ended while it was starting, or is not ready in time.
         """
+        for tries_left in reversed(range(PORT_TRIES)):
+            try:
+                return self._start()
+            except ServerDied:
+                if self._was_ready or not tries_left or not PORT_TAKEN.search(self.tail()):
+                    raise
+                log.warning("the port of SGLang server %s was taken while it loaded: trying another", self.address)
+                self._choose_port()
+
+    def _choose_port(self) -> None:
+        self.port = lasting_port(self._host)
+        self.address = f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
+
+    def _start(self) -> None:
         assert not self.alive(), "the server runs already"
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
@@ -133,6 +151,7 @@ class LocalServer:
             )
         try:
             self._wait_until_ready()
+            self._was_ready = True
         except BaseException:
             self.stop()
             raise
@@ -207,11 +226,3 @@ def _problem(kind: ProblemKind, server: LocalServer, what: str, expected: str) -
         expected=expected,
         fix=f"tail -n 60 {server.log_file}",
     )
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of this machine's address `host` that is free now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron.weight_buckets import Bucket
+from relax_cli.backends.ports import free_port
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
 from relax_cli.backends.rollout.sglang.fail_fast import fail_fast
 from relax_cli.backends.rollout.sglang.flattened_bucket import flatten, serialise
-from relax_cli.backends.rollout.sglang.server import free_port
 from relax_cli.backends.rollout.sglang.update_group import UpdateGroup, own_address
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError, problem_kind
