@@ -41,6 +41,7 @@ COMMANDS = {
     "eval": "Evaluate a model or a checkpoint on held-out sets, without a trainer.",
     "doctor": "Check this machine: versions, imports, devices, memory, disk, plugins.",
     "rollouts": "Read the samples of a run: texts, rewards, and every number of every token.",
+    "replay": "Recompute a stored step with the installed reward and plugin, and show the first difference.",
     "plugins": "Estimator and reward plugins.",
     "recipes": "Recipes: ready configurations for `relax train --recipe`.",
     "checkpoint": "Checkpoints: what a run would resume from, and whether they are whole.",

@@ -27,7 +27,7 @@ from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest
 from relax_cli.engine.trainer import RunReport, Trainer
 from relax_cli.errors import RelaxError, Terminated
-from relax_cli.plugin.graph import ServiceGraph
+from relax_cli.plugin.graph import TOKEN_REWARDS, ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.trackers import TrackedRun, tracker_names
@@ -42,7 +42,7 @@ from relax_cli.tracking.trackers import Trackers
 from relax_cli.tracking.view import RunHeader
 from relax_cli.tracking.writers import MetricsWriter, write_config
 
-DUMPED_FIELDS = ("response_mask", "ref_log_probs", "values", "bootstrap_values", "advantages", "returns")
+DUMPED_FIELDS = ("response_mask", "ref_log_probs", "values", "bootstrap_values", "advantages", "returns", TOKEN_REWARDS)
 """Per-token queue fields written next to each sample, where the run has them."""
 
 
@@ -115,7 +115,8 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             stop,
             first=first,
             dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)]
-            + [name for role, name in TRAINED_FIELDS.items() if role in graph],
+            + [name for role, name in TRAINED_FIELDS.items() if role in graph]
+            + ([] if config.algorithm.use_rollout_logprobs else ["old_log_probs"]),
             checkpoint_meta=checkpoint_meta(identity, checked, graph) | {"schedule": schedule_of(config)},
             evaluated=None if metrics.last is None else {e.name for e in evaluations_of(metrics.last)},
         )

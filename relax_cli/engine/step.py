@@ -104,7 +104,8 @@ def run_step(
     with record.phase("publish"):
         session.publish_weights(version=rollout_id + 1)
     with record.phase("record"):
-        written = [name for name in dump_fields if actor_learns or name != TRAINED_FIELDS["actor"]]
+        of_actor = (TRAINED_FIELDS["actor"], "old_log_probs")
+        written = [name for name in dump_fields if actor_learns or name not in of_actor]
         roles.rollout.dump(rollout_id, written)
         roles.rollout.clear(rollout_id)
     return record

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
 from relax_cli.backends.rollout.protocol import OpenSender, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.config.schema import AlgorithmSection, Section
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.plugin.guarded import EstimatorMath
@@ -31,9 +32,8 @@ class ActorRole(TrainingRole):
 
     def __init__(self, model: TrainableModel, context: RoleContext, open_sender: OpenSender) -> None:
         super().__init__(model, context, save_dir=context.config.checkpoint.save)
-        math = EstimatorMath(context.estimator)
-        self.policy_loss = math.policy_loss
-        self.own_advantages = math.advantages if "advantages" in context.spec.writes else None
+        self.math = EstimatorMath(context.estimator)
+        self.own_advantages = self.math.advantages if "advantages" in context.spec.writes else None
         self.judged = [*FIELDS, *(name for name in context.spec.reads if name == TOKEN_REWARDS)]
         self.open_sender = open_sender
         self.sender: WeightSender | None = None
@@ -80,6 +80,9 @@ class ActorRole(TrainingRole):
             share.columns["old_log_probs"] = share.columns["rollout_log_probs"]
         else:
             share.columns["old_log_probs"] = self.answers(share, lambda output: output.log_probs_BT)
+            if (rows := [row for row in share.rows if row < self.dumped]) and parallel.is_output_rank():
+                old = [share.columns["old_log_probs"][row] for row in rows]
+                self.queue.put(share.rollout_id, rows, {"old_log_probs": old})
 
     def _advantages_without_critic(self, share: RolloutShare) -> dict[str, float]:
         """Adds `advantages`, also to the queue. Computed from all rows on every rank: groups lie across ranks, and
@@ -109,7 +112,10 @@ class ActorRole(TrainingRole):
             mask = trainable(batch)
             if gaps is not None:
                 gaps.add(output.log_probs_BT, batch.fields["rollout_log_probs"], mask)
-            loss_BT, watched = self._policy_loss_per_token(output, batch, mask)
+            loss_BT, watched = policy_loss_per_token(
+                self.math, self.options, config, output.log_probs_BT, batch.fields, mask
+            )
+            watched["entropy"] = output.entropy_BT
             loss = pg_loss = aggregate(loss_BT, mask, mode=mode, denominator=denominator)
             losses = {"pg_loss": pg_loss.detach()}
             if config.entropy_coef:
@@ -132,31 +138,39 @@ class ActorRole(TrainingRole):
             fields.append("ref_log_probs")
         return self.take_step(share, step, fields, loss_fn, entropy_grad=config.entropy_coef > 0)
 
-    def _policy_loss_per_token(
-        self, output: ModelOutput, batch: MicroBatch, mask_BT: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The estimator's loss `[B, T]`, weighted for truncated importance sampling, and what is worth watching."""
-        fields, config = batch.fields, self.algorithm
-        terms = self.policy_loss(
-            LossInputs(
-                logp=output.log_probs_BT,
-                old_logp=fields["old_log_probs"],
-                advantages=fields["advantages"],
-                mask=mask_BT,
-                rollout_logp=fields["rollout_log_probs"],
-                options=self.options,
-            )
+
+def policy_loss_per_token(
+    math: EstimatorMath,
+    options: Section,
+    config: AlgorithmSection,
+    logp_BT: Tensor,
+    fields: Mapping[str, Tensor],
+    mask_BT: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The estimator's loss `[B, T]`, weighted for truncated importance sampling, and what is worth watching.
+
+    Args:
+        fields: `old_log_probs`, `rollout_log_probs` and `advantages`, each `[B, T]`.
+    """
+    terms = math.policy_loss(
+        LossInputs(
+            logp=logp_BT,
+            old_logp=fields["old_log_probs"],
+            advantages=fields["advantages"],
+            mask=mask_BT,
+            rollout_logp=fields["rollout_log_probs"],
+            options=options,
         )
-        watched = {**terms.metrics, "entropy": output.entropy_BT}
-        if not config.use_tis:
-            return terms.loss_per_token, watched
-        weight_BT = tis_weight(
-            select(fields["old_log_probs"], mask_BT),
-            select(fields["rollout_log_probs"], mask_BT),
-            low=config.tis_clip_low,
-            high=config.tis_clip,
-        )
-        return terms.loss_per_token * weight_BT, {**watched, "tis_weight": weight_BT}
+    )
+    if not config.use_tis:
+        return terms.loss_per_token, {**terms.metrics}
+    weight_BT = tis_weight(
+        select(fields["old_log_probs"], mask_BT),
+        select(fields["rollout_log_probs"], mask_BT),
+        low=config.tis_clip_low,
+        high=config.tis_clip,
+    )
+    return terms.loss_per_token * weight_BT, {**terms.metrics, "tis_weight": weight_BT}
 
 
 METRIC_NAMES = {"clip_frac": "pg_clip_frac"}

@@ -308,6 +308,7 @@ class RolloutRole:
             "finish_reason": judged.generation.finish_reason,
             "prompt_token_ids": np.array(judged.prompt_tokens, dtype=np.int32),
             "response_token_ids": np.array(judged.generation.tokens, dtype=np.int32),
+            **({"metadata": judged.prompt.metadata} if judged.prompt.metadata else {}),
             **({} if judged.trace is None else {"turns": judged.trace.turns}),
         }
 

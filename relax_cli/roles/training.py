@@ -15,6 +15,7 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import LossFunction, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.checkpoint import store
 from relax_cli.checkpoint.fingerprint import data_position
+from relax_cli.config.schema import Aggregation, BatchSection
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.roles.batching import Columns, make_micro_batch, micro_batch_rows, plan_rows, unpad
 from relax_cli.roles.context import RoleContext
@@ -196,13 +197,7 @@ class TrainingRole(ModelRole[TrainableModel]):
 
     def loss_denominator(self, share: RolloutShare, step: int) -> float:
         """Samples, trainable tokens or longest responses of the whole optimizer step, the same on every rank."""
-        match self.aggregation:
-            case "sample-mean":
-                return float(self.batch.samples_per_step)
-            case "token-mean":
-                return max(share.step_tokens[step], 1.0)
-            case "constant":
-                return float(self.batch.samples_per_step * self.longest_response)
+        return loss_denominator(self.aggregation, self.batch, share.step_tokens[step], self.longest_response)
 
     @property
     def save_dir(self) -> Path:
@@ -234,6 +229,17 @@ class TrainingRole(ModelRole[TrainableModel]):
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Restore model, optimizer, schedule and random state; returns what the checkpoint says of itself."""
         return store.load(self.model, folder)
+
+
+def loss_denominator(kind: Aggregation, batch: BatchSection, tokens: float, longest_response: int) -> float:
+    """What a loss of an optimizer step with so many trainable tokens is divided by."""
+    match kind:
+        case "sample-mean":
+            return float(batch.samples_per_step)
+        case "token-mean":
+            return max(tokens, 1.0)
+        case "constant":
+            return float(batch.samples_per_step * longest_response)
 
 
 def summarise(records: Sequence[dict[str, float]]) -> dict[str, float]:

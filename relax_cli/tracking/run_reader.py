@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -81,10 +82,16 @@ class TokenTexts:
             self._tokenizer = Tokenizer.from_file(str(path))
         self._known: dict[int, str] = {}
 
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of some tokens, special ones included."""
+        if self._tokenizer is None:
+            return " ".join(f"#{token}" for token in tokens)
+        text: str = self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+        return text
+
     def __getitem__(self, token: int) -> str:
         if token not in self._known:
-            text = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer else ""
-            self._known[token] = text or f"#{token}"
+            self._known[token] = self.decode([token]) or f"#{token}"
         return self._known[token]
 
 

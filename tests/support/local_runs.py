@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from relax_cli.config.layers import Layers
@@ -22,7 +21,7 @@ from relax_cli.engine.run import train as run_training
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
-from relax_cli.roles.sample_files import read_samples, sample_files
+from relax_cli.roles.sample_files import finite, read_samples, sample_files
 from relax_cli.tracking.live import StepDisplay
 
 SMALL = ("eval.eval_prompt_data=[]", "eval.eval_interval=null", "batch.num_rollout=2", "parallel.launcher=local")
@@ -46,13 +45,7 @@ def train(task: Path, out: Path, recipe: str, *overrides: str) -> Finished:
     run_training(plugins, resolved, Console(file=screen, width=1000))
     return Finished(
         metrics=[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()],
-        samples=[
-            [
-                {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in sample.items()}
-                for sample in read_samples(p)
-            ]
-            for p in sample_files(out).values()
-        ],
+        samples=[[finite(sample) for sample in read_samples(paths)] for paths in sample_files(out).values()],
         screen=screen.getvalue(),
     )
 
