@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -26,6 +27,9 @@ from relax_cli.tracking.numbers import (
 )
 from relax_cli.tracking.quiet import only_console
 from relax_cli.tracking.view import RunHeader, RunState, broken_in_red, picture
+
+REDRAWN_EVERY = 0.25
+"""Seconds."""
 
 
 class StepDisplay:
@@ -54,6 +58,8 @@ class StepDisplay:
         self._columns = columns_of(has_critic=self._state.header.has_critic)
         self._lines_since_titles: int | None = None
         self._stack = ExitStack()
+        self._lock = threading.RLock()
+        """Of the state, and of all that is written: rich's own redrawing would lose lines printed at the same time."""
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             # With a log nothing but the console reaches the terminal.
@@ -61,7 +67,7 @@ class StepDisplay:
             self._live = Live(
                 console=console,
                 get_renderable=self._render,
-                refresh_per_second=4,
+                auto_refresh=False,
                 redirect_stdout=not own,
                 redirect_stderr=not own,
             )
@@ -72,6 +78,11 @@ class StepDisplay:
                 self._stack.enter_context(only_console(self._console, self._log))
             self._live.start(refresh=True)
             self._stack.callback(self._live.stop)
+            ended = threading.Event()
+            redrawing = threading.Thread(target=self._redraw, args=(ended,), daemon=True)
+            redrawing.start()
+            self._stack.callback(redrawing.join)
+            self._stack.callback(ended.set)
             self._stack.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
             sys.breakpointhook = self._debug
         return self
@@ -97,15 +108,17 @@ class StepDisplay:
         Off a terminal only activity before the first step gets a line.
         """
         state = self._state
-        if text != state.activity:
-            state.begin(text, "", self._clock())
-            if self._live is None and text and not state.last:
-                self._print(f"{text} ...")
+        with self._lock:
+            if text != state.activity:
+                state.begin(text, "", self._clock())
+                if self._live is None and text and not state.last:
+                    self._print(f"{text} ...")
 
     def phase(self, name: str) -> None:
         """Show the phase of the current step, on a terminal only: a line per phase would drown the steps."""
         state, was_starting = self._state, self._state.is_starting
-        state.begin(PHASES.get(name, (name, name))[1], name, self._clock())
+        with self._lock:
+            state.begin(PHASES.get(name, (name, name))[1], name, self._clock())
         if was_starting and state.started:
             parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in state.started)
             self._print(f"started in {sum(seconds for _, seconds in state.started):.1f} s: {parts}")
@@ -116,26 +129,29 @@ class StepDisplay:
 
     def warn(self, text: str) -> None:
         """Print a warning, which also stays in the live view until newer ones replace it."""
-        self._print(f"warning: {text}")
-        at = f"step {self._state.last['step']}: " if self._state.last else ""
-        self._state.warnings.append(at + text)
+        with self._lock:
+            self._print(f"warning: {text}")
+            at = f"step {self._state.last['step']}: " if self._state.last else ""
+            self._state.warnings.append(at + text)
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """Show what held-out sets gave after a step."""
-        for evaluation in evaluations_of(record):
-            self._print(f"step {evaluation.step}: {evaluation.text}")
-            self._state.evaluations.setdefault(evaluation.name, []).append(evaluation)
+        with self._lock:
+            for evaluation in evaluations_of(record):
+                self._print(f"step {evaluation.step}: {evaluation.text}")
+                self._state.evaluations.setdefault(evaluation.name, []).append(evaluation)
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Show a finished step: `step` (from 1), metrics by name, `phase_seconds`; a dash for what is missing."""
         state = self._state
-        state.observe(record, self._clock())
-        self.status("")
-        if self._live is None:
-            self._print(plain_line(record, state.total, state.eta, self._columns))
-            return
-        self._print_row(record)
-        self._live.refresh()
+        with self._lock:
+            state.observe(record, self._clock())
+            self.status("")
+            if self._live is None:
+                self._print(plain_line(record, state.total, state.eta, self._columns))
+            else:
+                self._print_row(record)
+                self._live.refresh()
 
     def _print_row(self, record: Mapping[str, Any]) -> None:
         width, height = self._console.size
@@ -146,10 +162,19 @@ class StepDisplay:
             self._lines_since_titles = 0
         self._lines_since_titles += 1
         row = step_line(record, self._state.total, columns, with_phases=with_phases)
-        self._console.print(broken_in_red(row), soft_wrap=True)
+        self._console.print(broken_in_red(row), no_wrap=True, overflow="ellipsis")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        with self._lock:
+            # A terminal gets whole words, a file whole lines.
+            whole = self._live is None
+            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=whole)
+
+    def _redraw(self, ended: threading.Event) -> None:
+        while not ended.wait(REDRAWN_EVERY):
+            with self._lock:
+                if self._live is not None:
+                    self._live.refresh()
 
     def _render(self) -> RenderableType:
         return picture(self._state, *self._console.size, self._clock())

@@ -6,6 +6,7 @@ import io
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -214,6 +215,35 @@ def test_finished_steps_stay_above_the_view() -> None:
     lines = Text.from_ansi(shown(console)).plain.splitlines()
     assert [int(line.split("/")[0]) for line in lines if "/40" in line] == list(range(1, 41))
     assert sum("pg_loss" in line for line in lines) == 2, "titles come again after a screenful"
+
+
+def drawn(output: str) -> list[str]:
+    """The lines of a terminal, scrollback included, after this output."""
+    lines, at = [""], 0
+    for piece in re.findall(r"\x1b\[1A|\x1b\[2K|\x1b\[[?\d;]*[a-zA-Z]|[\r\n]|[^\x1b\r\n]+", output):
+        if piece == "\x1b[1A":
+            at -= 1
+        elif piece in ("\x1b[2K", "\r"):
+            lines[at] = "" if piece != "\r" else lines[at]
+        elif piece == "\n":
+            at += 1
+            lines += [""] * (at == len(lines))
+        elif not piece.startswith("\x1b"):
+            lines[at] += piece
+    return lines
+
+
+def test_no_line_is_lost_while_the_view_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_cli.tracking.live.REDRAWN_EVERY", 0.0001)
+    console = terminal(100, 30)
+    with StepDisplay(console, 150, PPO) as display:
+        for step in range(1, 151):
+            display.phase("actor")
+            display.show(FULL | {"step": step})
+            if step % 50 == 0:
+                display.warn(f"{step} " + "long " * 60)
+    rows = [line for line in drawn(shown(console)) if re.match(r" *\d+/150", line)]
+    assert [int(row.split("/")[0]) for row in rows] == list(range(1, 151))
 
 
 def test_start_up_is_a_list_of_steps_with_their_times() -> None:
