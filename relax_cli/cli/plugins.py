@@ -18,6 +18,7 @@ from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
 from relax_cli.config.text import with_program
 from relax_cli.errors import ExitCode
+from relax_cli.plugin.manager import installed_plugins
 from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.scaffold import Kind, write_package
 
@@ -27,7 +28,14 @@ if TYPE_CHECKING:
     from relax_cli.plugin.manager import Plugins
     from relax_cli.plugin.records import Estimator
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="a plugin or an estimator; `relax plugins list` shows them")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="a plugin or an estimator; `relax plugins list` shows them",
+        autocompletion=lambda: [entry.name for entry in installed_plugins()],
+    ),
+]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="of the plugin: lower-case letters, digits and _")]
 KindOption = Annotated[Kind, typer.Option("--kind", help="what the package provides")]
 Directory = Annotated[

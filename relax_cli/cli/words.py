@@ -21,7 +21,7 @@ UNEXPECTED_WORD = problem_kind(
 )
 GIVEN_TWICE = problem_kind("option-given-twice", THEME, "An option that takes one value was given two different ones.")
 
-ONE_VALUE = ("--prompt-data", "--rm-type", "--custom-rm-path")
+ONE_VALUE = ("--rm-type", "--custom-rm-path")
 """Options that look as if they could be repeated. Of all others the last one counts: scripts append them."""
 
 
@@ -52,7 +52,7 @@ def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iter
         if len(values) > 1:
             yield GIVEN_TWICE(
                 f"{name} is given twice",
-                fix=f"keep one {name}" + ("; put the rows into one file" if name == "--prompt-data" else ""),
+                fix=f"keep one {name}",
                 option=name,
                 got=", ".join(values),
                 expected="one value",

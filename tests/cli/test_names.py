@@ -81,8 +81,7 @@ def test_what_is_done_otherwise_is_explained(invoke: Invoke, tmp_path: Path, nam
         (["--lr", "1", "2"], [("unexpected-word", None)]),
         (["--learning-rate", "1", "--foo", "--bar=2"], [("unknown-option", "use --lr"), ("unknown-option", None)] * 1
          + [("unknown-option", None)]),
-        (["--prompt-data", "a", "--prompt-data", "b"],
-         [("option-given-twice", "keep one --prompt-data; put the rows into one file")]),
+        (["--prompt-data", "a", "--prompt-data", "b", "c"], [("unexpected-word", None)]),
         (["--rm-type=math", "--rm-type", "exact"], [("option-given-twice", "keep one --rm-type")]),
     ],
 )  # fmt: skip

@@ -84,6 +84,7 @@ def test_both_commands_show_the_configuration(invoke: Invoke) -> None:
         ("relax train --advantage-estimator sa", "sapo"),
         ("relax train --device c", "cuda"),
         ("relax recipes show smol", "smollm2-135m-ppo-cpu"),
+        ("relax plugins show sa", "sapo"),
     ],
 )
 def test_the_shell_completes_names(app: typer.Typer, words: str, expected: str) -> None:
