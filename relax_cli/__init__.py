@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from relax_cli.algorithms.types import AdvantageOutputs as AdvantageOutputs
     from relax_cli.algorithms.types import LossInputs as LossInputs
     from relax_cli.algorithms.types import LossTerms as LossTerms
-    from relax_cli.config.schema import ClipOptions as ClipOptions
-    from relax_cli.config.schema import ClipRange as ClipRange
     from relax_cli.config.schema import Config as Config
-    from relax_cli.config.schema import GaeOptions as GaeOptions
-    from relax_cli.config.schema import GroupOptions as GroupOptions
-    from relax_cli.config.schema import Section as Section
+    from relax_cli.config.section import ClipOptions as ClipOptions
+    from relax_cli.config.section import ClipRange as ClipRange
+    from relax_cli.config.section import GaeOptions as GaeOptions
+    from relax_cli.config.section import GroupOptions as GroupOptions
+    from relax_cli.config.section import Section as Section
     from relax_cli.data.envs.types import EnvRow as EnvRow
     from relax_cli.data.rewards.types import RewardInput as RewardInput
     from relax_cli.data.rewards.types import RewardResult as RewardResult
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "relax_cli.algorithms.types": ("AdvantageInputs", "AdvantageOutputs", "LossInputs", "LossTerms"),
-    "relax_cli.config.schema": ("ClipOptions", "ClipRange", "Config", "GaeOptions", "GroupOptions", "Section"),
+    "relax_cli.config.schema": ("Config",),
+    "relax_cli.config.section": ("ClipOptions", "ClipRange", "GaeOptions", "GroupOptions", "Section"),
     "relax_cli.data.envs.types": ("EnvRow",),
     "relax_cli.data.rewards.types": ("RewardInput", "RewardResult"),
     "relax_cli.errors": ("Problem", "problem_kind"),

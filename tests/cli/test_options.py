@@ -43,7 +43,7 @@ def test_the_two_words_of_a_held_out_set_become_one(words: str, joined: str) -> 
 
 def test_help_has_a_section_per_panel_with_defaults(invoke: Invoke) -> None:
     text = invoke("train", "--help").stdout
-    for panel in ("Algorithm (What is optimised):", "Critic (The value model of PPO):", "Sapo ("):
+    for panel in ("Algorithm (Objective and advantages):", "Critic (The value model of PPO):", "Sapo ("):
         assert panel in text
     (gamma,) = (line for line in text.splitlines() if "--gamma " in line)
     assert gamma.split() == ["--gamma", "FLOAT", "discount", "factor", "per", "token", "[default:", "1.0]"]

@@ -13,7 +13,8 @@ from relax_cli.config.layers import Layers, Loaded, UnreadOption, load_config
 from relax_cli.config.model import option_value, options_by_name
 from relax_cli.config.recipes import bundled_recipes, describe
 from relax_cli.config.redact import config_dump, redacted
-from relax_cli.config.schema import ClipOptions, Config, Section
+from relax_cli.config.schema import Config
+from relax_cli.config.section import ClipOptions, Section
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.plugin.config_model import config_model, estimator_options
 from relax_cli.plugin.records import Estimator

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from relax_cli.algorithms.gae import gae
-from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, CriticSection, GaeOptions, GroupOptions
+from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, CriticSection
+from relax_cli.config.section import GaeOptions, GroupOptions
 from relax_cli.errors import RunError
 from relax_cli.plugin.graph import RoleSpec, base_graph, completed
 from relax_cli.plugin.manager import load_plugins
