@@ -69,6 +69,7 @@ MORE: list[tuple[str, Flags]] = [
     ("update-weight-transport", ON_GPUS | EXTERNAL | {"update_weight_transport": "tensor"}),
     ("transformer-engine-needs-cuda", {"transformer_impl": "transformer_engine"}),
     ("prompt-data-source", {"prompt_data": ["train.jsonl@[0:2:0]"]}),
+    ("tracker-unknown", {"track": ["tensorbord"]}),
     ("reward-twice", {"custom_rm_path": "reward.py:judge"}),
     (
         "recompute-layers",
