@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from relax_cli.cli.console import Output, is_debug, stdout_for_results
+from relax_cli.cli.console import Output, is_debug
 from relax_cli.cli.help import CONTEXT, EXAMPLES
 from relax_cli.errors import ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
+from relax_cli.plugin.stdout import stdout_as_stderr
 
 if TYPE_CHECKING:
     from relax_cli.plugin.manager import Plugins
@@ -65,7 +66,7 @@ class LazyCommands(MutableMapping[str, Any]):
                 raise KeyError(name)
             holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
             # A plugin that prints when it is imported does not do so among the results.
-            with stdout_for_results():
+            with stdout_as_stderr():
                 module = import_module(f"relax_cli.cli.{name.replace('-', '_')}")
                 module.register(holder, self._plugins())
             self._loaded[name] = typer.main.get_group(holder).commands[name]

@@ -6,8 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -18,6 +17,7 @@ from relax_cli.cli.problem_text import problem_lines, problems_data
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.text import printable, with_program
 from relax_cli.errors import Problem, RelaxError
+from relax_cli.plugin.stdout import stdout_as_stderr
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -120,36 +120,9 @@ FormatOption = Annotated[
 def output_of(ctx: typer.Context, fmt: Format) -> Output:
     """The output of a command; errors that end it are shown there, and nothing else gets to stdout."""
     # Of the whole program: errors are shown when the command itself has ended.
-    output = Output(fmt, ctx.find_root().with_resource(stdout_for_results()))
+    output = Output(fmt, ctx.find_root().with_resource(stdout_as_stderr()))
     ctx.find_root().obj = output
     return output
-
-
-@contextmanager
-def stdout_for_results() -> Iterator[TextIO]:
-    """Meanwhile, what plugins, rewards, libraries and their processes print goes to stderr; yields stdout itself."""
-    stdout = sys.stdout
-    with redirect_stdout(sys.stderr):
-        if not _is_descriptor(stdout, 1) or not _is_descriptor(sys.stderr, 2):
-            yield stdout
-            return
-        stdout.flush()
-        kept = os.dup(1)
-        os.dup2(2, 1)
-        try:
-            with open(kept, "w", encoding=stdout.encoding, errors="replace", closefd=False) as stream:
-                yield stream
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-
-
-def _is_descriptor(stream: TextIO, number: int) -> bool:
-    try:
-        return stream.fileno() == number
-    except (OSError, ValueError):
-        # A stand-in, as tests have them.
-        return False
 
 
 def is_debug() -> bool:

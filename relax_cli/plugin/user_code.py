@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
 import pluggy
 
 from relax_cli.errors import RelaxError, Terminated
+from relax_cli.plugin.stdout import stdout_as_stderr
 
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _CALLERS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(str(pluggy.__file__)).parent))
@@ -55,25 +55,6 @@ def user_code(*, passes: tuple[type[BaseException], ...] = (RelaxError,)) -> Ite
         if isinstance(error, (*passes, KeyboardInterrupt, Terminated)):
             raise
         raise UserCodeError(error) from error
-
-
-@contextmanager
-def stdout_as_stderr() -> Iterator[None]:
-    """Send what Python code, C code and child processes print to stderr."""
-    saved = None
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
-        saved = os.dup(1)
-        os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        with suppress(OSError, ValueError, AttributeError):
-            sys.__stdout__.flush()  # type: ignore[union-attr]
-        if saved is not None:
-            os.dup2(saved, 1)
-            os.close(saved)
 
 
 def reason_of(error: BaseException) -> str:

@@ -14,8 +14,8 @@ from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.kit.findings import CheckResult, Finding
 from relax_cli.plugin.records import Env, load_reference
+from relax_cli.plugin.stdout import stdout_as_stderr
 from relax_cli.plugin.user_calls import UserCalls
-from relax_cli.plugin.user_code import stdout_as_stderr
 
 RULE = "the example is played to its end, and twice the same, also next to another episode"
 SECONDS = 60.0
