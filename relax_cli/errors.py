@@ -61,27 +61,23 @@ class RepeatedProblems:
     """Collects problems of many rows: those that say the same become one, with a count and the first places."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str], tuple[Problem, list[str]]] = {}
-        self._counts: dict[tuple[str, str, str], int] = {}
+        self._found: dict[tuple[str, str, str], Problem] = {}
         self._left_out = 0
 
     def add(self, problem: Problem) -> None:
         """Count it, or keep it when it is the first of its kind."""
         key = (problem.id, problem.option, problem.message)
-        if key not in self._found and len(self._found) >= MOST_PROBLEMS:
+        if first := self._found.get(key):
+            places = ((*(first.places or (first.where,)), problem.where))[:MOST_PLACES]
+            self._found[key] = replace(first, count=first.count + 1, places=places)
+        elif len(self._found) < MOST_PROBLEMS:
+            self._found[key] = problem
+        else:
             self._left_out += 1
-            return
-        places = self._found.setdefault(key, (problem, []))[1]
-        if len(places) < MOST_PLACES:
-            places.append(problem.where)
-        self._counts[key] = self._counts.get(key, 0) + 1
 
     def all(self) -> list[Problem]:
         """The problems in the order in which they were first found."""
-        found = [
-            replace(problem, count=self._counts[key], places=tuple(places)) if len(places) > 1 else problem
-            for key, (problem, places) in self._found.items()
-        ]
+        found = list(self._found.values())
         if self._left_out:
             last = found[-1]
             found.append(replace(last, message=f"{self._left_out} more problems", count=1, places=(), got="", where=""))

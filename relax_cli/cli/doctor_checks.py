@@ -14,9 +14,12 @@ import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from relax_cli.cli.console import table
 from relax_cli.cli.doctor_versions import Check, driver_check, version_checks
@@ -59,21 +62,29 @@ class Part:
     fix: str
 
 
+def required(distribution: str) -> str:
+    """How to install what relax itself requires, by its own metadata."""
+    for requirement in map(Requirement, requires("relax-cli") or ()):
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if canonicalize_name(requirement.name) == canonicalize_name(distribution) and applies:
+            requirement.marker = None
+            return f"pip install '{requirement}'"
+    return f"pip install {distribution}"
+
+
+NEEDED = {
+    "torch": "import torch; assert torch.ones(2).sum() == 2",
+    "megatron-core": "import megatron.core",
+    "ray": "import ray",
+    "TransferQueue": "import transfer_queue",
+    "tensordict": "import tensordict",
+    "transformers": "from transformers import AutoTokenizer",
+    "psutil": "import psutil",
+    "math-verify": r"from math_verify import parse; assert parse(r'$\frac{1}{2}$')",
+}
+"""What every run needs, and the code that proves that it works."""
 PARTS = (
-    Part("torch", "import torch; assert torch.ones(2).sum() == 2", True, "pip install 'torch>=2.6'"),
-    Part("megatron-core", "import megatron.core", True, "pip install 'megatron-core>=0.16,<0.17'"),
-    Part("ray", "import ray", True, "pip install 'ray>=2.50'"),
-    Part("TransferQueue", "import transfer_queue", True, "pip install 'TransferQueue>=0.1.11'"),
-    Part("tensordict", "import tensordict", True, "pip install 'tensordict>=0.10'"),
-    Part("transformers", "from transformers import AutoTokenizer", True, "pip install 'transformers>=5'"),
-    # megatron-core needs it for checkpoints and does not say so.
-    Part("psutil", "import psutil", True, "pip install psutil (megatron-core's checkpoint writer hangs without it)"),
-    Part(
-        "math-verify",
-        r"from math_verify import parse; assert parse(r'$\frac{1}{2}$')",
-        True,
-        "pip install 'math-verify[antlr4_9_3]'",
-    ),
+    *(Part(name, code, True, required(name)) for name, code in NEEDED.items()),
     Part("sglang", "import sglang", False, "pip install 'relax-cli[sglang]' (for rollouts on GPUs)"),
     Part(
         "transformer-engine",

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from typing import Literal
 
+from packaging.requirements import InvalidRequirement, Requirement
+
 from relax_cli.config.versions import SETS, SGLANG_CONTRACTS, installed_version
 from relax_cli.preflight.machine import NVIDIA_SMI_SECONDS
 
@@ -74,8 +76,6 @@ def sglang_contract(found: str) -> Check:
 
 def broken_requirements(name: str) -> Iterator[Check]:
     """What a distribution wants of others that are installed in another version."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
     try:
         wanted = requires(name) or []
     except PackageNotFoundError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from relax_cli.cli import doctor_checks as doctor
@@ -254,3 +255,13 @@ def test_the_cluster_to_join_is_shown_without_its_secrets(invoke: Invoke, monkey
     shown = invoke("doctor").stdout
     assert "Ray cluster" in shown
     assert "hunter2" not in shown
+
+
+@pytest.mark.parametrize(
+    ("distribution", "start"),
+    [("torch", "torch>="), ("TransferQueue", "transferqueue>="), ("megatron-core", "megatron-core")],
+)
+def test_what_is_missing_is_installed_as_relax_requires_it(distribution: str, start: str) -> None:
+    (fix,) = (part.fix for part in doctor.PARTS if part.distribution == distribution)
+    assert fix.startswith(f"pip install '{start}")
+    assert Requirement(fix.removeprefix("pip install ").strip("'")).specifier

@@ -74,14 +74,7 @@ class Rule:
 
     def problem(self, found: Finding) -> Problem:
         """The finding as a problem of this kind."""
-        return self.kind(
-            found.message,
-            fix=found.fix,
-            option=found.option,
-            where=found.where,
-            got=found.got,
-            expected=found.expected,
-        )
+        return self.kind(**vars(found))
 
 
 CONTEXT = tuple(RuleContext.__dataclass_fields__)
