@@ -146,6 +146,10 @@ class RunError(RelaxError, RuntimeError):
     """The run started and failed."""
 
 
+class ProcessLost(RunError):
+    """A process of the run is gone, so the session can only be closed."""
+
+
 class ConfigError(RelaxError, ValueError):
     """Usage, configuration or input data is wrong; nothing was launched."""
 

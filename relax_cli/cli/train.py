@@ -47,12 +47,12 @@ def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:
     """
     with reading_progress(output) as progress:
         checked = check_run(plugins, layers, progress=progress, cluster_gpus=cluster_gpus).require_valid()
-        from relax_cli.engine.run import train
+        from relax_cli.engine.restarts import train_with_restarts
         from relax_cli.engine.summary import closing_lines, next_lines, summary_dict
     for warning in checked.warnings:
         output.warn(warning)
 
-    run = train(plugins, checked, output.err)
+    run = train_with_restarts(plugins, checked, output.err)
     output.result(summary_dict(run), "\n".join(closing_lines(run)))
     if run.ended_by is None:
         return ExitCode.OK

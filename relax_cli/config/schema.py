@@ -334,6 +334,9 @@ class RunSection(Section):
         True, description="also write each token's log-probability, value, advantage and return"
     )
     strict: bool = Field(False, description="treat warnings as errors")
+    max_restarts: int = Field(
+        0, ge=0, description="restarts from the newest checkpoints after a process of the run was lost"
+    )
     queue_timeout: float = Field(120.0, gt=0, description="seconds to wait for another role's data")
 
     @field_validator("dump_rollouts", mode="before")

@@ -28,8 +28,8 @@ from relax_cli.preflight.resolve import Resolved, command_words, resolve
 from relax_cli.preflight.rules import RuleContext, run_rules
 from relax_cli.preflight.start import examine_run
 
-PLACES = frozenset({"load", "save", "critic_load", "critic_save", "run_dir"})
-"""Options that say where a run lives, not what it computes."""
+PLACES = frozenset({"load", "save", "critic_load", "critic_save", "run_dir", "max_restarts"})
+"""Options that say where and how a run lives, not what it computes."""
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,22 @@ def test_a_killed_worker_is_named_with_the_resume_command(
     resumed_to_the_end(zygote, fault_task, folders, long_straight, what)
 
 
+@pytest.mark.parametrize("running", [["--max-restarts", "1"]], indirect=True)
+def test_a_run_that_lost_a_worker_restarts_and_changes_no_number(
+    running: tuple[subprocess.Popen[str], Folders], long_straight: Folders
+) -> None:
+    process, folders = running
+    family = family_of(process.pid)
+    worker_of("actor", family).kill()
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert "rank 0 of actor is gone" in err
+    assert f"restart 1 of 1, from the newest pair in {folders.actor}" in err
+    assert folders.metrics() == long_straight.metrics()
+    assert folders.samples() == long_straight.samples()
+    assert_gone(family)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2, 8))

@@ -18,7 +18,8 @@ from relax_cli.engine.groups import SleepingGroup
 from relax_cli.engine.local import LocalRanks
 from relax_cli.engine.ray import processes
 from relax_cli.engine.ray.processes import ProcessTable, children_named, exit_status
-from relax_cli.engine.ray.watch import ProcessLost, ProcessWatch, Whereabouts, last_words
+from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts, last_words
+from relax_cli.errors import ProcessLost
 
 SLEEPER = "import time; time.sleep(60)"
 

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from relax_cli.engine.ray.processes import Loss, ProcessTable
-from relax_cli.errors import RunError, problem_kind
+from relax_cli.errors import ProcessLost, problem_kind
 
 LOOK_SECONDS = 1.0
 """Between two looks at all processes."""
@@ -30,10 +30,6 @@ PROCESS_LOST = problem_kind(
     "During a run",
     "A process that the run depends on, such as TransferQueue's controller or Ray's server, has died or was stopped.",
 )
-
-
-class ProcessLost(RunError):
-    """A process of the run is gone, so the session can only be closed."""
 
 
 @dataclass(frozen=True)
