@@ -12,15 +12,11 @@ from rich.console import Console
 from relax_cli.checkpoint import layout
 from relax_cli.config.layers import Layers
 from relax_cli.engine import restarts
-from relax_cli.errors import Problem, ProcessLost, RelaxError, RunError, problem_kind
+from relax_cli.errors import Problem, ProcessLost, RelaxError, RunError
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
 
-BAD = problem_kind("test-lost", "During a run", "A test.")
-
-
-def lost() -> Problem:
-    return BAD("rank 0 of actor is gone: killed by SIGKILL", fix="resume")
+LOST = Problem("worker-failed", "rank 0 of actor is gone: killed by SIGKILL", fix="resume the run")
 
 
 def checked(*words: str) -> CheckedRun:
@@ -52,7 +48,7 @@ def restarted(run: Run, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[A
 
 
 def test_a_lost_process_restarts_from_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(ProcessLost(lost()), ProcessLost(lost()), saving=tmp_path)
+    run = Run(ProcessLost(LOST), ProcessLost(LOST), saving=tmp_path)
     words = [f"checkpoint.save={tmp_path}", f"critic.critic_save={tmp_path}-critic", "run.max_restarts=2"]
     result, screen = restarted(run, monkeypatch, *words)
     assert result == "finished"
@@ -64,7 +60,7 @@ def test_a_lost_process_restarts_from_what_was_saved(tmp_path: Path, monkeypatch
 
 
 def test_without_anything_saved_it_restarts_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(ProcessLost(lost()))
+    run = Run(ProcessLost(LOST))
     _, screen = restarted(run, monkeypatch, f"checkpoint.save={tmp_path}", "run.max_restarts=1")
     assert [each.config.checkpoint.load for each in run.started] == [None, None]
     assert "restart 1 of 1, from the start" in screen
@@ -78,7 +74,7 @@ def test_without_anything_saved_it_restarts_from_its_start(tmp_path: Path, monke
 def test_what_ends_the_run_all_the_same(
     error: type[RelaxError], allowed: int, starts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(*(error(lost()) for _ in range(3)))
+    run = Run(*(error(LOST) for _ in range(3)))
     with pytest.raises(error):
         restarted(run, monkeypatch, f"run.max_restarts={allowed}")
     assert len(run.started) == starts
