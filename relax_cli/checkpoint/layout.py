@@ -3,6 +3,7 @@
     <save>/iter_0000040/                         model, optimizer, schedule: Megatron's sharded files
     <save>/iter_0000040/relax.json               what this checkpoint is, and size and sha256 of every file
     <save>/latest_checkpointed_iteration.txt     the tracker: which iteration counts
+    <save>/best_checkpoint.json                  which one --keep-best keeps, by which metric
 
 An iteration is a number of finished rollouts. While it is written a checkpoint has a temporary name, so a folder with a
 final name is complete unless something damaged it later.
@@ -35,6 +36,7 @@ META_UNREADABLE = problem_kind(
 )
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+BEST_FILE = "best_checkpoint.json"
 META_FILE = "relax.json"
 FORMAT_VERSION = 2
 """Format 1 kept the random state as a pickled object among the shards; no release wrote it."""
@@ -97,6 +99,31 @@ def read_tracker(save_dir: Path) -> Tracker:
 def write_tracker(save_dir: Path, iteration: int) -> None:
     """Replace the tracker in one atomic step."""
     replace_file(save_dir / TRACKER_FILE, f"{iteration}\n")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint that `--keep-best` keeps."""
+
+    metric: str
+    value: float
+    iteration: int
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration} is the best by {self.metric} ({self.value:.6g})"
+
+
+def read_best(save_dir: Path) -> Best | None:
+    """What the folder says is its best checkpoint; None where it says nothing that can be understood."""
+    try:
+        return TypeAdapter(Best).validate_json(read_small_file(save_dir / BEST_FILE, MOST_TRACKER_BYTES), strict=True)
+    except (OSError, ValidationError):
+        return None
+
+
+def write_best(save_dir: Path, best: Best) -> None:
+    """Replace what the folder says in one atomic step."""
+    replace_file(save_dir / BEST_FILE, json.dumps(asdict(best)) + "\n")
 
 
 def is_inside(path: object) -> bool:

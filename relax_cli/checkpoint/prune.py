@@ -116,7 +116,7 @@ def _go_back_to(iteration: int, actor: Path, critic: Path | None) -> str:
 
 
 def _named_by(folder: Path, fix: str) -> dict[int, str]:
-    """Iterations that one folder cannot lose: what its tracker names, and its newest complete checkpoint.
+    """Iterations that one folder cannot lose: what its tracker names, its newest complete checkpoint, and its best.
 
     Args:
         fix: of a tracker that cannot be understood.
@@ -133,6 +133,8 @@ def _named_by(folder: Path, fix: str) -> dict[int, str]:
         )
     whole = [i for i in layout.list_iterations(folder) if layout.is_complete(layout.iteration_folder(folder, i))]
     named = dict.fromkeys(whole[-1:], "the newest complete one here")
+    if (best := layout.read_best(folder)) is not None:
+        named[best.iteration] = f"the best by {best.metric}"
     return named | ({tracker.iteration: "a tracker names it"} if isinstance(tracker.iteration, int) else {})
 
 

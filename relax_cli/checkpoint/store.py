@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.layout import CheckpointMeta, FileEntry
+from relax_cli.checkpoint.layout import Best, CheckpointMeta, FileEntry
 from relax_cli.errors import RunError, problem_kind
 
 T = TypeVar("T")
@@ -149,10 +149,10 @@ def load(model: Saveable, folder: Path) -> dict[str, Any]:
     return {"role": meta.role, "iteration": meta.iteration, **known, **meta.extra}
 
 
-def rotate(save_dir: Path, current: int, keep: int | None, protected: int | None = None) -> None:
+def rotate(save_dir: Path, current: int, keep: int | None, protected: Collection[int] = ()) -> None:
     """Drop what is older than the newest `keep` complete checkpoints up to `current` (None: keep all).
 
-    What interrupted writes left goes in any case, the iteration `protected` in none.
+    What interrupted writes left goes in any case, the iterations `protected` in none.
 
     Raises:
         RunError: the disk refused.
@@ -166,8 +166,18 @@ def rotate(save_dir: Path, current: int, keep: int | None, protected: int | None
         complete = [folder for folder in folders if layout.is_complete(folder)]
         if len(complete) > keep:
             for folder in folders[: folders.index(complete[-keep])]:
-                if protected is None or folder != layout.iteration_folder(save_dir, protected):
+                if folder not in [layout.iteration_folder(save_dir, i) for i in protected]:
                     layout.remove_checkpoint(folder)
+
+
+def mark_best(save_dir: Path, best: Best) -> None:
+    """Note which checkpoint is the best.
+
+    Raises:
+        RunError: the disk refused.
+    """
+    with _disk_errors():
+        layout.write_best(save_dir, best)
 
 
 def is_first_rank() -> bool:

@@ -113,11 +113,13 @@ def list_checkpoints(ctx: typer.Context, folder: Folder, fmt: FormatOption = For
             f"{row['bytes'] / 1e6:.1f} MB",
             f"{row['age_seconds'] / 3600:.1f} h",
             row["reason"] or "complete",
-            "<- latest" if row["latest"] else "",
+            " ".join(f"<- {name}" for name in ("latest", "best") if row[name]),
         )
         for row in rows
     ]
-    output.result(rows, table(header, cells) if rows else f"no checkpoints in {folder}")
+    best = layout.read_best(folder)
+    text = table(header, cells) if rows else f"no checkpoints in {folder}"
+    output.result(rows, text if best is None else f"{text}\n\n{best}")
     if tracker.problem is not None:
         output.note(f"warning: {tracker.problem}")
 
@@ -139,7 +141,7 @@ def verify(ctx: typer.Context, folder: Folder, fmt: FormatOption = Format.TEXT) 
 def describe(folder: Path, iteration: int, latest: layout.Iteration) -> dict[str, Any]:
     """One checkpoint as a row of `list`."""
     checkpoint = layout.iteration_folder(folder, iteration)
-    problems = damages(folder, iteration, deep=False)
+    problems, best = damages(folder, iteration, deep=False), layout.read_best(folder)
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     return {
         "iteration": iteration,
@@ -149,6 +151,7 @@ def describe(folder: Path, iteration: int, latest: layout.Iteration) -> dict[str
         "complete": not problems,
         "reason": "; ".join(problems),
         "latest": iteration == latest,
+        "best": best is not None and best.iteration == iteration,
     }
 
 
@@ -222,9 +225,16 @@ def as_json(report: ResumeReport, fit: ModelFit) -> dict[str, Any]:
             "saved_parallel": fit.saved,
             "tensor_model_parallel_size": fit.tensor_parallel,
         },
+        "best": None if (best := best_of(report)) is None else asdict(best),
         "problems": [asdict(problem) for problem in report.problems],
         "fix": report.problems[0].fix if report.problems else None,
     }
+
+
+def best_of(report: ResumeReport) -> layout.Best | None:
+    """What `--keep-best` keeps in the actor's folder."""
+    folder = report.sides[0].folder
+    return None if folder is None else layout.read_best(folder)
 
 
 def side_json(side: Side) -> dict[str, Any]:
@@ -253,6 +263,8 @@ def as_text(report: ResumeReport, fit: ModelFit) -> str:
     if fit.compared is not None and not fit.problems and fit.saved is not None:
         lines.append(f"model and tokenizer are those of {fit.compared}")
     lines.append(report.decision.text)
+    if (best := best_of(report)) is not None:
+        lines.append(f"{best}; it is kept, and --keep-best continues with it")
     if report.decision.verdict == "weights-only" and report.decision.critic is None:
         lines.append("a critic, where the run has one, takes the same weights and a new value head")
     return "\n".join(lines)

@@ -311,6 +311,10 @@ class CheckpointSection(Section):
     save: str | None = Field(None, description="folder for checkpoints")
     save_interval: int | None = Field(None, ge=1, description="rollouts between checkpoints; the last is always saved")
     keep_checkpoints: int | None = Field(None, ge=1, description="checkpoints to keep; all when unset")
+    keep_best: str | None = Field(
+        None,
+        description="metric eval/NAME/METRIC: the pair of its highest value is saved and never removed",
+    )
     on_save_error: Literal["stop", "continue"] = Field(
         "stop", description="when a checkpoint cannot be written: end the run, or warn and continue"
     )

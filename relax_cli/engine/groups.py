@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from relax_cli.backends.rollout.targets import WeightTarget
+    from relax_cli.checkpoint.layout import Best
     from relax_cli.roles.actor import ActorRole
     from relax_cli.roles.advantages import AdvantagesRole
     from relax_cli.roles.critic import CriticRole
@@ -194,9 +195,13 @@ class TrainedGroup(SleepingGroup):
         """See `TrainingRole.publish_checkpoint`."""
         self.ranks.on(0, lambda role: role.publish_checkpoint(iteration))
 
-    def rotate_checkpoints(self, current: int, keep: int | None, protected: int | None = None) -> None:
+    def rotate_checkpoints(self, current: int, keep: int | None, protected: Collection[int] = ()) -> None:
         """See `TrainingRole.rotate_checkpoints`."""
         self.ranks.on(0, lambda role: role.rotate_checkpoints(current, keep, protected))
+
+    def mark_best(self, best: Best) -> None:
+        """See `TrainingRole.mark_best`."""
+        self.ranks.on(0, lambda role: role.mark_best(best))
 
     def withdraw_checkpoint(self, iteration: int) -> None:
         """See `TrainingRole.withdraw_checkpoint`."""

@@ -36,7 +36,6 @@ from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.start import decide_run, schedule_of
 from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import TRAINED_FIELDS, drop_samples
-from relax_cli.tracking.evaluations import evaluations_of
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.trackers import Trackers
 from relax_cli.tracking.view import RunHeader
@@ -118,7 +117,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             + [name for role, name in TRAINED_FIELDS.items() if role in graph]
             + ([] if config.algorithm.use_rollout_logprobs else ["old_log_probs"]),
             checkpoint_meta=checkpoint_meta(identity, checked, graph) | {"schedule": schedule_of(config)},
-            evaluated=None if metrics.last is None else {e.name for e in evaluations_of(metrics.last)},
+            recorded=metrics.last,
         )
         ended_by = run_trainer(trainer, run_dir, stop, checked)
         if ended_by is not None:

@@ -8,11 +8,15 @@ The loop writes the step's metrics between the two: a resume finds the metrics o
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import CheckpointSection
 from relax_cli.engine.groups import TrainedGroup
 from relax_cli.errors import RunError
@@ -44,6 +48,8 @@ class PairSaver:
         """Newest pair of this run whose policy was seen alive afterwards."""
         self.keeps_good = False
         """Whether `good` stays, however old: the policy has died since."""
+        self.best: Best | None = None
+        """What `--keep-best` keeps."""
         self.warn = warn
         self._prepared: int | None = None
 
@@ -92,13 +98,45 @@ class PairSaver:
             self._withdraw(self._prepared)
             self._prepared = None
 
+    def take_over_best(self, done: int) -> None:
+        """Continue with the best pair that a resumed run has in its folder, up to iteration `done`."""
+        if self.section.save is not None and self.section.keep_best is not None:
+            best = layout.read_best(Path(self.section.save))
+            if best is not None and best.metric == self.section.keep_best and best.iteration <= done:
+                self.best = best if self._is_there(best.iteration) else None
+
+    def is_best(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether the metric of `--keep-best` is higher than ever."""
+        value = metrics.get(self.section.keep_best or "")
+        if self.section.save is None or value is None or not math.isfinite(value):
+            return False
+        return self.best is None or value > self.best.value
+
+    def keep_best(self, iteration: int, metrics: Mapping[str, Any]) -> None:
+        """The saved pair of `iteration` is the best from now on; does nothing where it is not saved."""
+        assert self.section.keep_best is not None, "it is the best by a metric"
+        if not self._is_there(iteration):
+            return
+        best = Best(self.section.keep_best, float(metrics[self.section.keep_best]), iteration)
+        try:
+            for role in self.roles:
+                role.mark_best(best)
+        except RunError as error:
+            self.warn(f"{best}, but it cannot be noted: {storage_failure(error)}")
+        self.best = best
+        self.rotate(iteration)
+
+    def _is_there(self, iteration: int) -> bool:
+        return layout.is_complete(layout.iteration_folder(Path(self.section.save or ""), iteration))
+
     def rotate(self, current: int) -> None:
         """Drop what is too old; the new pair counts already, so a disk that refuses this ends nothing."""
         if self.section.save is None:
             return
+        kept = {self.good if self.keeps_good else None, self.best.iteration if self.best else None} - {None}
         try:
             for role in self.roles:
-                role.rotate_checkpoints(current, self.section.keep_checkpoints, self.good if self.keeps_good else None)
+                role.rotate_checkpoints(current, self.section.keep_checkpoints, [i for i in kept if i is not None])
         except RunError as error:
             self.warn(f"old checkpoints could not be removed: {storage_failure(error)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -31,6 +32,7 @@ def summary_dict(run: FinishedRun) -> dict[str, Any]:
         "reward_after": rewards[-1] if rewards else None,
         "eval_before": pairs[0][0].metrics["reward/mean"] if pairs else None,
         "eval_after": pairs[0][1].metrics["reward/mean"] if pairs else None,
+        "best": None if run.report.best is None else asdict(run.report.best),
         "evaluations": [evaluation.dict() for evaluation in evaluations],
     }
 
@@ -61,6 +63,8 @@ def closing_lines(run: FinishedRun) -> list[str]:
         lines.append(f"Saved     iteration {report.saved_iteration} in {config.checkpoint.save}")
         if config.critic.critic_save:
             lines.append(f"          and {config.critic.critic_save}")
+    if report.best is not None:
+        lines.append(f"Best      {report.best}")
     lines += ["", *next_lines(run)]
     return lines
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Config
 from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.saving import PairSaver
@@ -49,6 +50,8 @@ class RunReport:
     """Mean reward of every step."""
     saved_iteration: int | None = None
     """Newest checkpoint that this run wrote."""
+    best: Best | None = None
+    """What `--keep-best` keeps."""
 
 
 class Trainer:
@@ -64,13 +67,13 @@ class Trainer:
         first: int,
         dump_fields: list[str],
         checkpoint_meta: dict[str, Any],
-        evaluated: Set[str] | None = None,
+        recorded: Mapping[str, Any] | None = None,
     ) -> None:
         """Args:
         first: rollouts that are finished.
         dump_fields: queue fields to write next to each sample.
         checkpoint_meta: what every checkpoint says about the run.
-        evaluated: held-out sets whose evaluation after rollout `first` is recorded; None when nothing of it is.
+        recorded: metrics of rollout `first` in the run folder; None when nothing of it is there.
         """
         assert config.batch.num_rollout is not None, "resolved before launch"
         self.session = session
@@ -81,8 +84,9 @@ class Trainer:
         self.dump_fields = dump_fields
         self.stop = stop
         self.sets = [name for name, _ in config.eval.sets]
-        self.evaluated = evaluated
+        self.recorded = recorded
         self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=watcher.warn)
+        self.saver.take_over_best(first)
         self.report = RunReport(first=first)
         self.health = HealthWatch()
 
@@ -95,10 +99,7 @@ class Trainer:
             KeyboardInterrupt: see `StopRequest`; what was not saved is lost.
         """
         self.session.publish_weights(version=self.first)
-        if self.evaluated is None or (
-            self._due(self.config.eval.eval_interval, self.first) and not self.evaluated >= {*self.sets}
-        ):
-            self._evaluate(self.first)
+        self._begin()
         if self.first == self.last:
             self.saver.rotate(self.last)  # A run that was killed after its last save may have left more than it keeps.
         for rollout_id in range(self.first, self.last):
@@ -116,12 +117,26 @@ class Trainer:
             done = rollout_id + 1
             if self.stop.requested_stop is None and self._due(self.config.eval.eval_interval, done):
                 self.stop.doing = f"finishing the evaluation, then {self._ending}"
-                self._evaluate(done)
+                found = self._evaluate(done)
+                if self.saver.is_best(found):
+                    self._save_late(done)
+                    self.saver.keep_best(done, found)
+                    self.report.best = self.saver.best
             if self.stop.requested_stop is not None:
                 self._save_late(done)
                 break
         self.session.roles.rollout.finish_dump()
         return self.report
+
+    def _begin(self) -> None:
+        """Evaluate before the first step, or what a run that was killed has left."""
+        found = dict(self.recorded or {})
+        missing = any(f"eval/{name}/samples" not in found for name in self.sets)
+        if self.recorded is None or (self._due(self.config.eval.eval_interval, self.first) and missing):
+            found |= self._evaluate(self.first)
+        if self.saver.is_best(found):
+            self.saver.keep_best(self.first, found)
+        self.report.best = self.saver.best
 
     @property
     def _ending(self) -> str:
@@ -192,13 +207,14 @@ class Trainer:
         kept = "" if saver.good is None else f"; iteration {saver.good} was saved before and is kept"
         return [replace(w, seen=w.seen + kept) if w.id == "policy-died" else w for w in found]
 
-    def _evaluate(self, done: int) -> None:
+    def _evaluate(self, done: int) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
         for name in self.sets:
             metrics |= self._evaluate_set(name, done)
         if metrics:
             self.session.roles.rollout.dump_evaluation(done)
             self.watcher.evaluated(done, metrics)
+        return metrics
 
     def _evaluate_set(self, name: str, done: int) -> dict[str, float]:
         self.watcher.status(f"evaluating {name}")

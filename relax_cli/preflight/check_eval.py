@@ -8,7 +8,14 @@ from dataclasses import replace
 from relax_cli.config.held_out import EvalSection
 from relax_cli.config.layers import Layers, known
 from relax_cli.config.model import flag
-from relax_cli.config.schema import DataSection, ModelSection, RewardSection, RolloutSection, SglangSection
+from relax_cli.config.schema import (
+    DataSection,
+    EpisodeSection,
+    ModelSection,
+    RewardSection,
+    RolloutSection,
+    SglangSection,
+)
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.errors import problem_kind
 from relax_cli.plugin.manager import Plugins
@@ -19,7 +26,7 @@ from relax_cli.preflight.resolve import command_words, resolve
 from relax_cli.preflight.rules import RuleContext, run_rules
 from relax_cli.preflight.rules.batches import THEME
 
-SECTIONS = (ModelSection, DataSection, RolloutSection, SglangSection, RewardSection, EvalSection)
+SECTIONS = (ModelSection, DataSection, RolloutSection, SglangSection, RewardSection, EpisodeSection, EvalSection)
 OF_TRAINING = frozenset({"prompt_data", "shuffle", "eval_interval", "ref_load"})
 """Options of these sections that only a run has."""
 OPTIONS = frozenset(

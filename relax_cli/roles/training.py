@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,6 +15,7 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import LossFunction, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.checkpoint import store
 from relax_cli.checkpoint.fingerprint import data_position
+from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Aggregation, BatchSection
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.roles.batching import Columns, make_micro_batch, micro_batch_rows, plan_rows, unpad
@@ -218,9 +219,13 @@ class TrainingRole(ModelRole[TrainableModel]):
         """Move the tracker to `iteration`."""
         store.publish(self.save_dir, iteration)
 
-    def rotate_checkpoints(self, current: int, keep: int | None, protected: int | None = None) -> None:
+    def rotate_checkpoints(self, current: int, keep: int | None, protected: Collection[int] = ()) -> None:
         """Drop the checkpoints beyond the newest `keep`."""
         store.rotate(self.save_dir, current, keep, protected)
+
+    def mark_best(self, best: Best) -> None:
+        """Note in the save folder which checkpoint is the best."""
+        store.mark_best(self.save_dir, best)
 
     def withdraw_checkpoint(self, iteration: int) -> None:
         """Take back what was written of `iteration`, since a part of the pair could not be saved."""

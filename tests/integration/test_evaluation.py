@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from relax_cli.checkpoint import layout
 from relax_cli.quickstart.task import prepare
 from relax_cli.tracking.evaluations import read_evaluations, read_samples
 from tests.support.fault_runs import Folders, Zygote, arguments
@@ -37,7 +38,8 @@ def zygote() -> Any:
 def options(task: Path) -> list[str]:
     sets = [word for name in ("one", "two") for word in ("--eval-prompt-data", f"{name}={task}/data/{name}.jsonl")]
     sampling = ["--eval-sampling", "two:temperature=0,n=2"]
-    return [*sets, *sampling, "--eval-interval", "2", "--lr", "1e-3", "--format", "json"]
+    best = ["--keep-best", "eval/one/reward/mean", "--keep-checkpoints", "1"]
+    return [*sets, *sampling, *best, "--eval-interval", "2", "--lr", "1e-3", "--format", "json"]
 
 
 def without_clock(evaluations: list[Any]) -> list[Any]:
@@ -70,6 +72,13 @@ def test_every_evaluation_is_in_every_file_and_summary(zygote: Zygote, task: Pat
         found[0].metrics["reward/mean"],
         found[4].metrics["reward/mean"],
     )
+
+    # The pair with the highest value stays besides the newest.
+    value, _, step = max((e.metrics["reward/mean"], -e.step, e.step) for e in found if e.name == "one" and e.step)
+    assert summary["best"] == {"metric": "eval/one/reward/mean", "value": value, "iteration": step}
+    for role in (straight.actor, straight.critic):
+        assert layout.list_iterations(role) == sorted({step, 3})
+        assert layout.read_best(role) == layout.Best("eval/one/reward/mean", value, step)
 
     # Without a trainer the same samples and numbers come out, to the bit.
     alone = tmp_path / "alone"

@@ -142,9 +142,9 @@ def test_old_checkpoints_go_after_the_new_one_counts(qwen3: Path, tmp_path: Path
         store.rotate(tmp_path, iteration, keep=2)
     assert layout.list_iterations(tmp_path) == [2, 3]
     assert layout.read_tracker(tmp_path) == Tracker(3)
-    store.rotate(tmp_path, 3, keep=1, protected=2)
+    store.rotate(tmp_path, 3, keep=1, protected=[2])
     assert layout.list_iterations(tmp_path) == [2, 3]
-    store.rotate(tmp_path, 3, keep=1, protected=1)
+    store.rotate(tmp_path, 3, keep=1, protected=[1])
     assert layout.list_iterations(tmp_path) == [3]
 
 

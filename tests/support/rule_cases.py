@@ -185,6 +185,20 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         )
         for item in ("n=8", "other:n=8", "h:", "h:m=8", "h:n", "h:n=0", "h:n=1,n=2", "h:temperature=-1", "h:top_p=x")
     ),
+    *(
+        (
+            "keep-best-metric",
+            {**HELDOUT, "checkpoint__keep_best": metric},
+            {**HELDOUT, "eval__eval_sampling": ["h:n=2"], "checkpoint__keep_best": good},
+        )
+        for metric, good in (
+            ("reward/mean", "eval/h/reward/mean"),
+            ("eval/other/reward/mean", "eval/h/reward/part/correct"),
+            ("eval/h/pass@2", "eval/h/pass@2"),
+            ("eval/h/majority@2", "eval/h/majority@2"),
+            ("eval/h/response_len/mean", "eval/h/reward/min"),
+        )
+    ),
     (
         "min-lr-above-lr",
         {"optimizer__lr": 1.0, "optimizer__min_lr": 2.0, "optimizer__lr_decay_style": "linear"},

@@ -186,9 +186,11 @@ def trained(
 @pytest.mark.parametrize("dies_after", [2, 3, None])
 def test_the_last_pair_of_a_living_policy_is_kept(dies_after: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int | None] = []
-    monkeypatch.setattr(
-        TrainedGroup, "rotate_checkpoints", lambda self, current, keep, protected=None: kept.append(protected)
-    )
+
+    def note(_: object, current: int, keep: int, protected: list[int]) -> None:
+        kept.append(next(iter(protected), None))
+
+    monkeypatch.setattr(TrainedGroup, "rotate_checkpoints", note)
     watcher, alive = Quiet(), dies_after or 6
     trained([(0.0, 1.0)] * alive + [(0.0, 0.0)] * (6 - alive), [], watcher, keep_checkpoints=2)
     # Iteration N was seen alive by rollout N: the pair saved after the last such rollout is dead already.

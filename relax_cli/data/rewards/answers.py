@@ -6,6 +6,8 @@ import re
 
 from relax_cli.data.rewards.math_answers import final_answer
 
+COMPARED = frozenset({"exact", "math"})
+"""Rewards whose answers are compared."""
 NUMBER = re.compile(r"-?\d+(?:[.,/]\d+)*")
 
 

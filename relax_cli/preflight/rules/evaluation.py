@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from pydantic import ValidationError
 
 from relax_cli.config.held_out import OF_A_SET, EvalSection, section_of_set
+from relax_cli.config.names import nearest
+from relax_cli.config.schema import CheckpointSection, RewardSection
+from relax_cli.data.rewards.answers import COMPARED
 from relax_cli.preflight.rules.batches import THEME
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
@@ -64,3 +68,28 @@ def eval_sampling(eval: EvalSection) -> Found:
             yield Finding(f"a value of {item!r} cannot be used", f"correct it: {text}", item, expected)
         except ValueError as error:
             yield Finding(f"{item!r} cannot be read: {error}", f"--eval-sampling {name}:temperature=0", item, expected)
+
+
+@rule("keep-best-metric", THEME, option="--keep-best")
+def keep_best_metric(checkpoint: CheckpointSection, eval: EvalSection, reward: RewardSection) -> Found:
+    """`--keep-best` names no metric of an evaluation of this run, of those where more is better."""
+    if checkpoint.keep_best is None:
+        return
+    with suppress(ValueError):  # eval-sampling tells of it.
+        known = [f"eval/{name}/{metric}" for name, _ in eval.sets for metric in _kept_by(eval, name, reward)]
+        is_part = re.fullmatch(r"eval/([^/]+)/reward/part/.+", checkpoint.keep_best)
+        if checkpoint.keep_best not in known and not (is_part and is_part[1] in dict(eval.sets)):
+            close = nearest(checkpoint.keep_best, known) or next(iter(known), "")
+            yield Finding(
+                "--keep-best names no metric of an evaluation",
+                got=checkpoint.keep_best,
+                expected=", ".join(known) or "a run with held-out sets",
+                fix=f"--keep-best {close}" if close else "add --eval-prompt-data NAME PATH --eval-interval 10",
+            )
+
+
+def _kept_by(section: EvalSection, name: str, reward: RewardSection) -> list[str]:
+    samples = section_of_set(section, name).n_samples_per_eval_prompt
+    passes = [f"pass@{1 << power}" for power in range(samples.bit_length())]
+    has_majority = samples > 1 and reward.rm_type in COMPARED
+    return ["reward/mean", "reward/min", "reward/max", *passes, *[f"majority@{samples}"] * has_majority]
