@@ -108,13 +108,17 @@ NEEDS = (
         "episode-option-unused", "with multi-turn episodes", "--env FILE.py:Class",
     ),
     _need(
-        "reward_key rm_timeout", "env", _off,
+        "reward_key rm_timeout reward_on_error", "env", _off,
         "reward-option-unused", "with a reward; the rewards of episodes come from their environment",
         "--env-timeout SECONDS",
     ),
     _need(
         "chat_template_kwargs system_prompt", "apply_chat_template", _on,
         "chat-option-unused", "with the chat template", "--apply-chat-template",
+    ),
+    _need(
+        "overlong_buffer_len", "overlong_penalty", _on,
+        "overlong-buffer-unused", "with a penalty", "--overlong-penalty 1",
     ),
     _need(
         "overlong_prompts", "rollout_max_prompt_len", _given,
@@ -130,7 +134,7 @@ NEEDS = (
 REPLACEMENTS = (
     *NEEDS,
     Replacement("rm_type", _given, ("custom_rm_path", *EPISODES)),
-    Replacement("rm_type", lambda value: value != "remote", ("rm_url",)),
+    Replacement("rm_type", lambda value: "remote" not in str(value), ("rm_url",)),
     Replacement("custom_rm_path", _given, ("rm_type", "rm_url", *EPISODES)),
     Replacement("env", _given, ("rm_type", "custom_rm_path", "rm_url")),
     Replacement("num_epoch", _given, ("num_rollout",)),

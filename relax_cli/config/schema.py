@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from relax_cli.config.data_section import DataSection as DataSection
+from relax_cli.config.data_section import RewardSection as RewardSection
 from relax_cli.config.held_out import EvalSection
 from relax_cli.config.section import LEAST_TEMPERATURE, DualClipRange, GaeOptions, GroupOptions
 from relax_cli.config.section import Section as Section
@@ -28,6 +30,9 @@ class AlgorithmSection(DualClipRange, GaeOptions, GroupOptions):
         "grpo", description="ppo, grpo, gspo, cispo, sapo, or the estimator of an installed plugin"
     )
     entropy_coef: float = Field(0.0, ge=0, description="entropy bonus coefficient")
+    mask_truncated: bool = Field(
+        False, description="responses that hit the length limit carry no loss, and are out of group baselines"
+    )
     normalize_advantages: bool = Field(False, description="whiten advantages over all trainable tokens of the step")
     use_rollout_logprobs: bool = Field(False, description="use the rollout engine's log-probabilities as the old ones")
     loss_aggregation: Aggregation | None = Field(
@@ -126,6 +131,7 @@ class OptimizerSection(Section):
     )
 
 
+<<<<<<< HEAD
 class DataSection(Section):
     """Prompts."""
 
@@ -151,6 +157,8 @@ class DataSection(Section):
         return (value,) if isinstance(value, str) and value else value or ()
 
 
+=======
+>>>>>>> 51cd014 (Rewards: f1, multiple choice, regex, JSON schema, format; sums with weights, a reward by row, samples on which a reward fails; DAPO's overlong penalty and the masking of truncated responses)
 class BatchSection(Section):
     """Batch sizes and length of the run."""
 
@@ -234,6 +242,7 @@ class SglangSection(Section):
     )
 
 
+<<<<<<< HEAD
 class RewardSection(Section):
     """Rewards of responses."""
 
@@ -244,6 +253,8 @@ class RewardSection(Section):
     rm_url: str | None = Field(None, description="URL of the reward server, for --rm-type remote")
 
 
+=======
+>>>>>>> 51cd014 (Rewards: f1, multiple choice, regex, JSON schema, format; sums with weights, a reward by row, samples on which a reward fails; DAPO's overlong penalty and the masking of truncated responses)
 class EpisodeSection(Section):
     """Multi-turn episodes."""
 

@@ -44,6 +44,10 @@ class StepRecord:
             self.metrics |= spreads[name].metrics(name)
         self.metrics["prompt_len/mean"] = spreads["prompt_len"].mean
         self.metrics["truncated_frac"] = spreads["truncated"].mean
+        if "masked" in spreads:
+            self.metrics["masked_frac"] = spreads["masked"].mean
+        if "failed" in spreads:
+            self.metrics["reward/failed"] = spreads["failed"].total
         named = ("reward/part/", "groups/", "episode/")
         self.metrics |= {
             name: spread.mean for name, spread in spreads.items() if name.startswith(named) and spread.count

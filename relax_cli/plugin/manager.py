@@ -223,7 +223,8 @@ class Plugins:
         """What the chosen estimator, reward, environment and trackers name and cannot be loaded, tried in another
         process. Ours are known to load.
         """
-        chosen = (config.algorithm.advantage_estimator, config.reward.rm_type, config.episode.env)
+        estimator, env = config.algorithm.advantage_estimator, config.episode.env
+        rewards = dict(config.reward.shares)
         return [
             problem
             for plugin, _ in self._working()
@@ -231,9 +232,9 @@ class Plugins:
             for problem in broken_references(
                 plugin,
                 [
-                    *(e for e in plugin.estimators if e.name == chosen[0]),
-                    *(r for r in plugin.rewards if r.name == chosen[1]),
-                    *(e for e in plugin.envs if e.name == chosen[2]),
+                    *(e for e in plugin.estimators if e.name == estimator),
+                    *(r for r in plugin.rewards if r.name in rewards),
+                    *(e for e in plugin.envs if e.name == env),
                     *(t for t in plugin.trackers if t.name in config.run.track),
                 ],
             )

@@ -124,15 +124,9 @@ def check_run(
     machine = Machine()
     resolved = resolve(plugins, layers, None if skip_files else machine, cluster_gpus)
     config = resolved.config
-    inputs = RunInputs() if skip_files else read_inputs(config, progress)
-    context = RuleContext(
-        config,
-        inputs,
-        machine,
-        frozenset({*BUILTIN_REWARDS, *plugins.rewards()}),
-        frozenset(plugins.envs()),
-        plugins.trackers(),
-    )
+    rewards = frozenset({*BUILTIN_REWARDS, *plugins.rewards()})
+    inputs = RunInputs() if skip_files else read_inputs(config, progress, rewards)
+    context = RuleContext(config, inputs, machine, rewards, frozenset(plugins.envs()), plugins.trackers())
     problems = [*resolved.problems, *run_rules(context, skip_files=skip_files)]
     if not skip_files:
         problems += known(lambda: plugins.broken_references(config)) or []

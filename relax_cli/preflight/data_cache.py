@@ -35,7 +35,13 @@ def cache_key(
             return None
         files += [] if folder is None else [folder / name for name in TOKENIZER_FILES]
         hashes = [_sha256(file) if file.is_file() else "" for file in files]
-        rest = [section.model_dump(mode="json"), reward.rm_type, reward.custom_rm_path is None, limits]
+        rest = [
+            section.model_dump(mode="json"),
+            reward.rm_type,
+            reward.custom_rm_path is None,
+            reward.rm_url is None,
+            limits,
+        ]
         return hashlib.sha256(json.dumps([version("relax-cli"), spec, hashes, rest]).encode()).hexdigest()
     except (OSError, ConfigError):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from relax_cli.config.schema import Config, DataSection
 from relax_cli.data.light_tokenizer import LightTokenizer, load_light
 from relax_cli.data.prompts import Prompt, empty, read_prompts
+from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.data.tokenise import encoded_text, ids_problem, prompt_too_long, stop_token_ids
 from relax_cli.data.values import shown
 from relax_cli.errors import MOST_PLACES, ConfigError, Problem, RepeatedProblems, problem_kind
@@ -60,8 +61,10 @@ class DataReader:
         model_folder: Path | None,
         model: ModelSpec | None,
         progress: Callable[[str, float], None] | None,
+        rewards: Collection[str] = BUILTIN_REWARDS,
     ) -> None:
         """Args:
+        rewards: the names of all rewards, which rows may choose.
         model_folder: where the tokenizer is; None where that is not known.
         model: what `config.json` says; None where it is unreadable.
         """
@@ -72,6 +75,7 @@ class DataReader:
         self._loaded = False
         self._tokenizer: LightTokenizer | None = None
         self._progress = progress
+        self._rewards = rewards
 
     def __call__(self, section: DataSection, spec: str) -> None:
         """Read every row of `spec`, and count its tokens.
@@ -126,10 +130,10 @@ class DataReader:
             stop_token_ids(self._folder, self._tokenizer)
 
     def _check(self, rows: Sequence[Prompt | Problem], seen: _Seen) -> None:
-        check = label_check(self._config.reward)
+        check = label_check(self._config.reward, self._rewards)
         prompts = []
         for row in rows:
-            problem = row if isinstance(row, Problem) else check(row) if check is not None else None
+            problem = row if isinstance(row, Problem) else check(row)
             if problem is not None:
                 seen.problems.add(problem)
             if isinstance(row, Prompt):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.envs.load import check_env, is_file_spec
 from relax_cli.data.formats import FILE_MISSING
+from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.data.rewards.custom import check_custom
 from relax_cli.data.sources import SOURCE
 from relax_cli.errors import ConfigError, Problem
@@ -69,11 +70,16 @@ class RunInputs:
         return rollouts_of(config.batch, self.prompts)
 
 
-def read_inputs(config: Config, progress: Callable[[str, float], None] | None = None) -> RunInputs:
+def read_inputs(
+    config: Config,
+    progress: Callable[[str, float], None] | None = None,
+    rewards: Collection[str] = BUILTIN_REWARDS,
+) -> RunInputs:
     """Read the model's `config.json` and every prompt, and collect what is wrong in them.
 
     Args:
         progress: told now and then which file is being read, and the part of it that is read.
+        rewards: the names of all rewards, which rows may choose.
     """
     model = read_model(config)
     problems = list(model.problems)
@@ -81,7 +87,7 @@ def read_inputs(config: Config, progress: Callable[[str, float], None] | None = 
         problems += check_custom(custom)
     if (env := known(lambda: config.episode.env)) and is_file_spec(env):
         problems += check_env(env)
-    reader = DataReader(config, model.tokenizer, model.spec, progress)
+    reader = DataReader(config, model.tokenizer, model.spec, progress, rewards)
     for option, source in prompt_sources(config):
         try:
             reader(config.data, source)

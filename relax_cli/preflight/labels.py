@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from math import isfinite
 
-from relax_cli.config.schema import RewardSection
+from relax_cli.config.data_section import RewardSection, shares_of
+from relax_cli.config.names import nearest
 from relax_cli.data.prompts import Prompt
+from relax_cli.data.rewards.builtin import BUILTINS, REMOTE
 from relax_cli.data.rewards.math_answers import is_usable, is_word
+from relax_cli.data.rewards.patterns import pattern_fault, schema_fault
+from relax_cli.data.rewards.text import LETTER
 from relax_cli.data.rewards.types import answers_of
+from relax_cli.data.rows import bad_row
 from relax_cli.data.values import Unusable, shown
 from relax_cli.errors import Problem, problem_kind
 
@@ -18,7 +24,8 @@ REASONING_GYM_KEYS = ("source_dataset", "question", "answer")
 LABEL_UNUSABLE = problem_kind(
     "label-unusable",
     "Data",
-    "The chosen reward cannot compare with this label: it is blank (`exact`), or not mathematics (`math`).",
+    "The reward cannot compare with this label: it is blank (`exact`, `f1`), not mathematics (`math`), not a letter"
+    " (`multiple_choice`), a regular expression (`regex`) or a schema (`json_schema`).",
     option="--label-key",
 )
 LABEL_METADATA = problem_kind(
@@ -39,14 +46,60 @@ LABEL_WORDS = problem_kind(
 LabelCheck = Callable[[Prompt], Problem | None]
 
 
-def label_check(reward: RewardSection) -> LabelCheck | None:
-    """The check for the reward that is chosen; None where any label will do."""
-    if reward.custom_rm_path is not None:
-        return None
-    return {"exact": _exact, "math": _math, "reasoning_gym": _reasoning_gym}.get(reward.rm_type or "")
+def label_check(reward: RewardSection, rewards: Collection[str]) -> LabelCheck:
+    """The check of a row for the rewards that judge it.
+
+    Args:
+        rewards: the names of all rewards.
+    """
+
+    def check(prompt: Prompt) -> Problem | None:
+        names = [name for name, _ in reward.shares if reward.custom_rm_path is None]
+        if prompt.reward:
+            names, problem = _of_row(prompt, reward, rewards)
+            if problem is not None:
+                return problem
+        found = (CHECKS[name](prompt) for name in names if name in CHECKS)
+        return next((problem for problem in found if problem is not None), None)
+
+    return check
 
 
-def _exact(prompt: Prompt) -> Problem | None:
+def _of_row(prompt: Prompt, reward: RewardSection, rewards: Collection[str]) -> tuple[list[str], Problem | None]:
+    """The rewards that a row names, or why they cannot judge it."""
+    shares = shares_of(prompt.reward or "")
+    message, _ = share_faults(shares, rewards)
+    names = [name for name, _ in shares]
+    if not message and REMOTE in names and reward.rm_url is None:
+        message = "a row is judged by remote, but --rm-url is not set"
+    if message:
+        return [], bad_row(prompt.source, message, shown(prompt.reward), ", ".join(sorted(rewards)))
+    lacking = [name for name in names if name in BUILTINS and BUILTINS[name].needs_label]
+    if lacking and prompt.label is None:
+        return [], _bad_label(prompt, f"the reward {lacking[0]} of a row compares with a label", "--label-key KEY")
+    return names, None
+
+
+def share_faults(shares: Sequence[tuple[str, str]], rewards: Collection[str]) -> tuple[str, str]:
+    """What is wrong with the words of a sum of rewards, and its fix; two empty texts where nothing is."""
+    names = [name for name, _ in shares]
+    for name, weight in shares:
+        if name not in rewards:
+            guess = nearest(name, rewards)
+            fix = f"--rm-type {guess}" if guess else "install its plugin, or use --custom-rm-path FILE.py:function"
+            return f"there is no reward {name!r}", fix
+        if names.count(name) > 1:
+            return f"the reward {name!r} is given twice", f"give {name} one weight"
+        try:
+            usable = isfinite(float(weight)) and float(weight) != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            return f"the weight of the reward {name!r} is not a number other than 0", f"{name}=0.5"
+    return "", ""
+
+
+def _words(prompt: Prompt) -> Problem | None:
     answers = _answers(prompt)
     if isinstance(answers, Problem) or all(answer.strip() for answer in answers):
         return answers if isinstance(answers, Problem) else None
@@ -104,3 +157,36 @@ def _bad_label(prompt: Prompt, message: str, expected: str) -> Problem:
         expected=expected,
         fix="correct or remove the row, or choose another --rm-type",
     )
+
+
+def _letters(prompt: Prompt) -> Problem | None:
+    answers = _answers(prompt)
+    if isinstance(answers, Problem):
+        return answers
+    if all(LETTER.fullmatch(answer) for answer in answers):
+        return None
+    return _bad_label(prompt, "the label is not the letter of a choice", "a letter, such as B or (B)")
+
+
+def _pattern(prompt: Prompt) -> Problem | None:
+    answers = _answers(prompt)
+    if isinstance(answers, Problem):
+        return answers
+    fault = next(filter(None, map(pattern_fault, answers)), "")
+    return _bad_label(prompt, fault, "a regular expression of Python") if fault else None
+
+
+def _schema(prompt: Prompt) -> Problem | None:
+    fault = "" if prompt.label is None else schema_fault(prompt.label)
+    return _bad_label(prompt, fault, "a JSON schema: an object, or its text") if fault else None
+
+
+CHECKS: dict[str, LabelCheck] = {
+    "exact": _words,
+    "f1": _words,
+    "json_schema": _schema,
+    "math": _math,
+    "multiple_choice": _letters,
+    "reasoning_gym": _reasoning_gym,
+    "regex": _pattern,
+}

@@ -12,8 +12,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from relax_cli.backends.rollout.protocol import Generation
+from relax_cli.config.schema import Config
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
+from relax_cli.data.rewards.overlong import overlong_penalty
 from relax_cli.data.tokenise import prompt_text
 from relax_cli.errors import RunError
 from relax_cli.roles.spread import Spread
@@ -53,6 +55,8 @@ class Judged(Sampled):
     result: RewardResult
     trace: Trace | None = None
     """Of an episode; None where there is one response."""
+    trains: bool = True
+    """False where the sample carries no loss: its reward failed, or it was truncated, and options say so."""
 
     @property
     def last_response(self) -> str:
@@ -62,6 +66,8 @@ class Judged(Sampled):
     @property
     def mask(self) -> list[int]:
         """1 for each token that trains."""
+        if not self.trains:
+            return [0] * len(self.generation.tokens)
         return [1] * len(self.generation.tokens) if self.trace is None else self.trace.mask
 
 
@@ -130,6 +136,7 @@ class Judge:
             metadata=copy.deepcopy(sample.prompt.metadata),
             truncated=sample.generation.finish_reason == "length",
             group=sample.group,
+            reward=sample.prompt.reward,
         )
 
 
@@ -147,7 +154,9 @@ def without_stop(response: str, stop: Sequence[str]) -> str:
 
 def reward_spreads(judged: Iterable[Judged]) -> dict[str, Spread]:
     """`reward`, and `reward/part/NAME` for each part, so that no part replaces another metric."""
-    results = [sample.result for sample in judged]
+    judged = list(judged)
+    # What failed and is left out has no reward.
+    results = [sample.result for sample in judged if sample.trains or not sample.result.failed]
     names = sorted({name for result in results for name in result.parts})
     return {
         "reward": Spread.of(result.reward for result in results),
@@ -167,3 +176,19 @@ def episode_spreads(judged: Iterable[Judged]) -> dict[str, Spread]:
         "episode/turns": Spread.of(len(trace.turns) for trace in traces),
         "episode/observed_tokens": Spread.of(trace.mask.count(0) for trace in traces),
     }
+
+
+def for_training(judged: Judged, config: Config) -> Judged:
+    """The sample with `--overlong-penalty` in its reward, and without loss where options say so."""
+    section, result, trace = config.reward, judged.result, judged.trace
+    if section.overlong_penalty and section.overlong_buffer_len is not None:
+        length, longest = len(judged.generation.tokens), config.rollout.rollout_max_response_len
+        lost = section.overlong_penalty * overlong_penalty(length, longest=longest, buffer=section.overlong_buffer_len)
+        result = replace(result, reward=result.reward - lost, parts=result.parts | {"overlong": -lost})
+        if trace is not None and 1 in trace.mask:
+            rewards = list(trace.rewards)
+            rewards[length - 1 - trace.mask[::-1].index(1)] -= lost
+            trace = replace(trace, rewards=rewards)
+    truncated = config.algorithm.mask_truncated and judged.generation.finish_reason == "length"
+    dropped = section.reward_on_error == "drop" and result.failed
+    return replace(judged, result=result, trace=trace, trains=not truncated and not dropped)

@@ -26,7 +26,7 @@ from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.roles.context import RoleContext
 from relax_cli.roles.episodes import Episodes, Job
 from relax_cli.roles.evaluation import Outcome
-from relax_cli.roles.judging import Judge, Judged, Sampled, episode_spreads, reward_spreads
+from relax_cli.roles.judging import Judge, Judged, Sampled, episode_spreads, for_training, reward_spreads
 from relax_cli.roles.sample_files import SampleWriter
 from relax_cli.roles.spread import Spread
 
@@ -70,6 +70,7 @@ class RolloutRole:
         self.eval_sampling = eval_sampling
         self.eval = config.eval
         self.compared = config.reward.rm_type
+        self.config = config
         self.rank = context.rank
         self.workers = context.ranks
         mixture = prompts.mixture if isinstance(prompts, Prompts) else ()
@@ -137,9 +138,8 @@ class RolloutRole:
 
     def _generate(self, rollout_id: int) -> dict[str, Spread]:
         chosen = self.order.rows(rollout_id, self.batch.rollout_batch_size)
-        self.judged = self._sample(
-            [self.prompts[i] for i in chosen], self.batch.n_samples_per_prompt, stream=rollout_id
-        )
+        sampled = self._sample([self.prompts[i] for i in chosen], self.batch.n_samples_per_prompt, stream=rollout_id)
+        self.judged = [for_training(judged, self.config) for judged in sampled]
         if self.judged:
             self._put(rollout_id)
         self.written = (rollout_id, self._spreads())
@@ -152,9 +152,13 @@ class RolloutRole:
         return self.generate(rollout_id)
 
     def _spreads(self) -> dict[str, Spread]:
+        on_error = self.config.reward.reward_on_error
+        masks = self.config.algorithm.mask_truncated or on_error == "drop"
         return {
             **reward_spreads(self.judged),
             **episode_spreads(self.judged),
+            **({"masked": Spread.of(not j.trains for j in self.judged)} if masks else {}),
+            **({"failed": Spread.of(j.result.failed for j in self.judged)} if on_error != "stop" else {}),
             "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),
             "prompt_len": Spread.of(len(j.prompt_tokens) for j in self.judged),
             "truncated": Spread.of(j.generation.finish_reason == "length" for j in self.judged),

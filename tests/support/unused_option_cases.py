@@ -20,6 +20,7 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tis-option-unused", {"tis_clip": "3"}, {"use_tis": ON}),
     ("tis-option-unused", {"tis_clip_low": "0.5"}, {"tis_clip_low": "0"}),
     ("chat-option-unused", {"system_prompt": "be brief"}, {"apply_chat_template": True}),
+    ("overlong-buffer-unused", {"overlong_buffer_len": "2"}, {"overlong_penalty": "1"}),
     ("overlong-prompts-unused", {"overlong_prompts": "drop"}, {"rollout_max_prompt_len": "64"}),
     ("min-lr-unused", {"min_lr": "1e-7"}, {"lr_decay_style": "linear"}),
     ("token-budget-unused", {"max_tokens_per_gpu": "512"}, {"use_dynamic_batch_size": ON}),

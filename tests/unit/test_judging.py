@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relax_cli.backends.rollout.protocol import Generation
+from relax_cli.config.schema import Config
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardInput, RewardResult
 from relax_cli.data.rewards.checked import CheckedReward
@@ -16,7 +18,7 @@ from relax_cli.data.tokenise import load_tokenizer
 from relax_cli.engine.step import StepRecord
 from relax_cli.errors import RunError
 from relax_cli.quickstart.task import MODEL
-from relax_cli.roles.judging import Judge, Judged, Sampled, reward_spreads
+from relax_cli.roles.judging import Judge, Judged, Sampled, Trace, for_training, reward_spreads
 from relax_cli.roles.spread import Spread
 
 TEMPLATE = (
@@ -152,3 +154,46 @@ def test_a_part_never_replaces_a_metric_of_the_trainer(tokenizer: Any, name: str
     plain = record({})
     assert plain["reward/mean"] == plain["reward/max"] == 1.0
     assert record({name: -5.0}) == {**plain, f"reward/part/{name}": -5.0}
+
+
+def for_options(judged: Judged, **changes: Any) -> Judged:
+    """The sample as it trains under options written `section__key`."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        sections.setdefault(section, {})[key] = value
+    return for_training(judged, Config.model_validate(sections))
+
+
+def test_truncated_and_dropped_samples_do_not_train(tokenizer: Any) -> None:
+    failed = Seen(lambda sample: RewardResult(0.0, failed=sample.response == "7"))
+    samples = [sampled(tokenizer, "46"), sampled(tokenizer, "46", reason="length"), sampled(tokenizer, "7")]
+    judged = judge(tokenizer, failed, samples)
+    drop, mask = {"reward__reward_on_error": "drop"}, {"algorithm__mask_truncated": True}
+    for options, trains in [({}, [1, 1, 1]), (drop, [1, 1, 0]), (mask, [1, 0, 1]), (drop | mask, [1, 0, 0])]:
+        found = [for_options(one, **options) for one in judged]
+        assert [one.trains for one in found] == trains
+        assert [max(one.mask) for one in found] == trains
+        assert reward_spreads(found)["reward"].count == (2 if drop.items() <= options.items() else 3)
+
+
+def test_the_overlong_penalty_is_a_part_of_the_reward(tokenizer: Any) -> None:
+    (judged,) = judge(tokenizer, Seen(lambda _: RewardResult(1.0, {"a": 2.0})), [sampled(tokenizer, "4+6")])
+    options = {"reward__overlong_penalty": 0.5, "reward__overlong_buffer_len": 2}
+    length = len(judged.generation.tokens)
+    late = for_options(judged, **options, rollout__rollout_max_response_len=length + 1)
+    assert late.result == RewardResult(0.75, {"a": 2.0, "overlong": -0.25})
+    early = for_options(judged, **options, rollout__rollout_max_response_len=length + 2)
+    assert early.result == RewardResult(1.0, {"a": 2.0, "overlong": 0.0})
+    assert for_options(judged) == judged
+
+
+def test_an_episode_pays_the_penalty_on_its_last_own_token(tokenizer: Any) -> None:
+    (judged,) = judge(tokenizer, Seen(), [sampled(tokenizer, "4+6")])
+    length = len(judged.generation.tokens)
+    assert length == 3
+    episode = replace(judged, trace=Trace([1, 1, 0], [0.0, 2.0, 0.0]))
+    options = {"reward__overlong_penalty": 0.5, "reward__overlong_buffer_len": 2}
+    late = for_options(episode, **options, rollout__rollout_max_response_len=length)
+    assert late.trace is not None
+    assert late.trace.rewards == [0.0, 1.5, 0.0]

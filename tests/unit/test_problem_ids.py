@@ -24,8 +24,7 @@ from relax_cli.backends.megatron import cpu_support
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.prompts import load_prompts
-from relax_cli.data.rewards import RewardInput, load_reward
-from relax_cli.data.rewards import math as math_reward
+from relax_cli.data.rewards import RewardInput, load_reward, pool
 from relax_cli.data.rewards.custom import load_custom
 from relax_cli.engine.transfer import LocalQueue
 from relax_cli.errors import Problem, RelaxError
@@ -144,15 +143,15 @@ def test_math_label() -> None:
         reward.close()
 
 
-def silent(pipe: Any, deadline: float) -> None:
+def silent(pipe: Any, function: str, deadline: float) -> None:
     """A worker that ends before it is ready."""
 
 
-def test_math_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_reward, "_serve", silent)
-    reward = math_reward.MathReward(workers=1)
+def test_reward_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_serve", silent)
+    reward = pool.PooledReward("math", "relax_cli.data.rewards.math:judge", workers=1)
     try:
-        assert problem_of(reward, [sample("2")]).id == "math-worker"
+        assert problem_of(reward, [sample("2")]).id == "reward-worker"
     finally:
         reward.close()
 

@@ -21,8 +21,8 @@ from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.prompts import load_prompts
 from relax_cli.data.rewards import RewardInput, RewardResult, load_reward
 from relax_cli.data.rewards.custom import check_custom, find_custom
-from relax_cli.data.rewards.math import MathReward
 from relax_cli.data.rewards.math_answers import compare, is_usable
+from relax_cli.data.rewards.pool import PooledReward
 from relax_cli.data.rewards.reasoning_gym import extract_answer
 from relax_cli.errors import ConfigError, Problem, RelaxError, RunError
 from relax_cli.plugin import apart
@@ -88,7 +88,7 @@ def test_the_nearest_reward_name_is_offered() -> None:
 
 
 def test_a_plugins_reward_is_found_by_name() -> None:
-    reward = load_reward(RewardSection(rm_type="theirs"), {"theirs": "relax_cli.data.rewards.exact:exact"})
+    reward = load_reward(RewardSection(rm_type="theirs"), {"theirs": "relax_cli.data.rewards.text:exact"})
     assert rewards(reward([sample("12")])) == [1.0]
     reward.close()
 
@@ -492,9 +492,13 @@ def test_a_reward_file_is_tried_in_a_process_of_its_own(
     assert message is None or message in found[0].message
 
 
+def maths_of(deadline: float = 5.0) -> PooledReward:
+    return PooledReward("math", "relax_cli.data.rewards.math:judge", ["correct"], deadline=deadline, workers=1)
+
+
 @pytest.fixture(scope="module")
-def maths() -> Iterator[MathReward]:
-    reward = MathReward(deadline=1.0, workers=1)
+def maths() -> Iterator[PooledReward]:
+    reward = maths_of(deadline=1.0)
     yield reward
     reward.close()
 
@@ -509,7 +513,7 @@ def maths() -> Iterator[MathReward]:
         ("", "12", 0.0),
     ],
 )
-def test_math_compares_values(maths: MathReward, response: str, label: str, expected: float) -> None:
+def test_math_compares_values(maths: PooledReward, response: str, label: str, expected: float) -> None:
     assert rewards(maths([sample(response, label)])) == [expected]
 
 
@@ -554,7 +558,7 @@ def test_signs_alone_are_not_a_math_label(label: str) -> None:
     assert not is_usable(label)
 
 
-def test_math_scores_zero_at_the_deadline_and_goes_on(maths: MathReward) -> None:
+def test_math_scores_zero_at_the_deadline_and_goes_on(maths: PooledReward) -> None:
     stuck, fine = maths([sample("$(10^{10})!$"), sample("12")])
     assert stuck == RewardResult(0.0, {"correct": 0.0, "unjudged": 1.0})
     assert fine == RewardResult(1.0, {"correct": 1.0, "unjudged": 0.0})
@@ -562,7 +566,7 @@ def test_math_scores_zero_at_the_deadline_and_goes_on(maths: MathReward) -> None
 
 def test_math_survives_a_killed_worker() -> None:
     before = children()
-    reward = MathReward(workers=1)
+    reward = maths_of()
     reward([sample("12")])
     (victim,) = children() - before
     os.kill(victim, signal.SIGKILL)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from relax_cli.config.schema import RewardSection
-from relax_cli.data.rewards.builtin import BUILTIN_REWARDS, REMOTE, url_fault
-from relax_cli.data.rewards.types import BatchReward, RewardFunction, RewardInput, RewardResult, Score
+from relax_cli.data.rewards.builtin import BUILTIN_REWARDS, BUILTINS, REMOTE, url_fault
+from relax_cli.data.rewards.types import REWARD, BatchReward, RewardFunction, RewardInput, RewardResult, Score
 from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
@@ -39,28 +39,44 @@ def load_reward(section: RewardSection, named: Mapping[str, str]) -> RewardFunct
     """
     # Here, because the rules of a configuration import this package, and have no use for asyncio.
     from relax_cli.data.rewards.checked import CheckedReward
+    from relax_cli.data.rewards.chosen import ChosenReward
 
     if section.rm_type is not None and section.custom_rm_path is not None:
         got = f"{section.rm_type} and {section.custom_rm_path}"
         raise _error("--rm-type and --custom-rm-path exclude each other", got=got, fix="leave one of them out")
-    if section.custom_rm_path is not None:
-        from relax_cli.data.rewards.custom import load_custom
-
-        custom = load_custom(section.custom_rm_path)
-        return CheckedReward(section.custom_rm_path, custom, section.reward_key, section.rm_timeout)
-    if section.rm_type is None:
+    if section.custom_rm_path is None and section.rm_type is None:
         fix = "--rm-type exact, or --custom-rm-path FILE.py:function"
         raise _error("no reward is given", got="neither", fix=fix)
-    reference = _find(section.rm_type, named)
-    if section.rm_type == REMOTE:
+
+    def load(name: str) -> CheckedReward:
+        function, shown = _function(name, section, named)
+        return CheckedReward(shown, function, section.reward_key, section.rm_timeout)
+
+    # The path of a file may have commas.
+    default = section.shares if section.custom_rm_path is None else ((section.custom_rm_path, "1"),)
+    return ChosenReward(default, load, section.reward_on_error)
+
+
+def _function(name: str, section: RewardSection, named: Mapping[str, str]) -> tuple[BatchReward, str]:
+    """What judges batches, and what it is called in messages."""
+    if name == section.custom_rm_path:
+        from relax_cli.data.rewards.custom import load_custom
+
+        return load_custom(name), name
+    reference = _find(name, named)
+    if name == REMOTE:
         from relax_cli.data.rewards.remote import RemoteReward
 
         if section.rm_url is None or url_fault(section.rm_url):
             raise _error("--rm-type remote needs a URL", got="none that is usable", fix="--rm-url URL")
         remote = RemoteReward(section.rm_url)
-        return CheckedReward(f"{REMOTE} ({remote.shown_url})", remote, section.reward_key, section.rm_timeout)
-    reward = _load(section.rm_type, reference)
-    return CheckedReward(section.rm_type, reward, section.reward_key, section.rm_timeout)
+        return remote, f"{REMOTE} ({remote.shown_url})"
+    if name in BUILTINS and BUILTINS[name].apart:
+        from relax_cli.data.rewards.pool import UNJUDGED, PooledReward
+
+        parts = [part for part in BUILTINS[name].parts or () if part not in (REWARD, UNJUDGED)]
+        return PooledReward(name, reference, parts), name
+    return _load(name, reference), name
 
 
 def _find(name: str, named: Mapping[str, str]) -> str:

@@ -1,27 +1,43 @@
-"""The rewards that come with relax, by name; imports none of them."""
+"""The rewards that come with relax: declared here, and loaded as those of plugins are. Imports none of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 REMOTE = "remote"
 """The `--rm-type` that asks `--rm-url`."""
-BUILTIN_REWARDS: Mapping[str, str] = {
-    "exact": "relax_cli.data.rewards.exact:exact",
-    "math": "relax_cli.data.rewards.math:MathReward",
-    "reasoning_gym": "relax_cli.data.rewards.reasoning_gym:ReasoningGymReward",
-    REMOTE: "relax_cli.data.rewards.remote:RemoteReward",
+HERE = "relax_cli.data.rewards"
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A reward of relax."""
+
+    function: str
+    """`"module:function"`, or a class whose instances are called (and closed, where they have a pool)."""
+    parts: tuple[str, ...] | None = ()
+    """What `--reward-key` may pick; None: known once it has judged."""
+    needs_label: bool = True
+    apart: bool = False
+    """Whether the function judges one sample, in worker processes with a deadline each."""
+
+
+BUILTINS: Mapping[str, Builtin] = {
+    "exact": Builtin(f"{HERE}.text:exact"),
+    "f1": Builtin(f"{HERE}.text:f1", ("reward", "exact")),
+    "format": Builtin(f"{HERE}.text:tagged", needs_label=False),
+    "json_schema": Builtin(f"{HERE}.patterns:json_schema", ("reward", "json", "unjudged"), apart=True),
+    "math": Builtin(f"{HERE}.math:judge", ("reward", "correct", "unjudged"), apart=True),
+    "multiple_choice": Builtin(f"{HERE}.text:multiple_choice", ("reward", "answered")),
+    "reasoning_gym": Builtin(
+        f"{HERE}.reasoning_gym:ReasoningGymReward", ("reward", "score", "correct"), needs_label=False
+    ),
+    "regex": Builtin(f"{HERE}.patterns:regex", ("reward", "unjudged"), apart=True),
+    REMOTE: Builtin(f"{HERE}.remote:RemoteReward", None, needs_label=False),
 }
-"""`"module:function"`, or a class whose instances are called (and closed, where they have a pool)."""
-BUILTIN_PARTS: Mapping[str, tuple[str, ...]] = {
-    "exact": (),
-    "math": ("reward", "correct", "unjudged"),
-    "reasoning_gym": ("reward", "score", "correct"),
-}
-"""What `--reward-key` may pick; those of a server, a file or a plugin are known once it has judged."""
-LABEL_REWARDS = frozenset({"exact", "math"})
-"""Rewards that compare the response with a label."""
+BUILTIN_REWARDS: Mapping[str, str] = {name: reward.function for name, reward in BUILTINS.items()}
 
 
 def url_fault(url: str) -> str:

@@ -36,6 +36,8 @@ class RewardInput:
     """True where the response hit the length limit."""
     group: int
     """Prompt group; samples of one prompt share it."""
+    reward: str | None = None
+    """The reward that the row names, None where `--rm-type` judges."""
 
     def describe(self) -> str:
         """The sample in one line, for error messages."""
@@ -91,6 +93,8 @@ class RewardResult:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
+    failed: bool = False
+    """Whether the reward failed on this sample, which `--reward-on-error` allows."""
 
 
 Score = float | Mapping[str, float] | RewardResult

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from relax_cli.config.names import nearest
 from relax_cli.config.redact import scrubbed
-from relax_cli.config.schema import DataSection, EpisodeSection, RewardSection
+from relax_cli.config.schema import AlgorithmSection, DataSection, EpisodeSection, RewardSection, RolloutSection
 from relax_cli.data.reasoning_gym import REASONING_GYM
 from relax_cli.data.rewards import REWARD_UNKNOWN
-from relax_cli.data.rewards.builtin import BUILTIN_PARTS, LABEL_REWARDS, REMOTE, url_fault
+from relax_cli.data.rewards.builtin import BUILTINS, REMOTE, url_fault
 from relax_cli.data.rewards.types import NEEDS_LABEL
+from relax_cli.preflight.labels import share_faults
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Reward"
@@ -41,27 +42,36 @@ def reward_twice(reward: RewardSection) -> Found:
 @rule(REWARD_UNKNOWN)
 def reward_unknown(reward: RewardSection, rewards: frozenset[str]) -> Found:
     """There is no reward of that name, or it does not load."""
-    name = reward.rm_type
-    if name is not None and reward.custom_rm_path is None and name not in rewards:
-        guess = nearest(name, rewards)
-        yield Finding(
-            f"there is no reward {name!r}",
-            got=name,
-            expected=", ".join(sorted(rewards)),
-            fix=f"--rm-type {guess}" if guess else f"install its plugin, or use --custom-rm-path {PYTHON_SPEC}",
-        )
+    unknown = [share for share in reward.shares if share[0] not in rewards]
+    if unknown and reward.custom_rm_path is None:
+        message, fix = share_faults(unknown, rewards)
+        yield Finding(message, fix, got=unknown[0][0], expected=", ".join(sorted(rewards)))
+
+
+@rule("reward-weights", THEME, option="--rm-type")
+def reward_weights(reward: RewardSection, rewards: frozenset[str]) -> Found:
+    """A sum of rewards is `NAME=WEIGHT,NAME=WEIGHT`, with each name once and weights that are not 0."""
+    message, fix = share_faults(reward.shares, rewards | dict(reward.shares).keys())
+    if message:
+        yield Finding(message, f"--rm-type {fix}" if "=" in fix else fix, got=reward.rm_type or "")
 
 
 @rule("reward-key-unknown", THEME, option="--reward-key")
 def reward_key_unknown(reward: RewardSection) -> Found:
-    """`--reward-key` picks a part of a reward that returns several. The built-in reward has no such part."""
-    key, parts = reward.reward_key, BUILTIN_PARTS.get(reward.rm_type or "")
-    if key is not None and reward.custom_rm_path is None and parts is not None and key not in parts:
-        guess = nearest(key, parts)
+    """`--reward-key` picks a part of a reward that returns several. The chosen reward has no such part."""
+    key = reward.reward_key
+    if key is None or reward.custom_rm_path is not None:
+        return
+    if len(reward.shares) > 1:
+        yield Finding("--reward-key picks a part of one reward, not of a sum", "drop --reward-key", got=key)
+    builtin = BUILTINS.get(reward.rm_type or "")
+    if builtin is not None and builtin.parts is not None and key not in builtin.parts:
+        guess = nearest(key, builtin.parts)
+        has = f"has no part {key!r}" if builtin.parts else "returns one number, not parts"
         yield Finding(
-            f"the reward {reward.rm_type} {'has no part ' + repr(key) if parts else 'returns one number, not parts'}",
+            f"the reward {reward.rm_type} {has}",
             got=key,
-            expected=", ".join(parts),
+            expected=", ".join(builtin.parts),
             fix=f"--reward-key {guess}" if guess else "drop --reward-key",
         )
 
@@ -69,14 +79,14 @@ def reward_key_unknown(reward: RewardSection) -> Found:
 @rule("reward-url-missing", THEME, option="--rm-url")
 def reward_url_missing(reward: RewardSection) -> Found:
     """`--rm-type remote` needs the server's URL: `--rm-url`."""
-    if reward.rm_type == REMOTE and reward.rm_url is None:
+    if REMOTE in dict(reward.shares) and reward.rm_url is None:
         yield Finding("--rm-type remote needs a URL", expected="a URL", fix=f"--rm-url {EXAMPLE_URL}")
 
 
 @rule("reward-url-unused", THEME, option="--rm-url")
 def reward_url_unused(reward: RewardSection) -> Found:
     """`--rm-url` is given, but `--rm-type` is not `remote`."""
-    if reward.rm_url is not None and reward.rm_type != REMOTE:
+    if reward.rm_url is not None and REMOTE not in dict(reward.shares):
         yield Finding(
             f"--rm-url is given, but the reward is {reward.rm_type or 'another one'}, which needs no URL",
             got=scrubbed(reward.rm_url),
@@ -88,7 +98,7 @@ def reward_url_unused(reward: RewardSection) -> Found:
 @rule("reward-url-invalid", THEME, option="--rm-url")
 def reward_url_invalid(reward: RewardSection) -> Found:
     """`--rm-url` is not an `http` or `https` URL with a host."""
-    if reward.rm_type == REMOTE and reward.rm_url is not None and (fault := url_fault(reward.rm_url)):
+    if REMOTE in dict(reward.shares) and reward.rm_url is not None and (fault := url_fault(reward.rm_url)):
         yield Finding(
             f"--rm-url {fault}",
             got=scrubbed(reward.rm_url),
@@ -100,11 +110,40 @@ def reward_url_invalid(reward: RewardSection) -> Found:
 @rule(NEEDS_LABEL, needs="files")
 def reward_needs_label(reward: RewardSection, data: DataSection) -> Found:
     """The reward compares with a label, so `--label-key` has to name one."""
-    compares = reward.custom_rm_path is None and reward.rm_type in LABEL_REWARDS and data.label_key is None
+    names = [name for name, _ in reward.shares if name in BUILTINS and BUILTINS[name].needs_label]
     # reasoning-gym brings labels of its own.
-    if compares and not all(item.startswith(REASONING_GYM) for item in data.prompt_data):
+    if (
+        names
+        and reward.custom_rm_path is None
+        and data.label_key is None
+        and not all(item.startswith(REASONING_GYM) for item in data.prompt_data)
+    ):
         yield Finding(
-            f"the reward {reward.rm_type} compares with a label, but --label-key is not set",
+            f"the reward {names[0]} compares with a label, but --label-key is not set",
             expected="a key of the rows of --prompt-data",
             fix="add --label-key label",
         )
+
+
+@rule("overlong-penalty-buffer", THEME, option="--overlong-penalty")
+def overlong_penalty_buffer(reward: RewardSection, rollout: RolloutSection) -> Found:
+    """`--overlong-penalty` needs `--overlong-buffer-len`, at most `--rollout-max-response-len`."""
+    buffer, longest = reward.overlong_buffer_len, rollout.rollout_max_response_len
+    if reward.overlong_penalty and buffer is None:
+        yield Finding(
+            "--overlong-penalty needs the length of its buffer", f"--overlong-buffer-len {max(1, longest // 5)}"
+        )
+    elif reward.overlong_penalty and buffer is not None and buffer > longest:
+        yield Finding(
+            "the buffer of --overlong-penalty is longer than a response",
+            got=f"--overlong-buffer-len {buffer}",
+            expected=f"at most {longest}",
+            fix=f"--overlong-buffer-len {max(1, longest // 5)}",
+        )
+
+
+@rule("mask-truncated-bootstrap", THEME, option="--mask-truncated")
+def mask_truncated_bootstrap(algorithm: AlgorithmSection) -> Found:
+    """`--mask-truncated` leaves truncated responses out, `--bootstrap-truncated` trains on them."""
+    if algorithm.mask_truncated and algorithm.bootstrap_truncated:
+        yield Finding("truncated responses are both left out and bootstrapped", "drop one of the two options")

@@ -1,0 +1,103 @@
+"""Rewards that read text only: `exact`, `f1`, `multiple_choice` and `format`.
+
+A label that is a list accepts each of its items.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+from relax_cli.data.rewards.types import RewardInput, Score
+
+_NOT_WORDS = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_LETTER = r"[*_`$( \[]*\b([A-Z])\b"
+_CHOICES = (
+    re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Z])\)?\s*\}", re.IGNORECASE),
+    re.compile(rf"\banswer(?:\s+is)?\s*[:=]?{_LETTER}", re.IGNORECASE),
+    re.compile(rf"\A{_LETTER}[*_`$)\]]*(?:[.:)]|\Z)"),
+    re.compile(rf"^{_LETTER}[*_`$)\].]*\Z", re.MULTILINE),
+)
+"""Where a choice stands, the surest place first; of each the last match counts."""
+LETTER = re.compile(r"\s*\(?([A-Za-z])[).]?\s*")
+"""A label of `multiple_choice`."""
+
+
+def exact(samples: Sequence[RewardInput]) -> list[float]:
+    """1.0 where the response equals an answer of the label, white space at both ends aside, else 0.0.
+
+    Raises:
+        RunError: a sample has no label.
+    """
+    return [float(s.response.strip() in {answer.strip() for answer in s.answers("exact")}) for s in samples]
+
+
+def f1(samples: Sequence[RewardInput]) -> list[Score]:
+    """F1 of the words of response and answer, the best over all answers (Rajpurkar et al. 2016, SQuAD).
+
+    With c words in common, of r in the response and a in the answer: F1 = 2c / (r + a). Words are compared in lower
+    case, without punctuation and the articles a, an, the. The part `exact` is 1 where all words are equal.
+
+    Raises:
+        RunError: a sample has no label.
+    """
+    return [_best_f1(sample) for sample in samples]
+
+
+def _best_f1(sample: RewardInput) -> Score:
+    given = _words(sample.response)
+    answers = [_words(answer) for answer in sample.answers("f1")]
+    return {
+        "reward": max(_f1(given, answer) for answer in answers),
+        "exact": float(any(given == answer for answer in answers)),
+    }
+
+
+def _f1(given: list[str], answer: list[str]) -> float:
+    common = sum((Counter(given) & Counter(answer)).values())
+    return 2 * common / (len(given) + len(answer)) if given and answer else float(given == answer)
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_NOT_WORDS)).split()
+
+
+def multiple_choice(samples: Sequence[RewardInput]) -> list[Score]:
+    """1.0 where the letter that the response chooses is the label's, else 0.0.
+
+    The part `answered` is 1 where a letter is found.
+
+    Raises:
+        RunError: a sample has no label.
+    """
+    return [_choice(sample) for sample in samples]
+
+
+def _choice(sample: RewardInput) -> Score:
+    right = {answer.strip(" ().").upper() for answer in sample.answers("multiple_choice")}
+    chosen = chosen_letter(sample.response)
+    return {"reward": float(chosen in right), "answered": float(chosen is not None)}
+
+
+def chosen_letter(response: str) -> str | None:
+    """The letter that a response chooses: in the last box, after `answer`, at its start, or as its last line."""
+    text = response.strip()
+    if (whole := LETTER.fullmatch(text)) is not None:
+        return whole[1].upper()
+    found = next((letters for pattern in _CHOICES if (letters := pattern.findall(text))), None)
+    return None if found is None else str(found[-1]).upper()
+
+
+def tagged(samples: Sequence[RewardInput]) -> list[float]:
+    """`format`: 1.0 for `<think>…</think><answer>…</answer>` and nothing else (DeepSeek-R1), else 0.0."""
+    return [float(_is_tagged(sample.response.strip())) for sample in samples]
+
+
+def _is_tagged(text: str) -> bool:
+    tags = re.findall(r"</?(?:think|answer)>", text)
+    parts = re.split(r"</?(?:think|answer)>", text)
+    inside = tags == ["<think>", "</think>", "<answer>", "</answer>"]
+    return inside and not any(parts[i].strip() for i in (0, 2, 4)) and all(parts[i].strip() for i in (1, 3))
