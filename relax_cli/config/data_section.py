@@ -25,7 +25,7 @@ class DataSection(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="JSON object of variables for the chat template"
     )
-    system_prompt: str | None = Field(None, description="system message of chats that begin with none")
+    system_prompt: str | None = Field(None, description="system message for chats without one")
     shuffle: bool = Field(True, description="reshuffle the prompts every epoch, seeded by --rollout-seed")
 
     @field_validator("prompt_data", mode="before")
@@ -35,20 +35,15 @@ class DataSection(Section):
 
 
 class RewardSection(Section):
-    """How responses are judged."""
+    """Rewards of responses."""
 
     rm_type: str | None = Field(
         None, description="named reward, or a sum of several: math, f1, remote, a plugin's, or math=1,format=0.1"
     )
-    reward_key: str | None = Field(None, description="when the reward returns several parts, the one that trains")
+    reward_key: str | None = Field(None, description="the part that trains, where the reward returns several")
     custom_rm_path: str | None = Field(None, description="FILE.py:function used as the reward")
-    rm_timeout: float = Field(
-        3600.0,
-        gt=0,
-        le=1e6,
-        description="deadline of the reward for one batch, in seconds",
-    )
-    rm_url: str | None = Field(None, description="URL that judges samples over HTTP, for --rm-type remote")
+    rm_timeout: float = Field(3600.0, gt=0, le=1e6, description="deadline of the reward of one batch in seconds")
+    rm_url: str | None = Field(None, description="URL of the reward server, for --rm-type remote")
     reward_on_error: Literal["stop", "zero", "drop"] = Field(
         "stop", description="where the reward fails: end the run, or score the sample 0, or train without the sample"
     )

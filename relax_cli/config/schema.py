@@ -131,34 +131,6 @@ class OptimizerSection(Section):
     )
 
 
-<<<<<<< HEAD
-class DataSection(Section):
-    """Prompts."""
-
-    prompt_data: tuple[str, ...] = Field(
-        (),
-        description="file, glob or folder with prompts, or reasoning-gym:TASK?size=N&...; rows by @[START:STOP], a "
-        "weight by *WEIGHT (repeatable)",
-    )
-    input_key: str = Field("input", description="key of the prompt (text, or a list of chat messages)")
-    label_key: str | None = Field(None, description="key of the label the reward compares with")
-    metadata_key: str = Field("metadata", description="key of a free-form object handed to the reward")
-    tools_key: str = Field("tools", description="key of the functions that a chat may call, for the chat template")
-    apply_chat_template: bool = Field(False, description="render prompts with the tokenizer's chat template")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="JSON object of variables for the chat template"
-    )
-    system_prompt: str | None = Field(None, description="system message for chats without one")
-    shuffle: bool = Field(True, description="reshuffle the prompts every epoch, seeded by --rollout-seed")
-
-    @field_validator("prompt_data", mode="before")
-    @classmethod
-    def _one_item(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) and value else value or ()
-
-
-=======
->>>>>>> 51cd014 (Rewards: f1, multiple choice, regex, JSON schema, format; sums with weights, a reward by row, samples on which a reward fails; DAPO's overlong penalty and the masking of truncated responses)
 class BatchSection(Section):
     """Batch sizes and length of the run."""
 
@@ -242,19 +214,6 @@ class SglangSection(Section):
     )
 
 
-<<<<<<< HEAD
-class RewardSection(Section):
-    """Rewards of responses."""
-
-    rm_type: str | None = Field(None, description="named reward: exact, math, reasoning_gym, remote or a plugin's")
-    reward_key: str | None = Field(None, description="the part that trains, where the reward returns several")
-    custom_rm_path: str | None = Field(None, description="FILE.py:function used as the reward")
-    rm_timeout: float = Field(3600.0, gt=0, le=1e6, description="deadline of the reward of one batch in seconds")
-    rm_url: str | None = Field(None, description="URL of the reward server, for --rm-type remote")
-
-
-=======
->>>>>>> 51cd014 (Rewards: f1, multiple choice, regex, JSON schema, format; sums with weights, a reward by row, samples on which a reward fails; DAPO's overlong penalty and the masking of truncated responses)
 class EpisodeSection(Section):
     """Multi-turn episodes."""
 
