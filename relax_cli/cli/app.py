@@ -41,6 +41,7 @@ COMMANDS = {
     "validate-config": "Check a configuration without Ray or a GPU, and show what its run will do.",
     "eval": "Evaluate a model or a checkpoint on held-out sets, without a trainer.",
     "doctor": "Check this machine: versions, imports, devices, memory, disk, plugins.",
+    "report": "Show the curves, evaluations and warnings of runs and what they differ in; also as one HTML page.",
     "rollouts": "Read the samples of a run: texts, rewards, and every number of every token.",
     "replay": "Recompute a stored step with the installed reward and plugin, and show the first difference.",
     "plugins": "Estimator and reward plugins.",

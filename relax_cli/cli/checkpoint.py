@@ -14,10 +14,10 @@ from relax_cli.checkpoint import resume_problems as problems_of
 from relax_cli.checkpoint.fingerprint import model_differences, model_shape, tokenizer_fingerprint
 from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume, was_saved_beside_a_critic
 from relax_cli.cli import checkpoint_commands
+from relax_cli.cli.checked_text import decision_dict
 from relax_cli.cli.checkpoint_commands import model_folder, path_argument, path_option
 from relax_cli.cli.console import Format, FormatOption, output_of, table
 from relax_cli.cli.help import CommandGroup
-from relax_cli.cli.report import decision_dict
 from relax_cli.errors import ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import indivisible_sizes

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from relax_cli.checkpoint import layout
+from relax_cli.cli.checked_text import reading_progress
 from relax_cli.cli.console import LAYERS_PANEL, Output
 from relax_cli.cli.options import config_command
-from relax_cli.cli.report import reading_progress
 from relax_cli.config.layers import Layers
 from relax_cli.errors import ExitCode
 from relax_cli.plugin.manager import Plugins

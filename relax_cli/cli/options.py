@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperOption
 
+from relax_cli.cli.checked_text import show
 from relax_cli.cli.console import LAYERS_PANEL, Format, FormatOption, Output, output_of
-from relax_cli.cli.report import show
 from relax_cli.cli.words import word_problems
 from relax_cli.config.layers import Layers
 from relax_cli.config.model import base_type, choices, flag, options_by_name, section_model

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from relax_cli.cli.app import build_app
-from relax_cli.cli.report import as_dict, as_text
+from relax_cli.cli.checked_text import as_dict, as_text
 from relax_cli.config.documents import MOST_BYTES
 from relax_cli.config.layers import Layers
 from relax_cli.config.model import options_by_name

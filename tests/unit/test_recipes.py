@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_cli.cli.report import as_text
+from relax_cli.cli.checked_text import as_text
 from relax_cli.config.layers import Layers
 from relax_cli.config.recipes import bundled_recipes, describe
 from relax_cli.errors import is_about_machine
