@@ -42,7 +42,7 @@ def _is_module(function: ast.expr, *names: str) -> bool:
 
 
 def _opens_no_text(node: ast.Call) -> bool:
-    return _is_module(node.func, "os", "archive") or (
+    return _is_module(node.func, "os", "archive", "webbrowser") or (
         isinstance(node.func, ast.Attribute) and "opener" in ast.unparse(node.func)
     )
 
