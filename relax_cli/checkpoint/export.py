@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from relax_cli.checkpoint import layout, safe_load
 from relax_cli.checkpoint.adapters import adapters_in
 from relax_cli.checkpoint.align import examine
+from relax_cli.checkpoint.fingerprint import folder_differences
 from relax_cli.checkpoint.layout import CheckpointMeta
 from relax_cli.checkpoint.store import storage_failed
 from relax_cli.errors import ConfigError, ResumeError, problem_kind
@@ -92,7 +93,7 @@ def export_hf(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtyp
         RunError: the disk refused.
     """
     refuse_in_use(out)
-    lora = adapters_in(refuse_unfit(checkpoint))
+    lora = adapters_in(refuse_unfit(checkpoint, model_folder))
     spec = read_spec(model_folder)
     with safe_load.taken_over_from(checkpoint):
         full = dict(_parameters(_read_model(checkpoint), spec))
@@ -111,7 +112,7 @@ def export_peft(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dt
         ConfigError: also where the checkpoint has no adapters.
     """
     refuse_in_use(out)
-    lora = adapters_in(refuse_unfit(checkpoint))
+    lora = adapters_in(refuse_unfit(checkpoint, model_folder))
     if lora is None:
         raise ConfigError(
             NO_ADAPTERS(
@@ -141,8 +142,8 @@ def refuse_in_use(out: Path) -> None:
         )
 
 
-def refuse_unfit(checkpoint: Path) -> CheckpointMeta:
-    """`relax.json`; raises ResumeError where a checkpoint is not a complete one of an actor, hash for hash."""
+def refuse_unfit(checkpoint: Path, model_folder: Path) -> CheckpointMeta:
+    """`relax.json` of a complete checkpoint, hash for hash, of an actor on this model; else raises ResumeError."""
     meta = layout.read_meta(checkpoint)
     if meta.role != "actor":
         raise ResumeError(
@@ -168,6 +169,8 @@ def refuse_unfit(checkpoint: Path) -> CheckpointMeta:
                 expected="every file as it was written",
             )
         )
+    if other := folder_differences(model_folder, meta, checkpoint, str(model_folder)):
+        raise ResumeError(other)
     return meta
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax_cli.checkpoint.adapters import other_adapters, other_base
+from relax_cli.checkpoint.adapters import adapters_in, other_adapters, other_base
 from relax_cli.checkpoint.layout import CheckpointMeta, sha256_of
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
@@ -240,6 +240,13 @@ def differences(run: RunIdentity, meta: CheckpointMeta, where: Path) -> list[Pro
         other_base(run.base, meta, where, run.hf_checkpoint),
     ]
     return [problem for problem in found if problem is not None]
+
+
+def folder_differences(folder: Path, meta: CheckpointMeta, where: Path, given: str) -> list[Problem]:
+    """Why the model in `folder`, named as `given`, is not that of the checkpoint `meta`."""
+    found = model_differences(model_shape(folder), tokenizer_fingerprint(folder), meta, where, given)
+    base = None if adapters_in(meta) is None else other_base(weights_fingerprint(folder), meta, where, given)
+    return found if base is None else [*found, base]
 
 
 def model_differences(

@@ -11,7 +11,7 @@ import typer
 
 from relax_cli.checkpoint import align, layout
 from relax_cli.checkpoint import resume_problems as problems_of
-from relax_cli.checkpoint.fingerprint import model_differences, model_shape, tokenizer_fingerprint
+from relax_cli.checkpoint.fingerprint import folder_differences, model_shape
 from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume, was_saved_beside_a_critic
 from relax_cli.cli import checkpoint_commands
 from relax_cli.cli.checked_text import decision_dict
@@ -199,10 +199,10 @@ def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: 
     if hf_checkpoint is not None:
         folder = model_folder(hf_checkpoint, "give an existing folder")
         read_any_spec(folder)
-        shape, tokenizer = model_shape(folder), tokenizer_fingerprint(folder)
+        shape = model_shape(folder)
         for side in report.sides:
             if side.meta is not None and side.checkpoint is not None:
-                for found in model_differences(shape, tokenizer, side.meta, side.checkpoint, hf_checkpoint):
+                for found in folder_differences(folder, side.meta, side.checkpoint, hf_checkpoint):
                     problems.setdefault(found.id, found)
     known = shape or (meta.extra.get("model_shape") if meta is not None else None)
     resized = saved is not None and size != saved.get("tensor_parallel")

@@ -13,13 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from relax_cli.checkpoint import align, layout, prune
-from relax_cli.checkpoint.adapters import adapters_in, other_base
 from relax_cli.checkpoint.fingerprint import (
     folder_of_model,
-    model_differences,
-    model_shape,
-    tokenizer_fingerprint,
-    weights_fingerprint,
 )
 from relax_cli.checkpoint.resume_problems import is_one_checkpoint
 from relax_cli.cli.console import Format, FormatOption, output_of
@@ -190,12 +185,6 @@ def export_command(
     model = model_folder(hf_checkpoint, "give the folder or package that the run was started with")
     checkpoint = chosen_checkpoint(folder, iteration)
     meta = layout.read_meta(checkpoint)
-    other = model_differences(model_shape(model), tokenizer_fingerprint(model), meta, checkpoint, hf_checkpoint)
-    if adapters_in(meta) is not None:
-        base = other_base(weights_fingerprint(model), meta, checkpoint, hf_checkpoint)
-        other += [] if base is None else [base]
-    if other:
-        raise ResumeError(other)
 
     # Only here: the other commands of this module answer without importing torch.
     import torch
