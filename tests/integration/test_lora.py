@@ -138,6 +138,13 @@ def test_two_tensor_parallel_ranks_train_adapters_like_one(kind: Any, layout: di
             np.testing.assert_allclose(two[0]["state"][name], weight, atol=1e-5)
 
 
+def test_two_data_parallel_ranks_share_out_the_adapters(qwen2: Path) -> None:
+    one = train(0, 1, 0, Run("policy", qwen2, lora=LORA))
+    for rank in on_ranks(2, train, Run("policy", qwen2, lora=LORA, optimizer={"use_distributed_optimizer": True})):
+        np.testing.assert_allclose(rank["losses"], one["losses"], rtol=1e-5)
+        np.testing.assert_allclose(rank["grid"], one["grid"], atol=1e-5)
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("kind", ["policy", "value"])
 def test_four_steps_are_two_and_two_resumed(kind: Any, bf16: bool, qwen3: Path, tmp_path: Path) -> None:
