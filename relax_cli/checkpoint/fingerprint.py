@@ -63,8 +63,8 @@ OTHER_DATA = problem_kind(
 DATA_ORDER = problem_kind(
     "resume-data-order",
     FOLDERS,
-    "A warning: `--rollout-batch-size` or `--rollout-seed` is not that of the checkpoint, so prompts of the current "
-    "epoch will be repeated or left out.",
+    "A warning: `--rollout-batch-size`, `--rollout-seed` or `--dynamic-sampling` is not that of the checkpoint, so "
+    "prompts of the current epoch will be repeated or left out.",
     severity="warning",
 )
 
@@ -95,6 +95,7 @@ class RunIdentity:
     """Training prompts; None where they were not counted."""
     rollout_batch_size: int
     seeds: dict[str, int]
+    dynamic_sampling: bool = False
     reference: str | None = None
     """Of the weights that KL terms compare with; None where there are no KL terms."""
     reference_name: str = ""
@@ -149,6 +150,7 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
         prompts=prompts,
         rollout_batch_size=config.batch.rollout_batch_size,
         seeds={"seed": config.run.seed, "rollout_seed": config.rollout.rollout_seed},
+        dynamic_sampling=config.batch.dynamic_sampling,
         reference=None if reference is None else weights_fingerprint(reference),
         reference_name=scrubbed(name or config.model.hf_checkpoint),
         adapters=adapters,
@@ -156,9 +158,8 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
     )
 
 
-def data_position(iteration: int, rollout_batch_size: int, prompts: int | None) -> dict[str, int | None]:
+def data_position(iteration: int, seen: int, prompts: int | None) -> dict[str, int | None]:
     """Where in the data a run is after `iteration` rollouts; the epoch is None where nobody counted the prompts."""
-    seen = iteration * rollout_batch_size
     return {"rollouts": iteration, "prompts_seen": seen, "epoch": seen // prompts if prompts else None}
 
 
@@ -327,6 +328,12 @@ def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem
     seen = meta.extra.get("data_position", {}).get("prompts_seen")
     saved_seed = meta.seeds.get("rollout_seed")
     got, expected = [], []
+    if run.dynamic_sampling:
+        seen = None  # It continues at the prompt that the checkpoint names.
+    elif "prompts_drawn" in meta.extra:
+        seen = None
+        got.append("--no-dynamic-sampling")
+        expected.append("--dynamic-sampling")
     if seen is not None and seen != meta.iteration * run.rollout_batch_size and meta.iteration:
         got.append(f"--rollout-batch-size {run.rollout_batch_size}")
         expected.append(f"--rollout-batch-size {seen // meta.iteration}")

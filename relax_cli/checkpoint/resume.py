@@ -105,6 +105,12 @@ class ResumeReport:
     """Why it is refused."""
     warnings: tuple[Problem, ...] = ()
 
+    @property
+    def prompts_seen(self) -> int | None:
+        """Prompts that the run to resume has drawn; None for a new run, or where the checkpoint does not say."""
+        metas = [side.meta for side in self.sides if side.meta is not None] if self.decision.iteration else []
+        return metas[0].extra.get("data_position", {}).get("prompts_seen") if metas else None
+
     def notes(self, *given: str | None) -> list[str]:
         """What a person should know as the run begins; nothing where no folder was `given`."""
         if not any(given):

@@ -67,6 +67,10 @@ NEEDS = (
         "min-lr-unused", "where the learning rate decays", "--lr-decay-style cosine",
     ),
     _need(
+        "over_sampling_batch_size dynamic_sampling_max_rounds", "dynamic_sampling", _on,
+        "dynamic-sampling-unused", "with dynamic sampling", "--dynamic-sampling",
+    ),
+    _need(
         "max_tokens_per_gpu", "use_dynamic_batch_size", _on,
         "token-budget-unused", "with micro-batches of a dynamic size", "--use-dynamic-batch-size",
     ),

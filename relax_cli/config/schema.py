@@ -145,14 +145,28 @@ class BatchSection(Section):
     micro_batch_size: int = Field(32, ge=1, description="maximum samples per forward/backward pass on each rank")
     num_rollout: int | None = Field(None, ge=1, description="rollouts (steps) to run")
     num_epoch: int | None = Field(1, ge=1, description="passes over the prompts when --num-rollout is unset")
+    dynamic_sampling: bool = Field(
+        False, description="drop groups whose rewards are all equal and draw more prompts until the batch is full"
+    )
+    over_sampling_batch_size: int | None = Field(
+        None, ge=1, description="prompts drawn at a time with --dynamic-sampling; --rollout-batch-size when unset"
+    )
+    dynamic_sampling_max_rounds: int = Field(
+        10, ge=1, description="times that a rollout draws prompts; then groups of equal rewards complete the batch"
+    )
     use_dynamic_batch_size: bool = Field(False, description="fill micro-batches by tokens, up to --max-tokens-per-gpu")
     max_tokens_per_gpu: int | None = Field(
         None, ge=1, description="maximum tokens (prompt + response) per micro-batch on each rank"
     )
 
     @property
+    def prompts_per_round(self) -> int:
+        """Prompts that are sampled at the same time."""
+        return (self.dynamic_sampling and self.over_sampling_batch_size) or self.rollout_batch_size
+
+    @property
     def samples_per_rollout(self) -> int:
-        """Samples generated in one rollout."""
+        """Samples that one rollout trains on."""
         return self.rollout_batch_size * self.n_samples_per_prompt
 
     @property

@@ -23,8 +23,12 @@ class PromptOrder:
 
     def rows(self, rollout_id: int, batch: int) -> list[int]:
         """Prompt indices `[batch]` of rollout `rollout_id`."""
+        return self.places(rollout_id * batch, batch)
+
+    def places(self, first: int, count: int) -> list[int]:
+        """Prompt indices `[count]` from place `first` of the endless order on."""
         epochs = functools.cache(self._epoch)
-        places = (divmod(place, self.n) for place in range(rollout_id * batch, (rollout_id + 1) * batch))
+        places = (divmod(place, self.n) for place in range(first, first + count))
         return [epochs(epoch)[index] for epoch, index in places]
 
     def _epoch(self, epoch: int) -> Sequence[int]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from relax_cli.roles.actor import ActorRole
     from relax_cli.roles.advantages import AdvantagesRole
     from relax_cli.roles.critic import CriticRole
+    from relax_cli.roles.drawing import DrawnGroup
     from relax_cli.roles.evaluation import Outcome
     from relax_cli.roles.reference import ReferenceRole
     from relax_cli.roles.rollout import RolloutRole
@@ -120,6 +121,15 @@ class RolloutGroup(SleepingGroup):
     def generate_missing(self, rollout_id: int) -> list[dict[str, Spread]]:
         """See `RolloutRole.generate_missing`; the metrics of every worker's share."""
         return self.ranks.all(lambda rollout: rollout.generate_missing(rollout_id))
+
+    def draw(self, rollout_id: int, offset: int, first: int, count: int) -> list[DrawnGroup]:
+        """See `RolloutRole.draw`; the groups of all workers in the order of their prompts."""
+        shares = self.ranks.all(lambda rollout: rollout.draw(rollout_id, offset, first, count))
+        return [group for share in shares for group in share]
+
+    def keep(self, rollout_id: int, chosen: Sequence[int]) -> list[dict[str, Spread]]:
+        """See `RolloutRole.keep`; the metrics of every worker's share."""
+        return self.ranks.all(lambda rollout: rollout.keep(rollout_id, chosen))
 
     def evaluate(self, name: str) -> list[Outcome]:
         """See `RolloutRole.evaluate`; what all workers found."""

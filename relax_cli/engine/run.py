@@ -113,6 +113,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             Recorder(metrics, trackers, display, plugins, config, run_dir),
             stop,
             first=first,
+            drawn=start.prompts_seen,
             dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)]
             + [name for role, name in TRAINED_FIELDS.items() if role in graph]
             + ([] if config.algorithm.use_rollout_logprobs else ["old_log_probs"]),
@@ -184,6 +185,7 @@ def run_header(checked: CheckedRun, run_dir: Path) -> RunHeader:
         device=plan.device,
         launcher="Ray" if plan.launcher == "ray" else "in this process",
         roles={role.name: role.processes for role in plan.roles},
+        draws_more=config.batch.dynamic_sampling,
     )
 
 

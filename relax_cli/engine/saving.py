@@ -53,8 +53,11 @@ class PairSaver:
         self.warn = warn
         self._prepared: int | None = None
 
-    def prepare(self, iteration: int) -> None:
+    def prepare(self, iteration: int, drawn: int | None = None) -> None:
         """Write the pair of `iteration`; it does not count yet.
+
+        Args:
+            drawn: prompts drawn so far, where that does not follow from `iteration`.
 
         Raises:
             RunError: the disk refused and `--on-save-error` is `stop`; the previous pair counts.
@@ -64,6 +67,7 @@ class PairSaver:
         with self._undone_on_failure(iteration):
             # One name for both halves tells a pair from two checkpoints that only have the iteration in common.
             meta = {**self.meta, "save_id": uuid.uuid4().hex}
+            meta |= {} if drawn is None else {"prompts_drawn": drawn}
             for role in self.roles:
                 with role.awake():
                     role.write_checkpoint(iteration, meta)

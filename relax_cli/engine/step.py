@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from relax_cli.engine.recovery import with_revival
+from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.session import Session
 from relax_cli.roles.sample_files import TRAINED_FIELDS
 from relax_cli.roles.spread import Spread, merge_spreads
@@ -48,7 +49,7 @@ class StepRecord:
             self.metrics["masked_frac"] = spreads["masked"].mean
         if "failed" in spreads:
             self.metrics["reward/failed"] = spreads["failed"].total
-        named = ("reward/part/", "groups/", "episode/")
+        named = ("reward/part/", "sampling/", "groups/", "episode/")
         self.metrics |= {
             name: spread.mean for name, spread in spreads.items() if name.startswith(named) and spread.count
         }
@@ -60,6 +61,7 @@ def run_step(
     session: Session,
     rollout_id: int,
     *,
+    sampling: Sampling,
     critic_only_steps: int,
     overlap_updates: bool,
     dump_fields: Sequence[str],
@@ -68,6 +70,7 @@ def run_step(
     """Run step `rollout_id`.
 
     Args:
+        sampling: draws the prompts.
         critic_only_steps: the actor does not learn before this step, yet publishes its weights.
         overlap_updates: actor and critic learn at the same time; both need only what is in the queue by then.
         dump_fields: queue fields to write next to each sample into the run folder.
@@ -80,8 +83,8 @@ def run_step(
         shares, revived = with_revival(
             session,
             rollout_id,
-            lambda rollout: rollout.generate(rollout_id),
-            again=lambda rollout: rollout.generate_missing(rollout_id),
+            lambda rollout: sampling.generate(rollout, rollout_id),
+            again=lambda rollout: sampling.generate_missing(rollout, rollout_id),
         )
         record.add_rollout(shares)
         if revived:
@@ -112,4 +115,5 @@ def run_step(
         written = [name for name in dump_fields if actor_learns or name not in of_actor]
         roles.rollout.dump(rollout_id, written)
         roles.rollout.clear(rollout_id)
+    sampling.finish()
     return record

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Config
 from relax_cli.engine.recovery import with_revival
+from relax_cli.engine.sampling import sampling_of
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord, run_step
@@ -68,12 +69,14 @@ class Trainer:
         dump_fields: list[str],
         checkpoint_meta: dict[str, Any],
         recorded: Mapping[str, Any] | None = None,
+        drawn: int | None = None,
     ) -> None:
         """Args:
         first: rollouts that are finished.
         dump_fields: queue fields to write next to each sample.
         checkpoint_meta: what every checkpoint says about the run.
         recorded: metrics of rollout `first` in the run folder; None when nothing of it is there.
+        drawn: see `sampling_of`.
         """
         assert config.batch.num_rollout is not None, "resolved before launch"
         self.session = session
@@ -87,6 +90,7 @@ class Trainer:
         self.recorded = recorded
         self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=watcher.warn)
         self.saver.take_over_best(first)
+        self.sampling = sampling_of(config.batch, first, drawn)
         self.report = RunReport(first=first)
         self.health = HealthWatch()
 
@@ -108,6 +112,7 @@ class Trainer:
             record = run_step(
                 self.session,
                 rollout_id,
+                sampling=self.sampling,
                 critic_only_steps=self.config.critic.num_critic_only_steps,
                 overlap_updates=self.config.parallel.overlap_updates,
                 dump_fields=self.dump_fields,
@@ -149,7 +154,7 @@ class Trainer:
         if saves and (self.stop.requested_stop is not None or self._due(self.config.checkpoint.save_interval, done)):
             with record.phase("checkpoint"):
                 self.watcher.status(f"saving iteration {done}")
-                self.saver.prepare(done)
+                self.saver.prepare(done, self.sampling.drawn)
         try:
             self._finish_step(record, time.perf_counter() - started)
         except OSError:
@@ -161,7 +166,7 @@ class Trainer:
         """Save a step that was recorded before the stop was requested; does nothing when it is saved."""
         if self.report.saved_iteration != done:
             self.watcher.status(f"saving iteration {done}")
-            self.saver.prepare(done)
+            self.saver.prepare(done, self.sampling.drawn)
             self._publish()
 
     def _publish(self) -> None:
@@ -181,10 +186,11 @@ class Trainer:
 
     def _finish_step(self, record: StepRecord, seconds: float) -> None:
         tokens = record.metrics["tokens/total"]
+        generated = record.metrics.get("sampling/response_tokens", record.metrics["tokens/response"])
         metrics: dict[str, Any] = {
             **record.metrics,
             "tokens_per_second": tokens / seconds,
-            "rollout/tokens_per_second": record.metrics["tokens/response"] / record.phase_seconds["rollout"],
+            "rollout/tokens_per_second": generated / record.phase_seconds["rollout"],
             "step_seconds": seconds,
             "phase_seconds": record.phase_seconds,
         }

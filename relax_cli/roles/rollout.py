@@ -24,6 +24,7 @@ from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError, RunError
 from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.roles.context import RoleContext
+from relax_cli.roles.drawing import Drawn, DrawnGroup
 from relax_cli.roles.episodes import Episodes, Job
 from relax_cli.roles.evaluation import Outcome
 from relax_cli.roles.judging import Judge, Judged, Sampled, episode_spreads, for_training, reward_spreads
@@ -82,6 +83,7 @@ class RolloutRole:
         self.awake = True
         self.has_weights = True
         self.judged: list[Judged] = []
+        self.drawn = Drawn(self.batch.n_samples_per_prompt)
         self.evaluated: dict[str, list[Judged]] = {}
         self.written: tuple[int, dict[str, Spread]] | None = None
 
@@ -150,6 +152,34 @@ class RolloutRole:
         if self.written is not None and self.written[0] == rollout_id:
             return self.written[1]
         return self.generate(rollout_id)
+
+    def draw(self, rollout_id: int, offset: int, first: int, count: int) -> list[DrawnGroup]:
+        """Sample this worker's share of `count` prompts from place `first` of the data on, without keeping them yet.
+
+        Args:
+            offset: prompts that this rollout has drawn before.
+        """
+        assert self.awake, "rollout generates only while awake"
+        prompts = [self.prompts[i] for i in self.order.places(first, count)]
+        size = self.batch.n_samples_per_prompt
+        return self.drawn.groups(
+            rollout_id, offset, lambda: self._sample(prompts, size, stream=rollout_id, offset=offset)
+        )
+
+    def keep(self, rollout_id: int, chosen: Sequence[int]) -> dict[str, Spread]:
+        """Write this worker's samples of the prompts at the `chosen` places of those drawn to the queue.
+
+        The rewards returned are those of everything drawn: of chosen groups they would say little of the policy.
+        """
+        if self.written is None or self.written[0] != rollout_id:
+            drawn = reward_spreads(self.drawn.samples)
+            self.judged = self.drawn.take(chosen)
+            if self.judged:
+                self._put(rollout_id)
+            kept = {"sampling/kept_reward": Spread.of(j.result.reward for j in self.judged)}
+            self.written = (rollout_id, self._spreads() | drawn | kept)
+        self.writer.wait()
+        return self.written[1]
 
     def _spreads(self) -> dict[str, Spread]:
         on_error = self.config.reward.reward_on_error
@@ -230,10 +260,15 @@ class RolloutRole:
         samples_per_prompt: int,
         *,
         stream: int,
+        offset: int = 0,
         sampling: SamplingParams | None = None,
     ) -> list[Judged]:
         first, last = (len(prompts) * r // self.workers for r in (self.rank, self.rank + 1))
-        jobs = [(p * samples_per_prompt + s, prompts[p]) for p in range(first, last) for s in range(samples_per_prompt)]
+        jobs = [
+            ((offset + p) * samples_per_prompt + s, prompts[p])
+            for p in range(first, last)
+            for s in range(samples_per_prompt)
+        ]
         seed = self.rollout.rollout_seed
         if isinstance(self.judge, Episodes):
             return self.judge(

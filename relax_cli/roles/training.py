@@ -208,7 +208,8 @@ class TrainingRole(ModelRole[TrainableModel]):
 
     def write_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
         """Write everything of `iteration` under a temporary name."""
-        position = data_position(iteration, self.batch.rollout_batch_size, meta.get("prompts"))
+        seen = meta.get("prompts_drawn", iteration * self.batch.rollout_batch_size)
+        position = data_position(iteration, seen, meta.get("prompts"))
         store.write(self.model, self.save_dir, iteration, self.name, meta | {"data_position": position})
 
     def commit_checkpoint(self, iteration: int) -> None:

@@ -54,8 +54,9 @@ class StepDisplay:
         self._console = console
         self._clock = clock
         self._log = log
-        self._state = RunState(header or RunHeader(), total_steps, clock())
-        self._columns = columns_of(has_critic=self._state.header.has_critic)
+        header = header or RunHeader()
+        self._state = RunState(header, total_steps, clock())
+        self._columns = columns_of(has_critic=header.has_critic, draws_more=header.draws_more)
         self._lines_since_titles: int | None = None
         self._stack = ExitStack()
         self._lock = threading.RLock()

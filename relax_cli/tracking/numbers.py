@@ -47,9 +47,14 @@ COLUMNS = (
 )
 
 
-def columns_of(*, has_critic: bool) -> list[Column]:
+DRAWN = Column("drawn", "sampling/prompts", 5, 4)
+"""With dynamic sampling: what the batch cost."""
+
+
+def columns_of(*, has_critic: bool, draws_more: bool = False) -> list[Column]:
     """Those that a run has."""
-    return [column for column in COLUMNS if has_critic or not column.of_critic]
+    found = [column for column in COLUMNS if has_critic or not column.of_critic]
+    return [found[0], DRAWN, *found[1:]] if draws_more else found
 
 
 def fitting_columns(columns: Sequence[Column], width: int, step_width: int) -> tuple[list[Column], bool]:

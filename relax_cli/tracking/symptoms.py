@@ -217,6 +217,11 @@ SYMPTOMS = (
         "easier or harder prompts, a larger --n-samples-per-prompt, a higher --rollout-temperature",
     ),
     Symptom(
+        "dynamic-sampling-bound",
+        _above("sampling/filled_frac", 0.0, "groups of equal rewards complete the batch"),
+        "easier or harder prompts, a larger --over-sampling-batch-size, --dynamic-sampling-max-rounds",
+    ),
+    Symptom(
         "entropy-collapse", _entropy_collapse,
         "whether responses have become all the same; --entropy-coef, a larger --eps-clip-high, a lower --lr",
     ),

@@ -43,6 +43,8 @@ class RunHeader:
     launcher: str = ""
     roles: Mapping[str, int] = field(default_factory=dict)
     """Processes of each role."""
+    draws_more: bool = False
+    """Whether prompts are drawn until enough groups differ."""
 
     @property
     def has_critic(self) -> bool:

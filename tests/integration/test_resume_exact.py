@@ -49,6 +49,9 @@ CASES = {
     "ppo with adapters": Case("ppo", MID_EPOCH, more=("model.lora_rank=4", "critic.critic_lora_rank=2")),
     "grpo in the middle of an epoch": Case("grpo", MID_EPOCH),
     "grpo at an epoch's end": Case("grpo", EPOCH_END),
+    "grpo that draws until groups differ": Case(
+        "grpo", MID_EPOCH, more=("batch.dynamic_sampling=true", "batch.over_sampling_batch_size=11")
+    ),
 }
 
 

@@ -24,7 +24,7 @@ MOST = 16
 """Largest size, so that a run takes less than a second."""
 HUGE = [10**6, 10**12]
 WORK = {"rollout_batch_size", "n_samples_per_prompt", "n_samples_per_eval_prompt", "critic_updates_per_step",
-        "num_steps_per_rollout"}  # fmt: skip
+        "num_steps_per_rollout", "over_sampling_batch_size", "dynamic_sampling_max_rounds"}  # fmt: skip
 """Options that multiply the work of a run: it would train, for years."""
 TEXTS = {"input_key": ["input", "label"], "label_key": ["label"], "metadata_key": ["metadata"],
          "rm_type": ["exact", "reasoning_gym", "remote"], "reward_key": ["score", "correct"],

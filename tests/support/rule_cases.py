@@ -139,6 +139,16 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"batch__rollout_batch_size": 4, "batch__n_samples_per_prompt": 3, "batch__global_batch_size": 6},
     ),
     (
+        "dynamic-sampling-groups",
+        {"batch__dynamic_sampling": True, "batch__n_samples_per_prompt": 1},
+        {"batch__dynamic_sampling": True, "batch__n_samples_per_prompt": 2},
+    ),
+    (
+        "over-sampling-too-small",
+        {"batch__rollout_batch_size": 8, "batch__dynamic_sampling": True, "batch__over_sampling_batch_size": 7},
+        {"batch__rollout_batch_size": 8, "batch__dynamic_sampling": True, "batch__over_sampling_batch_size": 8},
+    ),
+    (
         "batch-smaller-than-ranks",
         {"batch__rollout_batch_size": 1, "parallel__resource": roles(actor=[1, 2])},
         {"batch__rollout_batch_size": 2, "parallel__resource": roles(actor=[1, 2])},

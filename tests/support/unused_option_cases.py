@@ -23,6 +23,7 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("overlong-buffer-unused", {"overlong_buffer_len": "2"}, {"overlong_penalty": "1"}),
     ("overlong-prompts-unused", {"overlong_prompts": "drop"}, {"rollout_max_prompt_len": "64"}),
     ("min-lr-unused", {"min_lr": "1e-7"}, {"lr_decay_style": "linear"}),
+    ("dynamic-sampling-unused", {"over_sampling_batch_size": "512"}, {"dynamic_sampling": ON}),
     ("token-budget-unused", {"max_tokens_per_gpu": "512"}, {"use_dynamic_batch_size": ON}),
     (
         "micro-batch-size-unused",

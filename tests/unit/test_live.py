@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,13 @@ def test_columns_of_a_critic_need_one() -> None:
     out = io.StringIO()
     StepDisplay(Console(file=out, width=80, _environ={}), 40, GRPO).show(FULL)
     assert "v_loss" not in out.getvalue()
+
+
+def test_what_a_batch_cost_is_shown_where_prompts_are_drawn() -> None:
+    out = io.StringIO()
+    header = replace(GRPO, draws_more=True)
+    StepDisplay(Console(file=out, width=80, _environ={}), 40, header).show(FULL | {"sampling/prompts": 96})
+    assert "drawn 96" in out.getvalue()
 
 
 # --- off a terminal ------------------------------------------------------------------------------------------------
@@ -307,6 +315,7 @@ def test_the_cursor_comes_back_after_an_interruption(error: Callable[[], BaseExc
 
 SCRIPT = """
 import os, subprocess, sys
+from dataclasses import replace
 from pathlib import Path
 from relax_cli.cli.screen import Screen
 from relax_cli.tracking.live import StepDisplay

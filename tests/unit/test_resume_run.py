@@ -61,7 +61,7 @@ def config(tmp_path: Path) -> Config:
     }
     made = Config.model_validate(sections)
     meta = identify(made, tmp_path / "model", prompts=2).meta()
-    save(tmp_path / "a", "actor", 4, has_critic=False, **meta, data_position=data_position(4, 8, 2))
+    save(tmp_path / "a", "actor", 4, has_critic=False, **meta, data_position=data_position(4, 32, 2))
     return made
 
 
@@ -103,7 +103,7 @@ def test_another_number_of_rollouts_says_what_the_rate_becomes(
 ) -> None:
     meta = {"schedule": saved} if saved is not None else {}
     identity = identify(config, tmp_path / "model", prompts=2).meta()
-    save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **meta, data_position=data_position(4, 8, 2))
+    save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **meta, data_position=data_position(4, 32, 2))
     places = {"load": str(tmp_path / "s"), "save": str(tmp_path / "s")}
     sections = {"optimizer": optimizer, "batch": {"num_rollout": rollouts}, "run": {"strict": strict}}
     report = examined(changed(config, checkpoint=places, **sections))
@@ -250,6 +250,19 @@ def test_reordered_prompts_are_a_warning_strictly_an_error(
     assert refused_id(changed(other, run={"strict": True})) == "resume-data-order"
 
 
+def test_a_position_that_was_counted_is_continued_or_said(config: Config, tmp_path: Path) -> None:
+    identity = identify(config, tmp_path / "model", prompts=2).meta()
+    counted = {"prompts_drawn": 55, "data_position": data_position(4, 55, 2)}
+    save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **counted)
+    plain = changed(config, checkpoint={"load": str(tmp_path / "s"), "save": str(tmp_path / "s")})
+    (warning,) = examined(plain).warnings
+    assert (warning.id, warning.fix) == ("resume-data-order", "--dynamic-sampling")
+    report = examined(changed(plain, batch={"dynamic_sampling": True, "rollout_batch_size": 16}))
+    assert (report.warnings, report.prompts_seen) == ((), 55)
+    before = examined(changed(config, batch={"dynamic_sampling": True}))
+    assert (before.warnings, before.prompts_seen) == ((), 32)
+
+
 def test_everything_that_differs_is_said_at_once(config: Config, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", num_hidden_layers=3)
     (other / "tokenizer.json").write_text("{}")
@@ -333,8 +346,8 @@ def test_a_run_may_save_where_it_resumes_from_through_a_symlink(config: Config, 
 
 
 def test_the_position_in_the_data() -> None:
-    assert data_position(5, 8, 16) == {"rollouts": 5, "prompts_seen": 40, "epoch": 2}
-    assert data_position(5, 8, None)["epoch"] is None
+    assert data_position(5, 40, 16) == {"rollouts": 5, "prompts_seen": 40, "epoch": 2}
+    assert data_position(5, 40, None)["epoch"] is None
 
 
 @pytest.mark.parametrize(("size", "odd"), [(1, 0), (2, 0), (4, 1), (3, 4)])

@@ -37,6 +37,31 @@ def batch_arithmetic(batch: BatchSection) -> Found:
         )
 
 
+@rule("dynamic-sampling-groups", THEME, option="--dynamic-sampling")
+def dynamic_sampling_groups(batch: BatchSection) -> Found:
+    """`--dynamic-sampling` compares the rewards of one prompt's samples, so each needs at least two."""
+    if batch.dynamic_sampling and batch.n_samples_per_prompt < 2:
+        yield Finding(
+            "--dynamic-sampling needs several samples per prompt",
+            got=f"--n-samples-per-prompt {batch.n_samples_per_prompt}",
+            expected="at least 2",
+            fix="--n-samples-per-prompt 8, or --no-dynamic-sampling",
+        )
+
+
+@rule("over-sampling-too-small", THEME, option="--over-sampling-batch-size")
+def over_sampling_too_small(batch: BatchSection) -> Found:
+    """One round of `--dynamic-sampling` must be able to fill the batch: `--over-sampling-batch-size` is at least
+    `--rollout-batch-size`."""
+    if batch.dynamic_sampling and batch.prompts_per_round < batch.rollout_batch_size:
+        yield Finding(
+            "fewer prompts are drawn at a time than a rollout trains on",
+            got=str(batch.prompts_per_round),
+            expected=f"at least --rollout-batch-size {batch.rollout_batch_size}",
+            fix="drop --over-sampling-batch-size",
+        )
+
+
 @rule("batch-smaller-than-ranks", THEME, option="--resource")
 def batch_smaller_than_ranks(config: Config) -> Found:
     """Every data-parallel rank needs at least one sample of an optimizer step."""

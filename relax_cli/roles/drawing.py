@@ -1,0 +1,61 @@
+"""What a rollout worker has sampled for a rollout that chooses its groups, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from relax_cli.roles.judging import Judged
+
+
+@dataclass(frozen=True)
+class DrawnGroup:
+    """The samples of one prompt."""
+
+    place: int
+    """Of the prompt among those that the rollout has drawn."""
+    has_signal: bool
+    """Whether rewards differ: else every advantage within the group is 0."""
+    tokens: int
+    """Of all responses."""
+
+
+class Drawn:
+    """The samples of one rollout by round; the samples of a prompt are next to each other."""
+
+    def __init__(self, samples_per_prompt: int) -> None:
+        self._size = samples_per_prompt
+        self._rollout_id = -1
+        self._rounds: dict[int, list[Judged]] = {}
+
+    def groups(self, rollout_id: int, offset: int, sample: Callable[[], list[Judged]]) -> list[DrawnGroup]:
+        """The groups of the round that begins at place `offset`, sampled unless that was done before."""
+        if rollout_id != self._rollout_id:
+            self._rollout_id, self._rounds = rollout_id, {}
+        if offset not in self._rounds:
+            self._rounds[offset] = sample()
+        judged, size = self._rounds[offset], self._size
+        return [
+            DrawnGroup(
+                place=group[0].group,
+                has_signal=len({j.result.reward for j in group}) > 1,
+                tokens=sum(len(j.generation.tokens) for j in group),
+            )
+            for group in (judged[i : i + size] for i in range(0, len(judged), size))
+        ]
+
+    @property
+    def samples(self) -> list[Judged]:
+        """Everything drawn, in the order of the data."""
+        return [j for _, judged in sorted(self._rounds.items()) for j in judged]
+
+    def take(self, chosen: Sequence[int]) -> list[Judged]:
+        """The samples of the chosen places, numbered as they stand in the batch; the others are dropped."""
+        numbers = {place: number for number, place in enumerate(chosen)}
+        kept = [
+            replace(j, group=numbers[j.group], row=numbers[j.group] * self._size + j.row % self._size)
+            for j in self.samples
+            if j.group in numbers
+        ]
+        self._rounds = {}
+        return kept

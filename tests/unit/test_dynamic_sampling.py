@@ -1,0 +1,149 @@
+"""Groups of equal rewards are dropped and more prompts drawn, whatever the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from relax_cli.backends.rollout.protocol import Generation
+from relax_cli.config.schema import BatchSection
+from relax_cli.data.prompts import Prompt
+from relax_cli.data.rewards import RewardResult
+from relax_cli.engine.groups import Ranks, RolloutGroup
+from relax_cli.engine.sampling import DynamicSampling, Sampling, sampling_of
+from relax_cli.roles.drawing import Drawn, DrawnGroup
+from relax_cli.roles.judging import Judged
+from relax_cli.roles.spread import Spread
+
+SIZE = 2
+
+
+class Worker:
+    """A rollout worker whose reward is right for one sample of each prompt, unless its place in the data is dull."""
+
+    def __init__(self, rank: int, workers: int, dull: Callable[[int], bool]) -> None:
+        self.rank, self.workers, self.dull = rank, workers, dull
+        self.drawn = Drawn(SIZE)
+        self.kept: list[Judged] = []
+        self.sampled = 0
+
+    def draw(self, rollout_id: int, offset: int, first: int, count: int) -> list[DrawnGroup]:
+        low, high = (count * r // self.workers for r in (self.rank, self.rank + 1))
+        return self.drawn.groups(
+            rollout_id,
+            offset,
+            lambda: [self.sample(offset + p, first + p, s) for p in range(low, high) for s in (0, 1)],
+        )
+
+    def sample(self, group: int, place: int, number: int) -> Judged:
+        self.sampled += 1
+        generation = Generation([1] * (place % 3 + 1), [-1.0] * (place % 3 + 1), "stop")
+        reward = float(number if not self.dull(place) else 1)
+        prompt = Prompt(f"prompt {place}", None, {}, "")
+        return Judged(SIZE * group + number, group, prompt, [7], generation, "", RewardResult(reward, {}))
+
+    def keep(self, rollout_id: int, chosen: Sequence[int]) -> dict[str, Spread]:
+        self.kept = self.drawn.take(chosen)
+        return {"reward": Spread.of(j.result.reward for j in self.kept)}
+
+
+class Workers(Ranks[Any]):
+    """Several of them."""
+
+    def __init__(self, count: int, dull: Callable[[int], bool]) -> None:
+        super().__init__("rollout", count)
+        self.workers = [Worker(rank, count, dull) for rank in range(count)]
+
+    def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+        return lambda: [request(worker) for worker in self.workers]
+
+    def on(self, rank: int, request: Callable[[Any], Any]) -> Any:
+        raise AssertionError
+
+    def tell(self, request: Callable[[Any], object]) -> None:
+        raise AssertionError
+
+    @property
+    def kept(self) -> list[tuple[int, int, Any]]:
+        found = [(j.row, j.group, j.prompt.content) for worker in self.workers for j in worker.kept]
+        return sorted(found)
+
+
+def batch(**changes: int) -> BatchSection:
+    """Four prompts in a batch."""
+    return BatchSection(rollout_batch_size=4, n_samples_per_prompt=SIZE, dynamic_sampling=True, **changes)
+
+
+def counts(shares: list[dict[str, Spread]]) -> dict[str, float]:
+    """What was counted."""
+    return {name.removeprefix("sampling/"): spread.mean for name, spread in shares[-1].items()}
+
+
+EVEN: Callable[[int], bool] = lambda place: place % 2 == 0  # noqa: E731
+NEVER: Callable[[int], bool] = lambda place: False  # noqa: E731
+ALWAYS: Callable[[int], bool] = lambda place: True  # noqa: E731
+RARE: Callable[[int], bool] = lambda place: place % 16 > 0  # noqa: E731
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("dull", "changes", "kept", "expected"),
+    [
+        (NEVER, {}, [0, 1, 2, 3], {"prompts": 4, "rounds": 1, "no_signal_frac": 0, "filled_frac": 0}),
+        (EVEN, {}, [1, 3, 5, 7], {"prompts": 8, "rounds": 2, "no_signal_frac": 0.5, "filled_frac": 0}),
+        # What a round drew beyond the batch is not trained on.
+        (EVEN, {"over_sampling_batch_size": 12}, [1, 3, 5, 7], {"prompts": 12, "rounds": 1, "no_signal_frac": 0.5}),
+        # At the bound the first groups without a signal complete the batch, all in the order of the data.
+        (EVEN, {"dynamic_sampling_max_rounds": 1}, [0, 1, 2, 3], {"prompts": 4, "rounds": 1, "filled_frac": 0.5}),
+        (RARE, {"dynamic_sampling_max_rounds": 5}, [0, 1, 2, 16], {"prompts": 20, "rounds": 5, "filled_frac": 0.5}),
+        (ALWAYS, {}, [0, 1, 2, 3], {"prompts": 40, "rounds": 10, "no_signal_frac": 1, "filled_frac": 1}),
+    ],
+)
+def test_a_batch_is_the_first_groups_with_a_signal(
+    workers: int, dull: Callable[[int], bool], changes: dict[str, int], kept: list[int], expected: dict[str, float]
+) -> None:
+    ranks = Workers(workers, dull)
+    shares = DynamicSampling(batch(**changes), 100 * 16).generate(RolloutGroup(ranks), 3)
+    assert ranks.kept == [(2 * i + s, i, f"prompt {1600 + place}") for i, place in enumerate(kept) for s in (0, 1)]
+    counted = counts(shares)
+    assert {name: counted[name] for name in expected} == expected
+    assert counted["response_tokens"] == sum(2 * ((1600 + place) % 3 + 1) for place in range(int(counted["prompts"])))
+
+
+def test_the_next_rollout_begins_where_the_last_has_drawn() -> None:
+    ranks, sampling = Workers(2, EVEN), DynamicSampling(batch(), 0)
+    whole = []
+    for rollout_id in range(4):
+        sampling.generate(RolloutGroup(ranks), rollout_id)
+        whole.append(ranks.kept)
+        sampling.finish()
+    assert sampling.drawn == 32
+    assert [prompt for step in whole for _, _, prompt in step][::2] == [f"prompt {i}" for i in range(1, 32, 2)]
+    resumed = DynamicSampling(batch(), 16)
+    for rollout_id in (2, 3):
+        resumed.generate(RolloutGroup(ranks), rollout_id)
+        assert ranks.kept == whole[rollout_id]
+        resumed.finish()
+    assert resumed.drawn == 32
+
+
+def test_after_a_failure_only_what_is_missing_is_sampled() -> None:
+    ranks, sampling = Workers(2, EVEN), DynamicSampling(batch(), 0)
+    ranks.workers[1].draw = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        sampling.generate(RolloutGroup(ranks), 0)
+    del ranks.workers[1].draw
+    shares = sampling.generate_missing(RolloutGroup(ranks), 0)
+    assert [worker.sampled for worker in ranks.workers] == [8, 8]
+    assert counts(shares)["prompts"] == 8
+    sampling.finish()
+    assert sampling.drawn == 8
+
+
+def test_a_run_without_it_counts_nothing() -> None:
+    plain = sampling_of(BatchSection(), 3, 17)
+    assert (type(plain), plain.drawn) == (Sampling, None)
+    resumed = sampling_of(batch(), 3, None)
+    assert resumed.drawn == 12, "a run that sampled otherwise before continues behind its prompts"
