@@ -257,14 +257,11 @@ def _infinite(stored: Mapping[str, Stored]) -> Iterator[Problem]:
     for name, tensor in stored.items():
         if tensor.dtype not in TYPES:
             continue
-        left, bad = tensor.size, 0
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start)
-            while left > 0 and (chunk := file.read(min(CHUNK, left))):
-                high = chunk[TYPES[tensor.dtype] - 1 :: TYPES[tensor.dtype]]
-                if any(byte in high for byte in HIGH_BYTES[tensor.dtype]):
-                    bad += _count_infinite(chunk, tensor.dtype)
-                left -= len(chunk)
+        width, bad = TYPES[tensor.dtype], 0
+        for chunk in _chunks(tensor):
+            high = chunk[width - 1 :: width]
+            if any(byte in high for byte in HIGH_BYTES[tensor.dtype]):
+                bad += _count_infinite(chunk, tensor.dtype)
         if bad:
             yield not_finite(name, tensor.file, bad, math.prod(tensor.shape))
 
@@ -279,16 +276,16 @@ def _count_infinite(chunk: bytes, dtype: str) -> int:
 def _same_bytes(one: Stored, two: Stored) -> bool:
     if one.dtype != two.dtype:
         return True  # compared as numbers when they are loaded
-    with one.file.open("rb") as first, two.file.open("rb") as second:
-        first.seek(one.start)
-        second.seek(two.start)
-        left = one.size
-        while left > 0:
-            chunk = min(CHUNK, left)
-            if first.read(chunk) != second.read(chunk):
-                return False
-            left -= chunk
-    return True
+    return all(first == second for first, second in zip(_chunks(one), _chunks(two), strict=True))
+
+
+def _chunks(tensor: Stored) -> Iterator[bytes]:
+    left = tensor.size
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        while left > 0 and (chunk := file.read(min(CHUNK, left))):
+            yield chunk
+            left -= len(chunk)
 
 
 def _shown(names: list[str]) -> str:
