@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from relax_cli.config.model import flag
@@ -41,7 +41,7 @@ def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iter
         elif name in takes_value:
             continue
         elif _is_option(word):
-            yield _unknown(name, takes_value)
+            yield unknown_option(name, takes_value)
             if not equals and rest and not _is_option(rest[0]):
                 # Its value, most likely.
                 rest.pop(0)
@@ -63,7 +63,8 @@ def _is_option(word: str) -> bool:
     return word.startswith("-") and not word[1:2].isdigit()
 
 
-def _unknown(name: str, known: Mapping[str, bool]) -> Problem:
+def unknown_option(name: str, known: Collection[str]) -> Problem:
+    """The problem of a flag that no option has, with the one that is probably meant."""
     fields = {option.removeprefix("--").replace("-", "_") for option in known}
     meant = meant_option(name, fields)
     fix = f"use {flag(meant)}" if meant else done_otherwise(name) or "see `relax train --help`"
