@@ -15,9 +15,13 @@ class DrawnGroup:
     place: int
     """Of the prompt among those that the rollout has drawn."""
     has_signal: bool
-    """Whether rewards differ: else every advantage within the group is 0."""
     tokens: int
     """Of all responses."""
+
+
+def has_signal(group: Sequence[Judged]) -> bool:
+    """Whether the rewards of a prompt's samples that train differ: else every advantage within the group is 0."""
+    return len({j.result.reward for j in group if j.trains}) > 1
 
 
 class Drawn:
@@ -38,7 +42,7 @@ class Drawn:
         return [
             DrawnGroup(
                 place=group[0].group,
-                has_signal=len({j.result.reward for j in group}) > 1,
+                has_signal=has_signal(group),
                 tokens=sum(len(j.generation.tokens) for j in group),
             )
             for group in (judged[i : i + size] for i in range(0, len(judged), size))

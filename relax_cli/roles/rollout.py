@@ -24,7 +24,7 @@ from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError, RunError
 from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.roles.context import RoleContext
-from relax_cli.roles.drawing import Drawn, DrawnGroup
+from relax_cli.roles.drawing import Drawn, DrawnGroup, has_signal
 from relax_cli.roles.episodes import Episodes, Job
 from relax_cli.roles.evaluation import Outcome
 from relax_cli.roles.judging import Judge, Judged, Sampled, episode_spreads, for_training, reward_spreads
@@ -144,7 +144,7 @@ class RolloutRole:
         self.judged = [for_training(judged, self.config) for judged in sampled]
         if self.judged:
             self._put(rollout_id)
-        self.written = (rollout_id, self._spreads())
+        self.written = (rollout_id, self._spreads(self.judged))
         return self.written[1]
 
     def generate_missing(self, rollout_id: int) -> dict[str, Spread]:
@@ -172,23 +172,24 @@ class RolloutRole:
         The rewards returned are those of everything drawn: of chosen groups they would say little of the policy.
         """
         if self.written is None or self.written[0] != rollout_id:
-            drawn = reward_spreads(self.drawn.samples)
+            drawn = self.drawn.samples
             self.judged = self.drawn.take(chosen)
             if self.judged:
                 self._put(rollout_id)
             kept = {"sampling/kept_reward": Spread.of(j.result.reward for j in self.judged)}
-            self.written = (rollout_id, self._spreads() | drawn | kept)
+            self.written = (rollout_id, self._spreads(drawn) | kept)
         self.writer.wait()
         return self.written[1]
 
-    def _spreads(self) -> dict[str, Spread]:
+    def _spreads(self, drawn: Sequence[Judged]) -> dict[str, Spread]:
+        """Rewards of everything drawn, the rest of what trains."""
         on_error = self.config.reward.reward_on_error
         masks = self.config.algorithm.mask_truncated or on_error == "drop"
         return {
-            **reward_spreads(self.judged),
+            **reward_spreads(drawn),
             **episode_spreads(self.judged),
             **({"masked": Spread.of(not j.trains for j in self.judged)} if masks else {}),
-            **({"failed": Spread.of(j.result.failed for j in self.judged)} if on_error != "stop" else {}),
+            **({"failed": Spread.of(j.result.failed for j in drawn)} if on_error != "stop" else {}),
             "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),
             "prompt_len": Spread.of(len(j.prompt_tokens) for j in self.judged),
             "truncated": Spread.of(j.generation.finish_reason == "length" for j in self.judged),
@@ -196,11 +197,10 @@ class RolloutRole:
         }
 
     def _groups_without_signal(self) -> list[bool]:
-        """Of every prompt with several samples: whether all of them got the same reward."""
+        """Of every prompt with several samples: whether all that train got the same reward."""
         size = self.batch.n_samples_per_prompt
-        rewards = [j.result.reward for j in self.judged]
-        groups = [rewards[i : i + size] for i in range(0, len(rewards), size)] if size > 1 else []
-        return [min(group) == max(group) for group in groups]
+        groups = [self.judged[i : i + size] for i in range(0, len(self.judged), size)] if size > 1 else []
+        return [not has_signal(group) for group in groups]
 
     def evaluate(self, name: str) -> list[Outcome]:
         """Sample this worker's share of a held-out set, with the same noise every time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
 from relax_cli.engine.groups import Ranks, RolloutGroup
 from relax_cli.engine.sampling import DynamicSampling, Sampling, sampling_of
-from relax_cli.roles.drawing import Drawn, DrawnGroup
+from relax_cli.roles.drawing import Drawn, DrawnGroup, has_signal
 from relax_cli.roles.judging import Judged
 from relax_cli.roles.spread import Spread
 
@@ -140,6 +141,27 @@ def test_after_a_failure_only_what_is_missing_is_sampled() -> None:
     assert counts(shares)["prompts"] == 8
     sampling.finish()
     assert sampling.drawn == 8
+
+
+@pytest.mark.parametrize(
+    ("rewards", "trains", "signal"),
+    [
+        ((0.0, 1.0), (True, True), True),
+        ((1.0, 1.0), (True, True), False),
+        ((0.0, 1.0), (True, False), False),
+        ((0.0, 1.0), (False, False), False),
+        ((0.0, 0.0, 1.0), (True, False, True), True),
+    ],
+)
+def test_only_samples_that_train_give_a_signal(
+    rewards: tuple[float, ...], trains: tuple[bool, ...], signal: bool
+) -> None:
+    sample = Worker(0, 1, NEVER).sample(0, 0, 0)
+    group = [
+        replace(sample, result=RewardResult(reward, {}), trains=part)
+        for reward, part in zip(rewards, trains, strict=True)
+    ]
+    assert has_signal(group) is signal
 
 
 def test_a_run_without_it_counts_nothing() -> None:
