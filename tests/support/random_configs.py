@@ -28,7 +28,8 @@ WORK = {"rollout_batch_size", "n_samples_per_prompt", "n_samples_per_eval_prompt
 """Options that multiply the work of a run: it would train, for years."""
 TEXTS = {"input_key": ["input", "label"], "label_key": ["label"], "metadata_key": ["metadata"],
          "rm_type": ["exact", "reasoning_gym", "remote"], "reward_key": ["score", "correct"],
-         "dump_rollouts": ["all", "none", "1"], "tools_key": ["tools", "label"], "system_prompt": ["Add."]}  # fmt: skip
+         "dump_rollouts": ["all", "none", "1"], "keep_best": ["eval/h/reward/mean"],
+         "tools_key": ["tools", "label"], "system_prompt": ["Add."]}  # fmt: skip
 TUPLES = {
     "lora_targets": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
     "rollout_stop": ["", "$", "1", "12"],
