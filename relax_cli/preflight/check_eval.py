@@ -54,7 +54,8 @@ def check_evaluation(
     resolved = resolve(plugins, replace(layers, overrides=overrides), machine, None)
     config = resolved.config
     inputs = read_inputs(config, progress)
-    context = RuleContext(config, inputs, machine, frozenset({*BUILTIN_REWARDS, *plugins.rewards()}))
+    rewards, envs = frozenset({*BUILTIN_REWARDS, *plugins.rewards()}), frozenset(plugins.envs())
+    context = RuleContext(config, inputs, machine, rewards, envs)
     problems = [*resolved.problems, *run_rules(context), *(known(lambda: plugins.broken_references(config)) or ())]
     if not (known(lambda: config.eval.eval_prompt_data) or "eval_prompt_data" in resolved.unread):
         problems.append(NO_SETS("there is nothing to evaluate on", fix="--data NAME=FILE.jsonl"))

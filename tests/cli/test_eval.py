@@ -26,6 +26,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--data", "HELDOUT"], 2, {"eval-data-name"}),
         (["--data", "h=HELDOUT", "--eval-sampling", "other:n=2"], 2, {"eval-sampling"}),
         (["--data", "h=HELDOUT", "--rm-type", "exakt"], 2, {"reward-unknown"}),
+        (["--data", "h=HELDOUT", "--env", "calk"], 2, {"env-unknown"}),
         (["--data", "h=HELDOUT", "--load", "gone"], 2, {"checkpoint-folder-missing"}),
         (["--data", "h=HELDOUT", "--load", "."], 3, {"export-no-checkpoint"}),
     ],
@@ -35,7 +36,7 @@ def test_what_is_wrong_is_said_before_anything_is_built(
 ) -> None:
     given = [word.replace("HELDOUT", str(task / "data/heldout.jsonl")) for word in words]
     common = ["--hf-checkpoint", str(task / "model"), "--label-key", "label", "--eval-max-response-len", "6"]
-    common += [] if "--rm-type" in words else ["--rm-type", "exact"]
+    common += [] if {"--rm-type", "--env"} & set(words) else ["--rm-type", "exact"]
     result = invoke("eval", *common, *given, "--format", "json")
     assert result.exit_code == code, result.stderr
     assert {p["id"] for p in json.loads(result.stdout)["problems"]} == ids
