@@ -125,6 +125,8 @@ def test_every_replacement_has_a_row_in_the_table() -> None:
         ("save", "on_save_error"),
         ("save", "keep_best"),
         ("use_tis", "tis_clip_low"),
+        ("env", "reward_on_error"),
+        ("overlong_penalty", "overlong_buffer_len"),
         *((option, name) for option in ("eval_prompt_data", "eval_interval") for name in EVALUATED),
     }
 
