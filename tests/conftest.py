@@ -7,6 +7,9 @@ from pathlib import Path
 # cores they take the time of those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# A folder that is not there may be a name on the hub, which no test asks.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 import pytest
 from hypothesis import settings
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from relax_cli.data.formats import FILE_MISSING, UNREADABLE
 from relax_cli.data.reasoning_gym import REASONING_GYM
 from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.models.hub import PREFIX as HUB_PREFIX
+from relax_cli.models.hub import dataset_files
 
 SOURCE = problem_kind(
     "prompt-data-source",
@@ -31,7 +33,7 @@ class Source:
     """One item of `--prompt-data`."""
 
     place: str
-    """A path, a glob, or `reasoning-gym:…`."""
+    """A path, a glob, `hf:…` or `reasoning-gym:…`."""
     rows: tuple[int | None, int | None, int | None] = (None, None, None)
     """Of all its files together, as in a slice."""
     weight: float | None = None
@@ -45,8 +47,10 @@ class Source:
         """The files, in the order in which they are read; a single path need not exist.
 
         Raises:
-            ConfigError: no file matches a glob, or a folder was not written by `datasets`.
+            ConfigError: no file matches a glob, a folder was not written by `datasets`, or the hub has no such files.
         """
+        if self.place.startswith(HUB_PREFIX):
+            return list(dataset_files(self.place))
         path = Path(self.place)
         if path.is_dir():
             return _saved_files(path)

@@ -20,6 +20,7 @@ from relax_cli.errors import ConfigError, Problem, ResumeError, is_about_machine
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.records import Change
+from relax_cli.preflight.from_hub import from_hub
 from relax_cli.preflight.inputs import RunInputs, read_inputs
 from relax_cli.preflight.machine import Machine, usable_cores
 from relax_cli.preflight.model_reader import read_model
@@ -123,11 +124,13 @@ def check_run(
     """
     machine = Machine()
     resolved = resolve(plugins, layers, None if skip_files else machine, cluster_gpus)
-    config = resolved.config
+    config, changes, hub_problems = resolved.config, list[Change](), list[Problem]()
+    if not skip_files:
+        config, changes, hub_problems = from_hub(config, online=here)
     rewards = frozenset({*BUILTIN_REWARDS, *plugins.rewards()})
     inputs = RunInputs() if skip_files else read_inputs(config, progress, rewards)
     context = RuleContext(config, inputs, machine, rewards, frozenset(plugins.envs()), plugins.trackers())
-    problems = [*resolved.problems, *run_rules(context, skip_files=skip_files)]
+    problems = [*resolved.problems, *hub_problems, *run_rules(context, skip_files=skip_files)]
     if not skip_files:
         problems += known(lambda: plugins.broken_references(config)) or []
     notes = [p for p in problems if is_about_machine(p)]
@@ -152,7 +155,7 @@ def check_run(
     return CheckedRun(
         config,
         resolved.origins,
-        resolved.changes,
+        (*resolved.changes, *changes),
         tuple(sorted(dict.fromkeys(problems), key=lambda p: p.severity != "error")),
         command_words(layers, type(config)),
         inputs,
