@@ -32,7 +32,11 @@ def from_hub(config: Config, *, online: bool) -> tuple[Config, list[Change], lis
         return None
 
     name = known(lambda: config.model.hf_checkpoint) or ""
-    if is_hub_model(name) and (folder := tried(lambda: model_folder(name, online=online))) is not None:
+    folder = tried(lambda: model_folder(name, online=online)) if is_hub_model(name) else None
+    if not online:
+        # A rule says that there is no such folder.
+        problems.clear()
+    if folder is not None:
         changes.append(Change("--hf-checkpoint", name, str(folder), "the model's place in the cache of the hub"))
         config = config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": str(folder)})})
     items = known(lambda: config.data.prompt_data) or ()

@@ -12,7 +12,6 @@ from relax_cli.config.held_out import EvalSection, section_of_set
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection
 from relax_cli.errors import MACHINE_THEME, ConfigError
-from relax_cli.models.hub import is_hub_model
 from relax_cli.models.packages import INSTALL, PREFIX
 from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, config_of, known_folder, read_config
 from relax_cli.preflight.inputs import PREPARE, RunInputs, is_of_quickstart
@@ -36,8 +35,7 @@ def model_missing(model: ModelSection) -> Found:
 def model_folder_missing(model: ModelSection) -> Found:
     """The folder of `--hf-checkpoint` does not exist."""
     name = model.hf_checkpoint
-    # What the hub says of such a name is a problem of its own.
-    if name and not name.startswith(PREFIX) and not is_hub_model(name) and not Path(name).is_dir():
+    if name and not name.startswith(PREFIX) and not Path(name).is_dir():
         known = known_folder(name)
         hub = (
             f"Qwen/{known.name} --local-dir {name}"
