@@ -166,6 +166,7 @@ class RoleBuilder:
 
         folder = self.spec.reference_folder or self.spec.model_folder
         model = LoadedModel("policy", folder, self._how_to_build())
+        model.model.requires_grad_(False)
         return ReferenceRole(model, self._context(queue))
 
     def _actor(self, queue: SampleQueue) -> Any:
