@@ -145,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `relax` and return its exit code."""
     # Here, because a library reads it when torch is imported: waiting OpenMP threads sleep instead of spinning.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")  # Bars of libraries belong neither on the screen nor in a log.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A terminal that cannot show a character shows a question mark.

@@ -37,6 +37,7 @@ from relax_cli.preflight.start import decide_run, schedule_of
 from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import TRAINED_FIELDS, drop_samples
 from relax_cli.tracking.live import StepDisplay
+from relax_cli.tracking.run_reader import read_run
 from relax_cli.tracking.trackers import Trackers
 from relax_cli.tracking.view import RunHeader
 from relax_cli.tracking.writers import MetricsWriter, write_config
@@ -86,6 +87,8 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *start_notes(checked)]:
             display.note(note)
         metrics = stack.enter_context(MetricsWriter(run_dir, first))
+        before = read_run(run_dir).metrics
+        display.remember(before)
         trackers = open_trackers(plugins, config, run_dir, first, display)
         closing_summary: dict[str, Any] = {}
         stack.callback(trackers.close, closing_summary)
@@ -120,6 +123,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             checkpoint_meta=checkpoint_meta(identity, checked, graph) | {"schedule": schedule_of(config)},
             recorded=metrics.last,
         )
+        trainer.health.remember(before)
         ended_by = run_trainer(trainer, run_dir, stop, checked)
         if ended_by is not None:
             display.note("ending the workers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from relax_cli.tracking.evaluations import evaluations_of
+from relax_cli.tracking.evaluations import Evaluation, evaluations_of
 from relax_cli.tracking.numbers import (
     PHASES,
     columns_of,
@@ -135,12 +135,24 @@ class StepDisplay:
             at = f"step {self._state.last['step']}: " if self._state.last else ""
             self._state.warnings.append(at + text)
 
+    def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """What a run that is resumed did before: sparklines and evaluations go on from there."""
+        with self._lock:
+            for record in records:
+                self._state.remember(record)
+                self._remember_evaluations(record)
+
+    def _remember_evaluations(self, record: Mapping[str, Any]) -> list[Evaluation]:
+        found = evaluations_of(record)
+        for evaluation in found:
+            self._state.evaluations.setdefault(evaluation.name, []).append(evaluation)
+        return found
+
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """Show what held-out sets gave after a step."""
         with self._lock:
-            for evaluation in evaluations_of(record):
+            for evaluation in self._remember_evaluations(record):
                 self._print(f"step {evaluation.step}: {evaluation.text}")
-                self._state.evaluations.setdefault(evaluation.name, []).append(evaluation)
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Show a finished step: `step` (from 1), metrics by name, `phase_seconds`; a dash for what is missing."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,6 +255,12 @@ class HealthWatch:
         self.history = History()
         self._symptoms = symptoms
         self._seen_at: dict[str, int] = {}
+
+    def remember(self, records: Iterable[Record]) -> None:
+        """The steps of a run before it was resumed: what was named then is not named again."""
+        for record in records:
+            if record.get("reward/mean") is not None:
+                self.observe(record["step"], record)
 
     def observe(self, step: int, metrics: Record) -> list[Warned]:
         """The symptoms that are new with this step."""

@@ -88,11 +88,15 @@ class RunState:
             self.started.append((self.activity, now - self.since))
         self.activity, self.phase, self.since = activity, phase, now
 
-    def observe(self, record: Mapping[str, Any], now: float) -> None:
-        """A finished step."""
+    def remember(self, record: Mapping[str, Any]) -> None:
+        """The metrics of a step; of an earlier one where the run is resumed."""
         for name, values in self.history.items():
             if record.get(name) is not None:
                 values.append(record[name])
+
+    def observe(self, record: Mapping[str, Any], now: float) -> None:
+        """A finished step."""
+        self.remember(record)
         phases: Mapping[str, float] = record.get("phase_seconds", {})
         self._phase_seconds.append(phases)
         for name in dict.fromkeys(name for step in self._phase_seconds for name in step):

@@ -127,6 +127,17 @@ def test_even_processes_and_descriptors_leave_stdout_alone(tmp_path: Path) -> No
     assert all(word in done.stderr for word in ("print", "descriptor", "child"))
 
 
+def test_libraries_draw_no_bars() -> None:
+    code = (
+        "from relax_cli.cli.app import main; main(['--version'])\n"
+        "from huggingface_hub.utils import are_progress_bars_disabled as off; from tqdm import tqdm\n"
+        "print(off(), list(tqdm(range(3))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[1:] == ["True [0, 1, 2]"]
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("fmt", ["json", "text"])
 def test_errors_reach_a_real_stdout(fmt: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "relax_cli", "train", "--rm-type", "exakt", "--format", fmt]

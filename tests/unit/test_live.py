@@ -272,6 +272,17 @@ def test_start_up_is_a_list_of_steps_with_their_times() -> None:
     assert "started in 16.3 s: starting Ray 6.2 s, loading the models 10.1 s" in shown(console).replace("\n", "")
 
 
+def test_a_resumed_run_shows_what_was_before() -> None:
+    console = terminal(120)
+    display = StepDisplay(console, 40, PPO)
+    display.remember([{"step": 0, "eval/held/reward/mean": 0.25}, *({**FULL, "step": s, "pg_loss": s} for s in (1, 2))])
+    display.show(FULL | {"step": 3, "pg_loss": 3.0})
+    text = "\n".join(picture(display, console))
+    assert "▁▅█" in text
+    assert "held-out set held, reward 0.250 after step 0" in text
+    assert "1/40" not in shown(console)
+
+
 def test_a_run_without_a_critic_shows_none() -> None:
     console = terminal(120)
     record = {name: value for name, value in FULL.items() if not name.startswith("value_")}

@@ -89,6 +89,7 @@ SEEN: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         {"train_rollout_logprob_diff__mean": 0.11}, 3, {"train_rollout_logprob_diff__mean": 0.1},
     ),
     "no-signal": ({"groups__no_signal_frac": 0.91}, 3, {"groups__no_signal_frac": 0.9}),
+    "dynamic-sampling-bound": ({"sampling__filled_frac": 0.1}, 3, {"sampling__filled_frac": 0.0}),
     "entropy-collapse": ({"entropy": 0.04, "reward__mean": 0.2}, 3, {"entropy": 0.04}),
     "grad-norm-spike": ({"critic__grad_norm": 11.0}, 1, {"critic__grad_norm": 9.0}),
     "steps-skipped": (
@@ -134,6 +135,13 @@ def test_a_symptom_that_went_away_is_named_again() -> None:
     rows = [well] * 10 + [spike, well] * 5 + [well] * 20 + [spike]
     named = [number for number, ids in enumerate(ids_of(rows), 1) if "grad-norm-spike" in ids]
     assert named == [11, 41]
+
+
+def test_a_resumed_run_knows_what_was_named_before() -> None:
+    rows = [metrics(1, truncated_frac=1.0) | {"step": step} for step in range(1, 7)]
+    watch = HealthWatch()
+    watch.remember([{"step": 0, "eval/held/reward/mean": 1.0}, *rows[:4]])
+    assert [watch.observe(row["step"], row) for row in rows[4:]] == [[], []]
 
 
 def test_a_run_that_is_well_gets_no_warning() -> None:
