@@ -75,20 +75,23 @@ def words_for(model: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+LARGER = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 16384}
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "more"),
     [
-        pytest.param({}, id="the quickstart's model"),
-        pytest.param(
-            {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 16384},
-            id="40 M parameters",
-        ),
+        pytest.param({}, (), id="the quickstart's model"),
+        pytest.param(LARGER, (), id="40 M parameters"),
+        pytest.param(LARGER, ("--lora-rank", "8", "--critic-lora-rank", "8"), id="adapters"),
     ],
 )
-def test_a_local_run_takes_its_planned_memory_within_a_fifth(tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_a_local_run_takes_its_planned_memory_within_a_fifth(
+    tmp_path: Path, sizes: dict[str, int], more: tuple[str, ...]
+) -> None:
     prepare(tmp_path / "quickstart", seed=1, steps=2)
     model = model_of(tmp_path / "model", **sizes) if sizes else tmp_path / "quickstart" / "model"
-    words = words_for(model, "--launcher", "local", "--num-rollout", "1")
+    words = words_for(model, "--launcher", "local", "--num-rollout", "1", *more)
     plan = planned(words, tmp_path)
     assert measured_peak(words, tmp_path) == pytest.approx(plan["peak_bytes"], rel=0.2), plan
 
