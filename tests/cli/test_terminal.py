@@ -212,3 +212,38 @@ def test_commands_name_the_program_as_it_was_typed(
         text.program.cache_clear()
     assert f"type `{shown} train --lr 1`, not relaxed training" in written.err
     assert written.out == f"Continue:\n  {shown} train --load a\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "on_path", "shown"),
+    [
+        ("{env}/relax", "{env}/pip", "pip"),
+        ("{env}/relax", "/usr/bin/pip", "{env}/pip"),
+        ("{env}/relax", None, "{env}/pip"),
+        ("/elsewhere/relax", "/usr/bin/pip", "pip"),
+        (str(Path(text.__file__).parent.parent / "__main__.py"), None, f"{sys.executable} -m pip"),
+    ],
+)
+def test_pip_is_that_of_the_environment_of_the_program(
+    typed: str,
+    on_path: str | None,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "pip").touch()
+    found = None if on_path is None else on_path.format(env=tmp_path)
+    monkeypatch.setattr(sys, "argv", [typed.format(env=tmp_path)])
+    monkeypatch.setattr(text.shutil, "which", lambda name: found if name == "pip" else None)
+    caches = (text.program.cache_clear, text.pip.cache_clear)
+    try:
+        for clear in caches:
+            clear()
+        Output().result(None, "pip install 'ray>=2', or /opt/bin/python -m pip install ray; pip is not pipx install")
+    finally:
+        for clear in caches:
+            clear()
+    written = capsys.readouterr().out
+    expected = shown.format(env=tmp_path)
+    assert written == f"{expected} install 'ray>=2', or /opt/bin/python -m pip install ray; pip is not pipx install\n"
