@@ -27,7 +27,8 @@ Later ones win: default < recipes, left to right < environment < `--set` < flags
 shows where each value came from.
 
 A later layer also ends what earlier ones say against it: `--custom-rm-path` replaces a recipe's `rm_type`,
-`--num-epoch` its `num_rollout`, `--micro-batch-size` its token budget (`relax_cli/config/replaced.py` has the list).
+`--num-epoch` its `num_rollout`, `--micro-batch-size` its token budget, `--advantage-estimator grpo` its options of PPO
+and the critic (`relax_cli/config/replaced.py` has the list).
 `null` unsets an option: `--set reward.rm_type=null`, `RELAX_SAVE=null`, or `--critic-lr null` for an option with one
 value.
 
