@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,8 +11,9 @@ from typing import Any, TypeVar
 
 import pluggy
 
+from relax_cli.config.names import nearest
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem, ProblemKind, RelaxError, RunError, problem_kind
+from relax_cli.errors import ConfigError, Problem, RelaxError, RunError, problem_kind
 from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.installed import Plugin, PluginRow
@@ -53,18 +53,17 @@ UNKNOWN_ESTIMATOR = problem_kind(
     option="--advantage-estimator",
 )
 UNKNOWN_PLUGIN = problem_kind("unknown-plugin", "Plugins", "No plugin of that name is installed.")
-DUPLICATE_ESTIMATOR = problem_kind(
-    "duplicate-estimator", "Plugins", "Two packages provide an estimator of one name; both are named."
-)
-DUPLICATE_REWARD = problem_kind(
-    "duplicate-reward", "Plugins", "Two packages provide a reward of one name; both are named."
-)
-DUPLICATE_ENV = problem_kind(
-    "duplicate-env", "Plugins", "Two packages provide an environment of one name; both are named."
-)
-DUPLICATE_TRACKER = problem_kind(
-    "duplicate-tracker", "Plugins", "Two packages provide a tracker of one name; both are named."
-)
+DUPLICATE = {
+    kind: problem_kind(
+        f"duplicate-{kind.__name__.lower()}", "Plugins", f"Two packages provide {what} of one name; both are named."
+    )
+    for kind, what in {
+        Estimator: "an estimator",
+        Reward: "a reward",
+        Env: "an environment",
+        Tracker: "a tracker",
+    }.items()
+}
 PLUGIN_FAILED = problem_kind(
     "plugin-failed", "Plugins", "A hook of a plugin raised an exception or returned something of the wrong type."
 )
@@ -84,7 +83,11 @@ def load_plugins() -> Plugins:
 
 
 class Plugins:
-    """The installed plugins of this process."""
+    """The installed plugins of this process.
+
+    What plugins provide is looked up by name; where two claim one name, that raises a ConfigError which names both
+    distributions.
+    """
 
     def __init__(self, entries: Iterable[EntryPoint]) -> None:
         self._plugins = sorted(map(_load, entries), key=lambda plugin: (plugin.row.name, plugin.row.distribution))
@@ -116,49 +119,31 @@ class Plugins:
         if matches:
             return matches
         names = [plugin.row.name for plugin in known]
-        near = difflib.get_close_matches(name, names, n=1)
+        near = nearest(name, names)
         raise ConfigError(
             UNKNOWN_PLUGIN(
                 f"no plugin {name!r} is installed",
                 got=name,
                 expected=f"one of {', '.join(names)}",
-                fix=f"use {near[0]}" if near else f"install the package that provides it, or relax plugins new {name}",
+                fix=f"use {near}" if near else f"install the package that provides it, or relax plugins new {name}",
             )
         )
 
     def estimators(self) -> dict[str, Estimator]:
-        """All estimators by name.
-
-        Raises:
-            ConfigError: two plugins claim one name; names both distributions.
-        """
-        return _by_name(((p, record) for p in self._plugins for record in p.estimators), DUPLICATE_ESTIMATOR)
+        """All estimators by name."""
+        return self._by_name(Estimator)
 
     def rewards(self) -> dict[str, Reward]:
-        """All rewards of plugins by name.
-
-        Raises:
-            ConfigError: two plugins claim one name; names both distributions.
-        """
-        return _by_name(((p, record) for p in self._plugins for record in p.rewards), DUPLICATE_REWARD)
+        """All rewards of plugins by name."""
+        return self._by_name(Reward)
 
     def envs(self) -> dict[str, Env]:
-        """All environments of plugins by name.
-
-        Raises:
-            ConfigError: two plugins claim one name; names both distributions.
-        """
-        return _by_name(((p, record) for p in self._plugins for record in p.envs), DUPLICATE_ENV)
+        """All environments of plugins by name."""
+        return self._by_name(Env)
 
     def trackers(self) -> dict[str, Tracker]:
-        """All trackers by name; one of a plugin replaces a built-in one of its name.
-
-        Raises:
-            ConfigError: two plugins claim one name; names both distributions.
-        """
-        return BUILTIN_TRACKERS | _by_name(
-            ((p, record) for p in self._plugins for record in p.trackers), DUPLICATE_TRACKER
-        )
+        """All trackers by name; one of a plugin replaces a built-in one of its name."""
+        return BUILTIN_TRACKERS | self._by_name(Tracker)
 
     def estimator(self, name: str, *, node: str | None = None) -> Estimator:
         """The estimator of that name; `node` names the machine in the error, where it is not the user's own.
@@ -176,9 +161,9 @@ class Plugins:
             message = f"the plugin {name!r} ({row.distribution} {row.version}) is broken{here}: {row.reason}{place}"
             fix = f"reinstall or update {row.distribution}; see `relax plugins list`"
         else:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = nearest(name, known)
             message = f"no installed plugin provides the estimator {name!r}{here}"
-            fix = f"--advantage-estimator {near[0]}" if near else "install the package that provides it"
+            fix = f"--advantage-estimator {near}" if near else "install the package that provides it"
         origins = sorted(f"{e.name} ({plugin.row.distribution})" for plugin in self._plugins for e in plugin.estimators)
         raise ConfigError(UNKNOWN_ESTIMATOR(message, got=name, expected=f"one of {', '.join(origins)}", fix=fix))
 
@@ -284,6 +269,25 @@ class Plugins:
     def _working(self) -> Iterator[tuple[Plugin, pluggy.HookRelay]]:
         return ((plugin, plugin.hook) for plugin in self._plugins if plugin.hook is not None)
 
+    def _by_name(self, kind: type[R]) -> dict[str, R]:
+        owners: dict[str, str] = {}
+        found: dict[str, R] = {}
+        for plugin in self._plugins:
+            for record in (record for record in plugin.records if isinstance(record, kind)):
+                name, owner = record.name, plugin.row.distribution
+                if name in found:
+                    what = kind.__name__.lower()
+                    raise ConfigError(
+                        DUPLICATE[kind](
+                            f"{owners[name]} and {owner} both provide the {what} {name!r}",
+                            got=f"{owners[name]}, {owner}",
+                            expected="one package",
+                            fix=f"uninstall one of them: pip uninstall {owner}",
+                        )
+                    )
+                owners[name], found[name] = owner, record
+        return found
+
     def _call_chosen(self, hook: str, kind: type[Any], config: Config, *, of: type[Any] = object, **more: Any) -> Any:
         """What the chosen estimator's plugin returns from a hook: None, or a `kind` (of `of`, if it is a list)."""
         estimator = self.estimator(config.algorithm.advantage_estimator)
@@ -339,13 +343,13 @@ def _unknown_hooks(entry: EntryPoint, manager: pluggy.PluginManager, module: Any
     for caller in manager.get_hookcallers(module) or []:
         if caller.has_spec() or all(implementation.optionalhook for implementation in caller.get_hookimpls()):
             continue
-        near = difflib.get_close_matches(caller.name, HOOKS, n=1)
+        near = nearest(caller.name, HOOKS)
         problems.append(
             UNKNOWN_HOOK(
                 f"plugin {entry.name!r} implements {caller.name!r}: no such hook",
                 got=caller.name,
                 expected=", ".join(HOOKS),
-                fix=f"rename it to {near[0]}" if near else "remove it, or update relax",
+                fix=f"rename it to {near}" if near else "remove it, or update relax",
             )
         )
     return tuple(problems)
@@ -367,24 +371,6 @@ def _failure(plugin: Plugin, hook: str, error: UserCodeError) -> Problem:
         expected="the hook returns",
         fix=f"update or remove {plugin.row.distribution}; RELAX_DEBUG=1 shows the traceback",
     )
-
-
-def _by_name(provided: Iterable[tuple[Plugin, R]], duplicate: ProblemKind) -> dict[str, R]:
-    owners: dict[str, str] = {}
-    records: dict[str, R] = {}
-    for plugin, record in provided:
-        name, owner = record.name, plugin.row.distribution
-        if name in records:
-            raise ConfigError(
-                duplicate(
-                    f"{owners[name]} and {owner} both provide the {duplicate.id.removeprefix('duplicate-')} {name!r}",
-                    got=f"{owners[name]}, {owner}",
-                    expected="one package",
-                    fix=f"uninstall one of them: pip uninstall {owner}",
-                )
-            )
-        owners[name], records[name] = owner, record
-    return records
 
 
 def _distribution(entry: EntryPoint) -> str:
