@@ -153,12 +153,7 @@ def _describe_estimator(estimator: Estimator) -> dict[str, Any]:
             {"flag": flag(name), "key": f"{section}.{name}", "default": default, "help": field.description or ""}
         )
     return {
-        "name": estimator.name,
-        "summary": estimator.summary,
-        "paper": estimator.paper,
-        "needs_critic": estimator.needs_critic,
-        "needs_groups": estimator.needs_groups,
-        "ratio_one_is_policy_gradient": estimator.ratio_one_is_policy_gradient,
+        **vars(estimator),
         "advantages": _location(estimator.advantages),
         "policy_loss": _location(estimator.policy_loss),
         "options": options,

@@ -166,14 +166,9 @@ def build_plan(
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """The JSON form: roles, placement, gpus, steps, memory."""
     return {
-        "roles": [
-            {"name": r.name, "summary": r.summary, "reads": list(r.reads), "writes": list(r.writes)} for r in plan.roles
-        ],
+        "roles": [_attributes(role, "name summary reads writes") for role in plan.roles],
         "placement": {
-            "launcher": plan.launcher,
-            "device": plan.device,
-            "bundles": plan.bundles,
-            "logical_cpus": plan.logical_cpus,
+            **_attributes(plan, "launcher device bundles logical_cpus"),
             "processes": {r.name: r.processes for r in plan.roles},
             "threads": {r.name: r.threads for r in plan.roles},
             "role_bundles": {r.name: list(r.bundles) for r in plan.roles},
@@ -184,15 +179,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "memory": {
             "parameters": plan.parameters,
             "per_process": [
-                {
-                    "role": m.role,
-                    "processes": m.ranks,
-                    "resident": m.resident,
-                    "working": m.working,
-                    "publishing": m.publishing,
-                    "host": m.host,
-                    "peak_bytes": m.peak_bytes,
-                }
+                {**_attributes(m, "role resident working publishing host peak_bytes"), "processes": m.ranks}
                 for m in plan.memory
             ],
             "phases": {"of": "one GPU" if plan.gpus else "all processes", "bytes": plan.phases},
@@ -207,6 +194,11 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "assumptions": list(plan.assumptions),
         },
     }
+
+
+def _attributes(record: object, names: str) -> dict[str, Any]:
+    values = ((name, getattr(record, name)) for name in names.split())
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
 
 def _parameters(config: Config, spec: ModelSpec, *, has_critic: bool) -> dict[str, int]:
