@@ -59,11 +59,13 @@ def program() -> str:
 @cache
 def pip() -> str:
     """What to type to install something next to this program."""
-    python, module, _ = program().partition(" -m ")
-    typed = Path(sys.argv[0]).with_name("pip")
-    if module or not typed.exists():
-        return f"{python} -m pip" if module else "pip"
-    return _shortest("pip", typed)
+    typed, module, _ = program().partition(" -m ")
+    tool, python = (Path(sys.argv[0]).with_name(name) for name in ("pip", "python"))
+    if not module and tool.exists():
+        return _shortest("pip", tool)
+    if not module and (typed == "relax" or not python.exists()):
+        return "pip"
+    return f"{typed if module else shlex.quote(str(python))} -m pip"
 
 
 def _shortest(name: str, path: Path) -> str:

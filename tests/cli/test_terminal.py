@@ -220,6 +220,7 @@ def test_commands_name_the_program_as_it_was_typed(
         ("{env}/relax", "{env}/pip", "pip"),
         ("{env}/relax", "/usr/bin/pip", "{env}/pip"),
         ("{env}/relax", None, "{env}/pip"),
+        ("{env}/without/relax", "/usr/bin/pip", "{env}/without/python -m pip"),
         ("/elsewhere/relax", "/usr/bin/pip", "pip"),
         (str(Path(text.__file__).parent.parent / "__main__.py"), None, f"{sys.executable} -m pip"),
     ],
@@ -232,7 +233,9 @@ def test_pip_is_that_of_the_environment_of_the_program(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "pip").touch()
+    (tmp_path / "without").mkdir()
+    for tool in ("pip", "python", "without/python"):
+        (tmp_path / tool).touch()
     found = None if on_path is None else on_path.format(env=tmp_path)
     monkeypatch.setattr(sys, "argv", [typed.format(env=tmp_path)])
     monkeypatch.setattr(text.shutil, "which", lambda name: found if name == "pip" else None)
