@@ -6,7 +6,8 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import pairwise
+from contextlib import suppress
+from itertools import pairwise, takewhile
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from typer.core import TyperCommand, TyperOption
 
 from relax_cli.cli.checked_text import show
 from relax_cli.cli.console import LAYERS_PANEL, Format, FormatOption, Output, output_of
-from relax_cli.cli.words import word_problems
+from relax_cli.cli.words import is_option, word_problems
 from relax_cli.config.layers import Layers
 from relax_cli.config.model import base_type, choices, flag, options_by_name, section_model
 from relax_cli.config.recipes import bundled_recipes
@@ -103,22 +104,13 @@ class ConfigCommand(TyperCommand):
 
 def join_pairs(args: Sequence[str]) -> list[str]:
     """`--eval-prompt-data NAME PATH` as `--eval-prompt-data NAME=PATH`; one word with `=` stays as it is."""
-    joined: list[str] = []
-    words = iter(args)
-    for word in words:
-        joined.append(word)
-        if word != PAIR_OPTION:
-            continue
-        name = next(words, None)
-        if name is None:
-            break
-        path = next(words, None) if "=" not in name else None
-        if path is None:
-            joined.append(name)
-        elif path.startswith("--"):
-            joined += [name, path]
-        else:
-            joined.append(f"{name}={path}")
+    joined, words = list[str](), list(args)
+    while words:
+        joined.append(words.pop(0))
+        is_pair = joined[-1] == PAIR_OPTION and len(words) > 1 and "=" not in words[0]
+        if is_pair and not words[1].startswith("--"):
+            joined.append("=".join(words[:2]))
+            del words[:2]
     return joined
 
 
@@ -128,57 +120,34 @@ def gather_server_options(args: Sequence[str], own: Collection[str]) -> list[str
     Args:
         own: the options of the command, which stay as they are.
     """
-    kept: list[str] = []
-    given: dict[str, Any] = {}
-    words = list(args)
+    kept, given, words = list[str](), dict[str, Any](), list(args)
+    json_text = ""
     while words:
-        name, equals, value = words[0].partition("=")
-        if name in own or not name.startswith(SERVER_PREFIX) or name == SERVER_PREFIX:
-            kept.append(words.pop(0))
-            continue
-        words.pop(0)
-        values = [value] if equals else []
-        while not equals and words and not _is_option(words[0]):
-            values.append(words.pop(0))
-        key = name.removeprefix(SERVER_PREFIX).replace("-", "_")
-        given[key] = True if not values else values[0] if len(values) == 1 else values
-    return _with_server_options(kept, given) if given else kept
-
-
-def _is_option(word: str) -> bool:
-    """Whether a word is an option, not a value like `-1`."""
-    return word.startswith("-") and not word[1:2].isdigit()
-
-
-def _with_server_options(words: list[str], given: dict[str, Any]) -> list[str]:
-    """The words with `--sglang-options` added, or added to where it is there and a JSON object."""
-    for i, word in enumerate(words):
-        name, equals, text = word.partition("=")
-        if name != SERVER_OPTIONS:
-            continue
-        last = i if equals else i + 1
-        text = text if equals or last == len(words) else words[last]
-        try:
-            before = json.loads(text)
-        except ValueError:
-            return words
-        if not isinstance(before, dict):
-            return words
-        return [*words[:i], SERVER_OPTIONS, json.dumps(before | given), *words[last + 1 :]]
-    return [*words, SERVER_OPTIONS, json.dumps(given)]
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name == SERVER_OPTIONS and (equals or words):
+            json_text = value if equals else words.pop(0)
+        elif name in own or not name.startswith(SERVER_PREFIX) or name == SERVER_PREFIX:
+            kept.append(word)
+        else:
+            values = [value] if equals else list(takewhile(lambda word: not is_option(word), words))
+            del words[: 0 if equals else len(values)]
+            key = name.removeprefix(SERVER_PREFIX).replace("-", "_")
+            given[key] = True if not values else values[0] if len(values) == 1 else values
+    if not given:
+        return list(args)
+    with suppress(ValueError):
+        before = json.loads(json_text or "{}")
+        # What is no JSON object is reported by the layers.
+        json_text = json.dumps(before | given) if isinstance(before, dict) else json_text
+    return [*kept, SERVER_OPTIONS, json_text]
 
 
 def option_parameters(model: type[Config]) -> list[inspect.Parameter]:
     """A keyword parameter per option of the model, `None` where the user gives nothing."""
-    return [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=_annotation(name, field, panel),
-        )
-        for panel, name, field in _fields(model)
-    ]
+    annotations = {name: _annotation(name, field, panel) for panel, name, field in _fields(model)}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, kind, default=None, annotation=a) for name, a in annotations.items()]
 
 
 def option_flags(model: type[Config]) -> list[str]:

@@ -40,9 +40,9 @@ def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iter
             given.setdefault(name, []).append(value if equals or not rest else rest.pop(0))
         elif name in takes_value:
             continue
-        elif _is_option(word):
+        elif is_option(word):
             yield unknown_option(name, takes_value)
-            if not equals and rest and not _is_option(rest[0]):
+            if not equals and rest and not is_option(rest[0]):
                 # Its value, most likely.
                 rest.pop(0)
         else:
@@ -59,7 +59,8 @@ def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iter
             )
 
 
-def _is_option(word: str) -> bool:
+def is_option(word: str) -> bool:
+    """Whether a word is an option, not a value like `-1`."""
     return word.startswith("-") and not word[1:2].isdigit()
 
 
