@@ -38,15 +38,9 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     """Command-line words: true is the bare flag, false and null leave the option out, other values follow it."""
     words: list[str] = []
     for name, value in options.items():
-        if value is None or value is False:
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if value is True:
-            continue
-        if isinstance(value, list | tuple):
-            words += [_word(item) for item in value]
-        else:
-            words.append(_word(value))
+        if value is not None and value is not False:
+            values = () if value is True else value if isinstance(value, list | tuple) else (value,)
+            words += [f"--{name.replace('_', '-')}", *map(_word, values)]
     return words
 
 
@@ -103,6 +97,4 @@ def _options_in(tree: ast.Module) -> Iterator[str]:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, bool | dict | list):
-        return json.dumps(value)
-    return str(value)
+    return json.dumps(value) if isinstance(value, bool | dict | list) else str(value)

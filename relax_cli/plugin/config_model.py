@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError, create_model
+from pydantic_core import ErrorDetails
 
 from relax_cli.config.model import flag, option_value, options_by_name
 from relax_cli.config.schema import Config, Section
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Estimator
 
@@ -44,7 +45,16 @@ def config_model(estimators: Iterable[Estimator]) -> type[Config]:
         if estimator.name in Config.model_fields:
             claims.append((estimator.name, "a core section"))
         if claims:
-            raise ConfigError([_claimed_twice(name, owner, estimator.name) for name, owner in claims])
+            raise ConfigError(
+                [
+                    CLAIMED_TWICE(
+                        f"option {name} is claimed by {owner} and by estimator {estimator.name}",
+                        fix="uninstall one of the two plugins, or rename the option in its option model",
+                        option=flag(name),
+                    )
+                    for name, owner in claims
+                ]
+            )
         owners.update(dict.fromkeys(own, f"estimator {estimator.name}"))
         fields: dict[str, Any] = {n: (f.annotation, f) for n, f in own.items()}
         section = create_model(f"{estimator.name.title()}Section", __base__=Section, **fields)
@@ -66,7 +76,13 @@ def estimator_options(config: Config, estimator: Estimator) -> Section:
     try:
         return estimator.options(**values)
     except ValidationError as error:
-        raise ConfigError([_option_refused(estimator.name, dict(e)) for e in error.errors()]) from error
+        problems = []
+        for item in error.errors():
+            option = flag(str(item["loc"][0])) if item["loc"] else ""
+            message = f"estimator {estimator.name} refuses its options: {_reason(item)}"
+            fix = f"change {option}" if option else f"see the options of {estimator.name} in `relax train --help`"
+            problems.append(OPTION_REFUSED(message, fix=fix, option=option))
+        raise ConfigError(problems) from error
 
 
 def rebuild_config(dump: Mapping[str, Any]) -> Config:
@@ -78,29 +94,11 @@ def rebuild_config(dump: Mapping[str, Any]) -> Config:
     try:
         return config_model(load_plugins().estimators().values()).model_validate(dump)
     except ValidationError as error:
-        raise ConfigError([_not_rebuilt(dict(e)) for e in error.errors()]) from error
+        fix = "install the same relax-cli and plugins here; `relax plugins list` shows what is found"
+        places = [(".".join(map(str, item["loc"])), _reason(item)) for item in error.errors()]
+        what = "this process cannot rebuild the configuration"
+        raise ConfigError([NOT_REBUILT(f"{what} at {path}: {reason}", fix=fix) for path, reason in places]) from error
 
 
-def _claimed_twice(name: str, owner: str, estimator: str) -> Problem:
-    return CLAIMED_TWICE(
-        f"option {name} is claimed by {owner} and by estimator {estimator}",
-        fix="uninstall one of the two plugins, or rename the option in its option model",
-        option=flag(name),
-    )
-
-
-def _option_refused(estimator: str, error: dict[str, Any]) -> Problem:
-    names = [str(part) for part in error["loc"]]
-    return OPTION_REFUSED(
-        f"estimator {estimator} refuses its options: {error['msg'].removeprefix('Value error, ')}",
-        fix=f"change {flag(names[0])}" if names else f"see the options of {estimator} in `relax train --help`",
-        option=flag(names[0]) if names else "",
-    )
-
-
-def _not_rebuilt(error: dict[str, Any]) -> Problem:
-    path = ".".join(str(part) for part in error["loc"])
-    return NOT_REBUILT(
-        f"this process cannot rebuild the configuration at {path}: {error['msg'].removeprefix('Value error, ')}",
-        fix="install the same relax-cli and plugins here; `relax plugins list` shows what is found",
-    )
+def _reason(error: ErrorDetails) -> str:
+    return error["msg"].removeprefix("Value error, ")
