@@ -79,6 +79,8 @@ PAIRS: list[tuple[dict[str, Any], str, Any, dict[str, Any]]] = [
     ({"rollout_external": True}, "rollout_engine", "embedded", {"rollout_external": False}),
     ({"rollout_engine": "embedded"}, "rollout_external", True, {"rollout_engine": "auto"}),
     ({"overlap_updates": True}, "device", "cuda", {"overlap_updates": False}),
+    ({"overlong_penalty": 0.5, "overlong_buffer_len": 4}, "overlong_penalty", 0.0, {"overlong_buffer_len": None}),
+    ({"reward_on_error": "zero"}, "env", "e.py:Env", {"reward_on_error": "stop"}),
     ({"optimizer_cpu_offload": True}, "device", "cpu", {"optimizer_cpu_offload": False}),
     ({"ray_num_cpus": 8, "queue_timeout": 9.0}, "launcher", "local", {"ray_num_cpus": None, "queue_timeout": 120.0}),
     ({"apply_chat_template": True, "system_prompt": "s", "chat_template_kwargs": {"a": 1}}, "apply_chat_template",

@@ -83,6 +83,7 @@ MORE: list[tuple[str, Flags]] = [
 NOT_AN_EDIT = {
     "model-missing": "which model is the user's to say",
     "model-folder-missing": "which model is the user's to say",
+    "reward-weights": "weights are the user's to say",
     "env-unknown": "which environment is the user's to say",
     "chat-template-kwargs-reserved": "one key of an object goes",
     "eval-sampling": "one word of a list is to be corrected",

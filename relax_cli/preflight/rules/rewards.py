@@ -146,4 +146,5 @@ def overlong_penalty_buffer(reward: RewardSection, rollout: RolloutSection) -> F
 def mask_truncated_bootstrap(algorithm: AlgorithmSection) -> Found:
     """`--mask-truncated` leaves truncated responses out, `--bootstrap-truncated` trains on them."""
     if algorithm.mask_truncated and algorithm.bootstrap_truncated:
-        yield Finding("truncated responses are both left out and bootstrapped", "drop one of the two options")
+        fix = "drop --mask-truncated, or drop --bootstrap-truncated"
+        yield Finding("truncated responses are both left out and bootstrapped", fix)
