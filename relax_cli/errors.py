@@ -138,8 +138,8 @@ class RelaxError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("; ".join(p.message for p in self.problems))
 
-    def __reduce__(self) -> tuple[type[RelaxError], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)
+    def __reduce__(self) -> tuple[type[RelaxError], tuple[tuple[Problem, ...]], dict[str, object]]:
+        return type(self), (self.problems,), self.__dict__
 
 
 class RunError(RelaxError, RuntimeError):

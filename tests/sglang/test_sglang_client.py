@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from relax_cli.backends.rollout.sglang.client import (
+    SGLANG_REQUEST,
     CancelledFault,
     ConnectionFault,
     DeadlineFault,
@@ -131,10 +132,10 @@ def test_the_words_of_an_error_are_found_in_every_shape(content: object, detail:
 
 
 def test_errors_survive_pickling_between_processes() -> None:
-    error = StatusFault("a:1", "/x", "answered 400", got="bad")
-    error.status, error.detail = 400, "bad"
+    error = StatusFault(SGLANG_REQUEST("answered 400", fix="look", got="bad"))
+    error.status = 400
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy, StatusFault)
     assert isinstance(copy, SglangError)
-    assert (copy.status, copy.detail, copy.address, copy.path) == (400, "bad", "a:1", "/x")
+    assert (copy.status, copy.got) == (400, "bad")
     assert copy.problems == error.problems

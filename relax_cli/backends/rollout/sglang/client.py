@@ -12,7 +12,7 @@ import select
 import time
 from collections.abc import Callable
 from socket import socket
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from relax_cli.errors import RunError, problem_kind
 
@@ -33,19 +33,10 @@ LOOK = "look into the server's log"
 class SglangError(RunError):
     """A request to a server failed; which subclass says how."""
 
-    def __init__(self, address: str, path: str, what: str, *, got: str = "", fix: str = LOOK) -> None:
-        self.address, self.path, self.what, self.got, self.fix = address, path, what, got, fix
-        super().__init__(
-            SGLANG_REQUEST(
-                f"SGLang server {address}: {path} {what}",
-                fix=fix,
-                where=f"http://{address}{path}",
-                got=got,
-            )
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), self.address, self.path, self.what, self.got, self.fix, dict(self.__dict__))
+    @property
+    def got(self) -> str:
+        """What came instead of a reply, in the server's own words."""
+        return self.problems[0].got
 
 
 class ConnectionFault(SglangError):
@@ -68,8 +59,9 @@ class StatusFault(SglangError):
     """The server answered with an HTTP status of 400 or above."""
 
     status: int
-    detail: str
-    """The server's own words."""
+
+
+Fault = TypeVar("Fault", bound=SglangError)
 
 
 class SglangClient:
@@ -122,7 +114,7 @@ class SglangClient:
             # http.client forgets the socket of a connection that closes after the reply.
             link = connection.sock
             if not _wait(link, deadline, cancelled):
-                raise CancelledFault(self.address, path, "was given up before it answered")
+                raise self._fault(CancelledFault, path, "was given up before it answered")
             link.settimeout(_left(deadline))
             reply = connection.getresponse()
             if reply.length is None and not reply.chunked:
@@ -136,9 +128,10 @@ class SglangClient:
                 raise http.client.IncompleteRead(b"", reply.length)
         except TimeoutError:
             fix = f"raise --rollout-request-timeout, or {LOOK}" if path == "/generate" else LOOK
-            raise DeadlineFault(self.address, path, f"did not answer within {timeout:g} s", fix=fix) from None
+            raise self._fault(DeadlineFault, path, f"did not answer within {timeout:g} s", fix=fix) from None
         except (OSError, http.client.HTTPException) as fault:
-            raise ConnectionFault(self.address, path, "broke the connection", got=_words(fault)) from fault
+            words = f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__
+            raise self._fault(ConnectionFault, path, "broke the connection", words) from fault
         finally:
             connection.close()
         return self._read(path, reply, b"".join(parts))
@@ -149,13 +142,16 @@ class SglangClient:
             try:
                 content = json.loads(data)
             except ValueError as fault:
-                raise ReplyFault(self.address, path, "answered with broken JSON", got=content[:200]) from fault
+                raise self._fault(ReplyFault, path, "answered with broken JSON", content[:200]) from fault
         if reply.status >= 400:
-            detail = error_detail(content)
-            error = StatusFault(self.address, path, f"answered {reply.status}", got=detail)
-            error.status, error.detail = reply.status, detail
+            error = self._fault(StatusFault, path, f"answered {reply.status}", error_detail(content))
+            error.status = reply.status
             raise error
         return content
+
+    def _fault(self, kind: type[Fault], path: str, what: str, got: str = "", fix: str = LOOK) -> Fault:
+        where = f"http://{self.address}{path}"
+        return kind(SGLANG_REQUEST(f"SGLang server {self.address}: {path} {what}", fix=fix, where=where, got=got))
 
 
 def error_detail(content: Any) -> str:
@@ -181,14 +177,3 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
-
-
-def _words(fault: BaseException) -> str:
-    return f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__
-
-
-def _restore(kind: type[SglangError], *parts: Any) -> SglangError:
-    address, path, what, got, fix, state = parts
-    error = kind(address, path, what, got=got, fix=fix)
-    error.__dict__.update(state)
-    return error

@@ -9,7 +9,7 @@ import contextlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ LEAVING_SECONDS = 30.0
 """Deadline of what is said to servers after a failure."""
 
 
-class Transport(Protocol):
-    """One way for some of the servers. A failure leaves it to `abandon`."""
+class Transport:
+    """One way for some of the servers; a step that it does not need does nothing."""
 
     def open(self, version: int) -> None:
         """Prepare for the weights `version`."""
@@ -61,10 +61,11 @@ class Transport(Protocol):
         """The model is complete."""
 
     def abandon(self) -> None:
-        """The update failed; raises nothing and waits for nothing long."""
+        """The update failed, wherever; raises nothing and waits for nothing long."""
+        self.release()
 
 
-class TensorTransport:
+class TensorTransport(Transport):
     """Handles of memory that servers on this node map: of the GPU they share with a rank, or of /dev/shm."""
 
     def __init__(
@@ -85,9 +86,6 @@ class TensorTransport:
         self.clients = clients
         self.timeout = timeout
         self._held: Tensor | None = None
-
-    def open(self, version: int) -> None:
-        """See `Transport`; nothing to prepare."""
 
     def pack(self, bucket: Bucket) -> dict[tuple[str, int], str]:
         """This rank's payloads by server and server rank; each payload can be read once."""
@@ -127,15 +125,8 @@ class TensorTransport:
             # Memory that other processes mapped comes back only on request.
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
-    def close(self) -> None:
-        """See `Transport`."""
 
-    def abandon(self) -> None:
-        """See `Transport`."""
-        self.release()
-
-
-class DistributedTransport:
+class DistributedTransport(Transport):
     """Broadcasts from rank 0 to all ranks of all servers, in a group that lives as long as one update."""
 
     def __init__(
@@ -174,9 +165,6 @@ class DistributedTransport:
         meet = partial(UpdateGroup, self._name, address, port, ranks, self.device.backend, self.timeout)
         self._group = self._together(meet, joins)
 
-    def pack(self, bucket: Bucket) -> None:
-        """See `Transport`; nothing to tell."""
-
     def deliver(self, bucket: Bucket, packs: Sequence[Any], marks: Mapping[str, Any]) -> None:
         """See `Transport`: servers answer when they have received, so requests and broadcasts run at the same time."""
         if self._group is None:
@@ -191,9 +179,6 @@ class DistributedTransport:
         }
         asked = [self._request(target, "/update_weights_from_distributed", expected) for target in self.targets]
         self._together(partial(self._group.broadcast, tensors), asked)
-
-    def release(self) -> None:
-        """See `Transport`."""
 
     def close(self) -> None:
         """See `Transport`: both sides leave the group."""

@@ -101,6 +101,8 @@ class WeightSender:
             RunError: a server cannot be reached by the requested transport.
         """
         self.targets = tuple(targets)
+        self._mine = self.targets if ranks.rank == 0 else ()
+        """Those that this rank speaks to."""
         self.ranks = ranks
         self.options = options
         self._clients = {target.address: SglangClient(target.address) for target in targets}
@@ -151,10 +153,11 @@ class WeightSender:
         folder = self.options.folder / f"v{version}"
         try:
             self._agreed(version, "writing", partial(self._write, buckets(), folder))
-            fields = {"model_path": str(folder), "load_format": "auto", "flush_cache": True}
-            marks = {"weight_version": str(version)}
-            post = partial(self._tell_all, "/update_weights_from_disk", {**fields, **marks}, self.options.timeout)
-            self._agreed(version, f"loading {folder} (the server has to see this folder)", post)
+            self._agreed(
+                version,
+                f"loading {folder} (the server has to see this folder)",
+                partial(self._read_folder, folder, version),
+            )
         finally:
             self._remove_folder()
 
@@ -168,7 +171,13 @@ class WeightSender:
         except (OSError, SafetensorError) as error:
             raise _disk_failed(folder, error) from error
         finally:
-            _take_part(buckets)
+            for _ in buckets:
+                pass  # Gather what is left of the weights: the other ranks wait for this one.
+
+    def _read_folder(self, folder: Path, version: int) -> None:
+        """Have every server load a model folder."""
+        body = {"model_path": str(folder), "load_format": "auto", "flush_cache": True, "weight_version": str(version)}
+        fail_fast([partial(self._tell, target, "/update_weights_from_disk", body) for target in self._mine])
 
     def _remove_folder(self) -> None:
         if self.ranks.rank == 0:
@@ -182,7 +191,7 @@ class WeightSender:
             yield bucket
 
     def _compare_names(self, ours: frozenset[str]) -> None:
-        for target in self.targets if self.ranks.rank == 0 else ():
+        for target in self._mine:
             expected, where = names_of(self._client(target), self.options.template)
             unknown, missing = sorted(ours - expected), sorted(expected - ours)
             if expected and (unknown or missing):
@@ -198,7 +207,7 @@ class WeightSender:
 
     def _begin(self) -> None:
         """Open a session on every server; one that does not know of sessions goes without."""
-        for target in self.targets if self.ranks.rank == 0 else ():
+        for target in self._mine:
             try:
                 self._tell(target, "/begin_weight_update")
             except StatusFault as fault:
@@ -227,17 +236,11 @@ class WeightSender:
                 self._client(target).request("POST", "/end_weight_update", {}, timeout=LEAVING_SECONDS)
 
     def _check_version(self, version: int) -> None:
-        for target in self.targets if self.ranks.rank == 0 else ():
+        for target in self._mine:
             check_served(self._client(target), version)
 
-    def _tell(self, target: WeightTarget, path: str) -> None:
-        self._client(target).request("POST", path, {}, timeout=self.options.timeout)
-
-    def _tell_all(self, path: str, payload: Mapping[str, Any], timeout: float) -> None:
-        if self.ranks.rank == 0:
-            fail_fast(
-                [partial(c.request, "POST", path, dict(payload), timeout=timeout) for c in self._clients.values()]
-            )
+    def _tell(self, target: WeightTarget, path: str, body: Mapping[str, Any] | None = None) -> None:
+        self._client(target).request("POST", path, dict(body or {}), timeout=self.options.timeout)
 
     def _client(self, target: WeightTarget) -> SglangClient:
         return self._clients[target.address]
@@ -308,12 +311,6 @@ def choose_transport(
 def sharing_ranks(target: WeightTarget, actor_ranks: int) -> list[int]:
     """The actor rank that shares memory with each rank of a server; on a CPU any rank of the node does."""
     return [((target.first_rank or 0) + i) % actor_ranks for i in range(target.ranks)]
-
-
-def _take_part(buckets: Iterator[Bucket]) -> None:
-    """Gather what is left of the weights: the other ranks wait for this one."""
-    for _ in buckets:
-        pass
 
 
 def _with_place(error: RelaxError, version: int, doing: str) -> RunError:
