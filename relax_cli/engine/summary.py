@@ -64,7 +64,7 @@ def closing_lines(run: FinishedRun) -> list[str]:
         if config.critic.critic_save:
             lines.append(f"          and {config.critic.critic_save}")
     if report.best is not None:
-        lines.append(f"Best      {report.best}")
+        lines.append(f"Best      iteration {report.best.iteration} by {report.best.metric} ({report.best.value:.6g})")
     lines += ["", *next_lines(run)]
     return lines
 
@@ -105,9 +105,9 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
 def sampling_text(config: Config, evaluation: Evaluation) -> str:
     """How many samples, and how they were drawn."""
     sampling = sampling_of_set(config.eval, evaluation.name, config.rollout)
-    how = "greedy" if sampling.rollout_top_k == 1 else f"at temperature {sampling.rollout_temperature:g}"
+    how = ", greedy" if sampling.rollout_top_k == 1 else f" at temperature {sampling.rollout_temperature:g}"
     interval = evaluation.metrics.get("reward/ci95")
-    return f"{evaluation.metrics['samples']} samples {how}" + (f", 95 % interval ±{interval:.3f}" if interval else "")
+    return f"{evaluation.metrics['samples']} samples{how}" + (f", 95 % interval ±{interval:.3f}" if interval else "")
 
 
 def passed_lines(before: Evaluation, after: Evaluation) -> list[str]:

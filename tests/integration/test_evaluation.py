@@ -1,8 +1,9 @@
-"""Held-out evaluations of a run: in its files, on the screen, in the summary; also when it is resumed."""
+"""Held-out evaluations of a run: in its files and its summary; resumed, killed, and without a trainer."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 from relax_cli.checkpoint import layout
 from relax_cli.quickstart.task import prepare
-from relax_cli.tracking.evaluations import read_evaluations, read_samples
-from tests.support.fault_runs import Folders, Zygote, arguments
+from relax_cli.tracking.evaluations import Evaluation, read_evaluations, read_samples
+from tests.support.cli_runs import read_metrics
+from tests.support.fault_runs import Ended, Folders, Zygote, arguments
 
 pytestmark = pytest.mark.timeout(300)
+KEPT = "eval/one/reward/mean"
 
 
 @pytest.fixture(scope="module")
@@ -35,64 +38,92 @@ def zygote() -> Any:
     zygote.close()
 
 
-def options(task: Path) -> list[str]:
+@dataclass(frozen=True)
+class Straight:
+    """A run that nothing happened to."""
+
+    folders: Folders
+    ended: Ended
+    summary: dict[str, Any]
+    found: list[Evaluation]
+
+
+@pytest.fixture(scope="module")
+def straight(zygote: Zygote, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    folders = Folders(tmp_path_factory.mktemp("straight"))
+    ended = zygote.run(folders.root, command(task, folders))
+    assert ended.code == 0, ended.err
+    return Straight(folders, ended, json.loads(ended.out), read_evaluations(folders.run))
+
+
+def command(task: Path, folders: Folders, rollouts: int = 3) -> list[str]:
     sets = [word for name in ("one", "two") for word in ("--eval-prompt-data", f"{name}={task}/data/{name}.jsonl")]
-    sampling = ["--eval-sampling", "two:temperature=0,n=2"]
-    best = ["--keep-best", "eval/one/reward/mean", "--keep-checkpoints", "1"]
-    return [*sets, *sampling, *best, "--eval-interval", "2", "--lr", "1e-3", "--format", "json"]
+    own = ["--eval-sampling", "two:temperature=0,n=2", "--eval-interval", "2", "--lr", "1e-3"]
+    best = ["--keep-best", KEPT, "--keep-checkpoints", "1", "--set", "optimizer.lr_decay_style=constant"]
+    return [*arguments(task, folders), *sets, *own, *best, "--format", "json", "--num-rollout", str(rollouts)]
 
 
-def without_clock(evaluations: list[Any]) -> list[Any]:
+def without_clock(evaluations: list[Evaluation]) -> list[Any]:
     return [(e.step, e.name, {k: v for k, v in e.metrics.items() if k != "seconds"}) for e in evaluations]
 
 
-def test_every_evaluation_is_in_every_file_and_summary(zygote: Zygote, task: Path, tmp_path: Path) -> None:
-    straight, split = Folders(tmp_path / "straight"), Folders(tmp_path / "split")
-    ended = zygote.run(straight.root, [*arguments(task, straight), *options(task), "--num-rollout", "3"])
-    assert ended.code == 0, ended.err
-    records = [json.loads(line) for line in (straight.run / "metrics.jsonl").read_text().splitlines()]
+def test_an_evaluation_is_in_every_file_and_summary(straight: Straight) -> None:
+    records = [json.loads(line) for line in (straight.folders.run / "metrics.jsonl").read_text().splitlines()]
     has_evaluation = [(r["step"], sorted({k.split("/")[1] for k in r if k.startswith("eval/")})) for r in records]
     assert has_evaluation == [(0, ["one", "two"]), (1, []), (2, ["one", "two"]), (3, ["one", "two"])]
-
-    found = read_evaluations(straight.run)
-    for evaluation in found:
-        rows = read_samples(straight.run, evaluation)
+    for evaluation in straight.found:
+        rows = read_samples(straight.folders.run, evaluation)
         assert len(rows) == evaluation.metrics["samples"] == {"one": 40, "two": 20}[evaluation.name]
         assert sum(row["reward"] for row in rows) / len(rows) == evaluation.metrics["reward/mean"]
         if evaluation.name == "two":
             responses = [row["response"] for row in rows]
             assert responses[::2] == responses[1::2], "greedy"
             assert evaluation.metrics["pass@2"] == evaluation.metrics["majority@2"] == evaluation.metrics["pass@1"]
-        assert f"step {evaluation.step}: held-out set {evaluation.name}, reward " in ended.err
-    summary = json.loads(ended.out)
-    assert [(e["step"], e["name"], e["reward/mean"]) for e in summary["evaluations"]] == [
-        (e.step, e.name, e.metrics["reward/mean"]) for e in found
-    ]
-    assert (summary["eval_before"], summary["eval_after"]) == (
-        found[0].metrics["reward/mean"],
-        found[4].metrics["reward/mean"],
-    )
+        assert f"step {evaluation.step}: held-out set {evaluation.name}, reward " in straight.ended.err
+    assert straight.summary["evaluations"] == [e.dict() for e in straight.found]
+    first, last = straight.found[0].metrics["reward/mean"], straight.found[4].metrics["reward/mean"]
+    assert (straight.summary["eval_before"], straight.summary["eval_after"]) == (first, last)
 
-    # The pair with the highest value stays besides the newest.
-    value, _, step = max((e.metrics["reward/mean"], -e.step, e.step) for e in found if e.name == "one" and e.step)
-    assert summary["best"] == {"metric": "eval/one/reward/mean", "value": value, "iteration": step}
-    for role in (straight.actor, straight.critic):
-        assert layout.list_iterations(role) == sorted({step, 3})
-        assert layout.read_best(role) == layout.Best("eval/one/reward/mean", value, step)
 
-    # Without a trainer the same samples and numbers come out, to the bit.
-    alone = tmp_path / "alone"
-    words = ["--recipe", str(straight.run / "config.json"), "--load", str(straight.actor), "--run-dir", str(alone)]
+def test_the_best_pair_stays_besides_the_newest(straight: Straight) -> None:
+    values = [(e.metrics["reward/mean"], -e.step, e.step) for e in straight.found if e.name == "one" and e.step]
+    value, _, step = max(values)
+    assert straight.summary["best"] == {"metric": KEPT, "value": value, "iteration": step}
+    for folder in (straight.folders.actor, straight.folders.critic):
+        assert layout.list_iterations(folder) == sorted({step, 3})
+        assert layout.read_best(folder) == layout.Best(KEPT, value, step)
+
+
+def test_without_a_trainer_the_numbers_are_the_same(zygote: Zygote, straight: Straight, tmp_path: Path) -> None:
+    folders, last = straight.folders, straight.found[4:]
+    words = ["--recipe", str(folders.run / "config.json"), "--load", str(folders.actor), "--run-dir", str(tmp_path)]
     ended = zygote.run(tmp_path / "eval", ["eval", *words, "--format", "json"])
     assert ended.code == 0, ended.err
-    assert without_clock(read_evaluations(alone)) == without_clock(found[4:])
-    assert [read_samples(alone, e) for e in found[4:]] == [read_samples(straight.run, e) for e in found[4:]]
-    assert json.loads(ended.out)["evaluations"] == [e.dict() for e in read_evaluations(alone)]
+    alone = read_evaluations(tmp_path)
+    assert without_clock(alone) == without_clock(last)
+    assert [read_samples(tmp_path, e) for e in last] == [read_samples(folders.run, e) for e in last]
+    assert json.loads(ended.out)["evaluations"] == [e.dict() for e in alone]
 
-    # Cut at a step that was not evaluated, the run does not evaluate it when it is resumed.
-    for rollouts in ("1", "3"):
-        constant = ["--set", "optimizer.lr_decay_style=constant"]
-        ended = zygote.run(split.root, [*arguments(task, split), *options(task), *constant, "--num-rollout", rollouts])
+
+def test_a_resumed_run_evaluates_what_is_due(zygote: Zygote, task: Path, straight: Straight, tmp_path: Path) -> None:
+    folders = Folders(tmp_path)
+    for rollouts in (1, 3):
+        ended = zygote.run(folders.root, command(task, folders, rollouts))
         assert ended.code == 0, ended.err
-    cut = without_clock(read_evaluations(split.run))
-    assert [e for e in cut if e[0] != 1] == without_clock(found), "the last step of the shorter run was evaluated"
+    cut = without_clock(read_evaluations(folders.run))
+    assert [e for e in cut if e[0] != 1] == without_clock(straight.found), "step 1 was the last of the shorter run"
+
+
+@pytest.mark.parametrize("where", ["run/.metrics.jsonl.tmp", "best_checkpoint"])
+def test_a_run_killed_while_it_evaluates_repeats_it(
+    zygote: Zygote, task: Path, straight: Straight, tmp_path: Path, where: str
+) -> None:
+    folders = Folders(tmp_path)
+    killed = zygote.run(folders.root, command(task, folders), fault=("kill", where, 1))
+    assert killed.code == -9, killed.err
+    assert layout.read_tracker(folders.actor) == layout.Tracker(2), "the step counts before it is evaluated"
+    ended = zygote.run(folders.root, command(task, folders))
+    assert ended.code == 0, ended.err
+    assert read_metrics(folders.root) == read_metrics(straight.folders.root)
+    assert json.loads(ended.out)["best"] == straight.summary["best"]
+    assert layout.list_iterations(folders.critic) == layout.list_iterations(straight.folders.critic)
