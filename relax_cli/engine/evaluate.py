@@ -80,6 +80,7 @@ def deployed(
     plugins: Plugins, config: Config, model: Path, run_dir: Path, status: Callable[[str], None]
 ) -> Iterator[RolloutRole]:
     """The rollout role in this process, awake."""
+    from relax_cli.backends.rollout.sglang.engine import SglangEngine
     from relax_cli.engine.transfer import LocalQueue
 
     graph = plugins.service_graph(config)
@@ -87,6 +88,8 @@ def deployed(
     (spec,) = worker_specs(LaunchPlan(config, graph, model, run_dir, None, None, status), "rollout")
     rollout: RolloutRole = RoleBuilder(spec).build(LocalQueue(graph))
     try:
+        if isinstance(rollout.engine, SglangEngine):
+            rollout.engine.use_loaded()
         rollout.wake()
         yield rollout
     finally:

@@ -27,15 +27,22 @@ from relax_cli.preflight.rules import RuleContext, run_rules
 from relax_cli.preflight.rules.batches import THEME
 
 SECTIONS = (ModelSection, DataSection, RolloutSection, SglangSection, RewardSection, EpisodeSection, EvalSection)
-OF_TRAINING = frozenset({"prompt_data", "shuffle", "eval_interval", "ref_load"})
+OF_TRAINING = frozenset(
+    {"prompt_data", "shuffle", "eval_interval", "ref_load", "rollout_external", "rollout_external_engine_addrs"}
+)
 """Options of these sections that only a run has."""
 OPTIONS = frozenset(
     {*(name for section in SECTIONS for name in section.model_fields), "load", "run_dir", "device", "threads_per_rank"}
     - OF_TRAINING
 )
 """What an evaluation reads."""
-OWN = ("data.prompt_data=[]", "parallel.resource={actor: [1, 1], rollout: [1, 1]}")
-"""A recipe's training prompts are not read, and one process generates."""
+OWN = (
+    "data.prompt_data=[]",
+    "parallel.resource={actor: [1, 1], rollout: [1, 1]}",
+    "sglang.rollout_external=false",
+    "sglang.rollout_external_engine_addrs=[]",
+)
+"""A recipe's training prompts are not read, and one process generates: a running server has other weights."""
 NO_SETS = problem_kind(
     "eval-without-data", THEME, "`relax eval` needs a set of prompts, of its own or of a recipe.", option="--data"
 )

@@ -12,7 +12,11 @@ import psutil
 import pytest
 
 from relax_cli.config import sglang_options
+from relax_cli.config.layers import Layers
+from relax_cli.engine.evaluate import evaluate
 from relax_cli.errors import RunError
+from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.check_eval import check_evaluation
 from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import Finished, train
 from tests.support.sglang.fake_package import write_package
@@ -99,6 +103,17 @@ def test_a_run_that_starts_its_server_equals_the_embedded_run(
     assert "POST /flush_cache" in log
     assert "AssertionError" not in log
     assert not [p for p in psutil.Process().children(recursive=True) if "launch_server" in " ".join(p.cmdline())]
+
+
+def test_an_evaluation_without_a_trainer_starts_a_server(task: Path, tmp_path: Path, package: None) -> None:
+    plugins, found = load_plugins(), {}
+    for name in ("embedded", "sglang"):
+        words = [f"rollout.rollout_engine={name}", "eval.eval_temperature=0", f"run.run_dir={tmp_path / name}"]
+        layers = Layers(["tiny-ppo-cpu"], {"TINY_DIR": str(task)}, [*words, "parallel.device=cpu"])
+        checked = check_evaluation(plugins, layers).require_valid()
+        evaluate(plugins, checked, None, lambda _: None)
+        found[name] = (tmp_path / name / "metrics.jsonl").read_text().partition("eval/")[2]
+    assert found["sglang"] == found["embedded"]
 
 
 def test_a_crashed_server_restarts_with_the_newest_weights(

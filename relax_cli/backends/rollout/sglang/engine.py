@@ -91,6 +91,10 @@ class _Batch:
     """Aborted requests by server."""
 
 
+AS_LOADED = "default"
+"""What a server calls the weights of its model folder."""
+
+
 class SglangEngine:
     """See `ServerEngine`. Weights are sent to the servers by the actor, not through this engine."""
 
@@ -117,6 +121,7 @@ class SglangEngine:
         self.servers = tuple(servers)
         self.options = options
         self.weight_version = 0
+        self._served = "0"
         self._vocab_size = vocab_size
         self._max_positions = max_positions
         self._max_prompt = max_positions if max_prompt is None else max_prompt
@@ -166,6 +171,11 @@ class SglangEngine:
         for client in self.clients:
             check_served(client, version)
         self.weight_version = version
+        self._served = str(version)
+
+    def use_loaded(self) -> None:
+        """No weights will be sent: what servers loaded from their model folder is what they generate with."""
+        self._served = AS_LOADED
 
     def sleep(self) -> None:
         """Wait until the servers are idle, and give up weights and KV cache where that is wanted."""
@@ -352,7 +362,7 @@ class SglangEngine:
                     sample=sample,
                     max_new_tokens=limit,
                     vocab_size=self._vocab_size,
-                    version=str(self.weight_version),
+                    version=self._served,
                     stop_token_ids=batch.sampling.stop_token_ids,
                 )
             except (CancelledFault, DeadlineFault):
