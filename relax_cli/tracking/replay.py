@@ -216,6 +216,8 @@ class Replay:
 
     def _policy_loss(self) -> Stage:
         section = self.config.algorithm
+        if "pg_loss" not in self.metrics:
+            raise NotReplayed("the actor did not learn in this step (--num-critic-only-steps)")
         names = ["train_log_probs", "old_log_probs", "rollout_log_probs", "advantages"]
         self._require(*names, *(["ref_log_probs"] if section.use_kl_loss else []))
 

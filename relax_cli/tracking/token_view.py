@@ -34,7 +34,9 @@ def token_numbers(sample: Sample) -> dict[str, Numbers]:
     if "train_log_probs" in sample and "log_probs" in sample:
         with np.errstate(over="ignore", invalid="ignore"):
             found["ratio"] = np.exp(sample["train_log_probs"] - sample["log_probs"])
-    if trainable.any() and isinstance(sample["reward"], float):
+    if "token_rewards" in sample:
+        found["reward"] = np.where(sample["token_rewards"] != 0, sample["token_rewards"], np.nan)
+    elif trainable.any() and isinstance(sample["reward"], float):
         reward = np.full(len(trainable), np.nan, np.float32)
         reward[np.flatnonzero(trainable)[-1]] = sample["reward"]
         found["reward"] = reward

@@ -96,6 +96,8 @@ def test_numbers_of_a_token_are_those_of_training() -> None:
     np.testing.assert_array_equal(numbers["reward"], np.float32([np.nan, np.nan, np.nan, 1]))
     assert np.isnan(numbers["advantages"][2])
     assert advantage(sample) == pytest.approx(0.5 / 3)
+    paid = sample | {"token_rewards": np.float32([0, 0.5, 0, 1])}
+    np.testing.assert_array_equal(token_numbers(paid)["reward"], np.float32([np.nan, 0.5, np.nan, 1]))
     bare = {k: v for k, v in sample.items() if not isinstance(v, np.ndarray) or k.endswith("_ids")}
     assert list(token_numbers(bare)) == ["reward"]
     assert advantage(bare) is None
