@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from relax_cli.backends.rollout.embedded import engine as engine_module
 from relax_cli.backends.rollout.embedded import weights
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.embedded.linear import PlainLinear
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
-from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
+from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams
 from relax_cli.errors import ConfigError, RunError
 from relax_cli.models.hf import read_weights
-from tests.support.conversations import converse
+from tests.support.conversations import converse, known
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -176,9 +177,9 @@ def test_samples_of_a_prompt_share_its_prefill_and_differ(engine: EmbeddedEngine
     seen = []
     prefill = engine.decoder.prefill
 
-    def counted(prompts: Any, cache: Any) -> Tensor:
+    def counted(prompts: Any, *more: Any) -> Tensor:
         seen.append(len(prompts))
-        return prefill(prompts, cache)
+        return prefill(prompts, *more)
 
     engine.decoder.prefill = counted  # type: ignore[method-assign, assignment]
     together = engine.generate(requests, PLAIN)
@@ -206,15 +207,46 @@ def test_each_request_may_have_a_limit_of_its_own(engine: EmbeddedEngine) -> Non
         assert short.log_probs == pytest.approx(long.log_probs[: i + 1], abs=1e-5)
 
 
-def test_turns_of_a_conversation_are_those_asked_for_alone(engine: EmbeddedEngine) -> None:
+@pytest.mark.parametrize("kept_bytes", [1 << 30, 0])
+def test_turns_of_a_conversation_are_those_asked_for_alone(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
     sampling = replace(PLAIN, stop_token_ids=tuple(range(20)))
     openings = [Request(tuple(range(3, 4 + i % 5)), 10 * i) for i in range(9)]
+    monkeypatch.setattr(engine_module, "KEPT_BYTES", kept_bytes)
     done = converse(engine, openings, sampling, turns=3)
     assert [len(turns) for turns in done] == [3 + i % 2 for i in range(9)]
     for request, generation in (turn for turns in done for turn in turns):
         (alone,) = engine.generate([request], sampling)
         assert (generation.tokens, generation.finish_reason) == (alone.tokens, alone.finish_reason)
         assert generation.log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize(("grows", "computed"), [(True, 4), (False, 60)])
+def test_only_what_is_new_in_a_prompt_is_computed(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, grows: bool, computed: int
+) -> None:
+    widths = []
+    forward = engine.decoder._forward
+
+    def counted(tokens_BP: Tensor, cache: Any) -> Tensor:
+        widths.append(tokens_BP.shape[1])
+        return forward(tokens_BP, cache)
+
+    monkeypatch.setattr(engine.decoder, "_forward", counted)
+    prompt = tuple(i % VOCAB for i in range(50))
+    second: list[Request] = []
+
+    def then(i: int, generation: Generation) -> Opening:
+        if second:
+            return known(None)
+        text = (*prompt, *generation.tokens, 7, 8, 9)[: 61 if grows else 60]
+        second.append(Request(text if grows else text[::-1], 5))
+        return known(second[0])
+
+    engine.converse([known(Request(prompt, 4))], PLAIN, then)
+    # The last response's last token has not been computed either.
+    assert [width for width in widths if width > 1] == [50, computed]
 
 
 def test_stop_tokens_are_kept_and_the_limit_is_reported(engine: EmbeddedEngine) -> None:

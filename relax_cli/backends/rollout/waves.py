@@ -12,15 +12,31 @@ GATHER_SECONDS = 1.0
 every run, and with them the last bits of the numbers."""
 
 
-def in_waves(openings: Sequence[Opening], generate: Callable[[list[Request]], list[Generation]], then: Then) -> None:
-    """See `RolloutEngine.converse`."""
+def in_waves(
+    openings: Sequence[Opening],
+    generate: Callable[[dict[int, Request]], list[Generation]],
+    then: Then,
+    ended: Callable[[int], object],
+) -> None:
+    """See `RolloutEngine.converse`.
+
+    Args:
+        generate: responses to the prompts of some conversations, by their numbers, in that order.
+        ended: told the number of each conversation that has no further prompt.
+    """
     waiting = {opening: number for number, opening in enumerate(openings)}
     while waiting:
         wait(waiting, GATHER_SECONDS)
         answered, _ = wait(waiting, return_when=FIRST_COMPLETED)
         # In the order of the conversations, not of their answers.
         numbers = sorted((waiting.pop(answer), answer) for answer in answered)
-        ready = {number: request for number, answer in numbers if (request := answer.result()) is not None}
-        generations = generate(list(ready.values())) if ready else []
+        ready: dict[int, Request] = {}
+        for number, answer in numbers:
+            request = answer.result()
+            if request is None:
+                ended(number)
+            else:
+                ready[number] = request
+        generations = generate(ready) if ready else []
         for number, generation in zip(ready, generations, strict=True):
             waiting[then(number, generation)] = number

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_cli.backends.rollout.embedded.kv_cache import KVCache
+from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix
 from relax_cli.backends.rollout.embedded.weights import Layer, Weights, load_weights
 from relax_cli.config.engine_limits import PREFILL_TOKENS
 from relax_cli.models.hf import inverse_frequencies
@@ -53,8 +53,20 @@ class Decoder:
         self._weights = load_weights(self.spec, named)
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], cache: KVCache, *, max_tokens: int = PREFILL_TOKENS) -> Tensor:
-        """Fill `cache` with the prompts, about `max_tokens` at a time; logits of the last tokens `[B, V]`."""
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: KVCache,
+        prefixes: Sequence[Prefix | None] = (),
+        *,
+        max_tokens: int = PREFILL_TOKENS,
+    ) -> Tensor:
+        """Fill `cache` with the prompts, about `max_tokens` at a time; logits of the last tokens `[B, V]`.
+
+        Args:
+            prefixes: what is known of the beginning of each prompt, less than all of it; rows that are computed
+                together compute as many tokens as the one of which least is known.
+        """
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         cache.reset(lengths)
@@ -63,7 +75,12 @@ class Decoder:
         tokens_BP = torch.tensor([(0,) * (longest - len(prompt)) + tuple(prompt) for prompt in prompts])
         rows = max(1, max_tokens // longest)
         parts = [(first, min(first + rows, len(prompts))) for first in range(0, len(prompts), rows)]
-        logits = [self._forward(tokens_BP[first:last], cache.part(first, last)) for first, last in parts]
+        logits = []
+        for first, last in parts:
+            part = cache.part(first, last)
+            known = dict(enumerate(prefixes[first:last]))
+            part.length = min(part.put(row, known.get(row)) for row in range(last - first))
+            logits.append(self._forward(tokens_BP[first:last, part.length :], part))
         cache.length = longest
         return torch.cat(logits)
 

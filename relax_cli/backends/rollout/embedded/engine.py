@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.decoder import Decoder
-from relax_cli.backends.rollout.embedded.kv_cache import KVCache
+from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams, Then
@@ -19,6 +19,8 @@ from relax_cli.config.engine_limits import KV_CACHE_BYTES, MOST_ROWS
 from relax_cli.models.hf import read_weights
 from relax_cli.models.spec import ModelSpec, read_spec
 
+KEPT_BYTES = KV_CACHE_BYTES
+"""Most of the keys and values that conversations leave behind between their turns."""
 # A batch shrinks in steps of so many rows: each new batch size costs oneDNN milliseconds to make kernels for.
 ROW_STEP = 8
 
@@ -63,28 +65,17 @@ class EmbeddedEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
         """See `RolloutEngine.generate`."""
-        assert self._awake, "the rollout engine sleeps; wake it before generating"
-        assert not sampling.stop or self._decode is not None, "stop strings need a decoder"
-        if not requests:
-            return []
-        spec = self.decoder.spec
-        check_prompts(requests, sampling, spec.vocab_size, spec.max_positions)
-        # Like lengths together keep padding small; equal prompts together are computed once.
-        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens))
-        columns = len(requests[order[-1]].prompt_tokens) + max(request.limit(sampling) for request in requests)
-        rows = min(
-            self._max_batch_size,
-            max(1, KV_CACHE_BYTES // (columns * cache_bytes_per_token(spec))),
-        )
-        generations: dict[int, Generation] = {}
-        for first in range(0, len(order), rows):
-            chunk = order[first : first + rows]
-            generations.update(zip(chunk, self._generate([requests[i] for i in chunk], sampling), strict=True))
-        return [generations[i] for i in range(len(requests))]
+        return self._batches(dict(enumerate(requests)), sampling) if requests else []
 
     def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
-        """See `RolloutEngine.converse`."""
-        in_waves(openings, lambda requests: self.generate(requests, sampling), then)
+        """See `RolloutEngine.converse`. What is known of a prompt is not computed again, within `KEPT_BYTES`."""
+        kept: dict[int, Prefix] = {}
+        in_waves(
+            openings,
+            lambda requests: self._batches(requests, sampling, kept),
+            then,
+            ended=lambda number: kept.pop(number, None),
+        )
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `LoadingEngine.load_weights`."""
@@ -100,9 +91,53 @@ class EmbeddedEngine:
         """Allow generation again."""
         self._awake = True
 
+    def _batches(
+        self, requests: dict[int, Request], sampling: SamplingParams, kept: dict[int, Prefix] | None = None
+    ) -> list[Generation]:
+        """Responses in the order of the requests.
+
+        Args:
+            kept: the prefix of each conversation, used and replaced; None where nothing is to be kept.
+        """
+        assert self._awake, "the rollout engine sleeps; wake it before generating"
+        assert not sampling.stop or self._decode is not None, "stop strings need a decoder"
+        spec = self.decoder.spec
+        check_prompts(list(requests.values()), sampling, spec.vocab_size, spec.max_positions)
+        prefixes: dict[int, Prefix] = {}
+        for number, request in requests.items() if kept else ():
+            prefix = kept.pop(number, None) if kept else None
+            if prefix is not None and prefix.begins(request.prompt_tokens):
+                prefixes[number] = prefix
+
+        def new_tokens(number: int) -> int:
+            known = len(prefixes[number].tokens) if number in prefixes else 0
+            return len(requests[number].prompt_tokens) - known
+
+        # Like lengths together keep padding small; equal prompts together are computed once.
+        order = sorted(requests, key=lambda number: (new_tokens(number), requests[number].prompt_tokens))
+        longest = max(len(request.prompt_tokens) for request in requests.values())
+        columns = longest + max(request.limit(sampling) for request in requests.values())
+        rows = min(
+            self._max_batch_size,
+            max(1, KV_CACHE_BYTES // (columns * cache_bytes_per_token(spec))),
+        )
+        generations: dict[int, Generation] = {}
+        for first in range(0, len(order), rows):
+            chunk = {number: requests[number] for number in order[first : first + rows]}
+            found = self._generate(chunk, sampling, prefixes, kept)
+            generations.update(zip(chunk, found, strict=True))
+        return [generations[number] for number in requests]
+
     @torch.inference_mode()
-    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
+    def _generate(
+        self,
+        numbered: dict[int, Request],
+        sampling: SamplingParams,
+        prefixes: dict[int, Prefix],
+        kept: dict[int, Prefix] | None,
+    ) -> list[Generation]:
         """One batch. `rows`: the requests that still have a cache row; `live`: which of them still run."""
+        numbers, requests = list(numbered), list(numbered.values())
         limits_B = torch.tensor([request.limit(sampling) for request in requests])
         limit = int(limits_B.max())
         uniforms_BT = draw_uniforms([request.seed for request in requests], limit)
@@ -114,7 +149,15 @@ class EmbeddedEngine:
         rows = torch.arange(len(requests))
         live = torch.ones(len(requests), dtype=torch.bool)
 
-        logits, cache = self._prefill(requests, limit)
+        def keep(leaving: Tensor) -> None:
+            """Of rows that leave the cache, keep what the next turn begins with; the last token was not computed."""
+            for place in leaving.nonzero().flatten().tolist() if kept is not None else ():
+                row = int(rows[place])
+                tokens = (*requests[row].prompt_tokens, *tokens_BT[row, : int(lengths_B[row]) - 1].tolist())
+                if kept is not None and self._fits(kept, len(tokens)):
+                    kept[numbers[row]] = cache.take(place, tokens)
+
+        logits, cache = self._prefill(requests, [prefixes.get(number) for number in numbers], limit)
         for step in range(limit):
             tokens, log_probs = sample(logits, uniforms_BT[rows, step], sampling)
             tokens_BT[rows, step], log_probs_BT[rows, step] = tokens, log_probs
@@ -126,21 +169,30 @@ class EmbeddedEngine:
             live &= ~ended & (limits_B[rows] > step + 1)
             running = int(live.sum())
             if running == 0:
+                keep(torch.ones_like(live))
                 break
             size = -(-running // ROW_STEP) * ROW_STEP
             if size <= len(rows) * 7 // 8:
                 # Dropping rows copies the cache, which costs as much as attending to it: not for a few.
-                kept = live.logical_not().argsort(stable=True)[:size]
-                cache.select(kept)
-                rows, tokens, live = rows[kept], tokens[kept], live[kept]
+                staying = live.logical_not().argsort(stable=True)[:size]
+                keep(torch.ones_like(live).index_fill_(0, staying, False))
+                cache.select(staying)
+                rows, tokens, live = rows[staying], tokens[staying], live[staying]
             logits = self.decoder.step(tokens, cache)
         return _generations(tokens_BT, log_probs_BT, lengths_B, stopped_B)
 
-    def _prefill(self, requests: Sequence[Request], limit: int) -> tuple[Tensor, KVCache]:
+    def _fits(self, kept: dict[int, Prefix], length: int) -> bool:
+        tokens = length + sum(len(prefix.tokens) for prefix in kept.values())
+        return tokens * cache_bytes_per_token(self.decoder.spec) <= KEPT_BYTES
+
+    def _prefill(
+        self, requests: Sequence[Request], prefixes: Sequence[Prefix | None], limit: int
+    ) -> tuple[Tensor, KVCache]:
         prompts = [request.prompt_tokens for request in requests]
         unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
-        cache = self._sized_cache(len(prompts), len(prompts[-1]) + limit)
-        logits = self.decoder.prefill(list(unique), cache)
+        known = dict(zip(prompts, prefixes, strict=True))
+        cache = self._sized_cache(len(prompts), max(map(len, prompts)) + limit)
+        logits = self.decoder.prefill(list(unique), cache, [known[prompt] for prompt in unique])
         if len(unique) < len(prompts):
             samples = torch.tensor([unique[prompt] for prompt in prompts])
             cache.select(samples)

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from relax_cli.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values `[layers, K, S, D]` of the first tokens of one row."""
+
+    tokens: tuple[int, ...]
+    keys: Tensor
+    values: Tensor
+
+    def begins(self, prompt: tuple[int, ...]) -> bool:
+        """Whether a prompt has these tokens first, and more."""
+        return len(prompt) > len(self.tokens) and prompt[: len(self.tokens)] == self.tokens
 
 
 class KVCache:
@@ -53,6 +67,25 @@ class KVCache:
         self.rows = len(rows_B)
         self._set_starts(None if self.starts is None else self.starts[rows_B])
 
+    def take(self, row: int, tokens: tuple[int, ...]) -> Prefix:
+        """A copy of the first positions of a row, where these tokens are."""
+        columns = self._first_columns(row, len(tokens))
+        return Prefix(tokens, self.keys[:, row, :, columns].clone(), self.values[:, row, :, columns].clone())
+
+    def put(self, row: int, prefix: Prefix | None) -> int:
+        """Write the first positions of a row; how many columns are complete then."""
+        if prefix is None:
+            return 0
+        columns = self._first_columns(row, len(prefix.tokens))
+        self.keys[:, row, :, columns], self.values[:, row, :, columns] = prefix.keys, prefix.values
+        # Padding is masked, but must be finite.
+        self.keys[:, row, :, : columns.start], self.values[:, row, :, : columns.start] = 0, 0
+        return columns.stop
+
+    def _first_columns(self, row: int, count: int) -> slice:
+        start = 0 if self.starts is None else int(self.starts[row])
+        return slice(start, start + count)
+
     def _set_starts(self, starts_B: Tensor | None) -> None:
         self.starts = starts_B
         if starts_B is not None:
@@ -67,10 +100,12 @@ class KVCache:
         return self._mask_BS[:, None, None, : self.length]
 
     def prompt_mask(self, positions: int, kv_heads: int) -> Tensor | None:
-        """Additive causal mask `[B * K, 1, P, P]`, None where nothing is padded (plain causal)."""
-        if self.starts is None:
+        """Additive causal mask `[B * K, 1, P, S]` of the newest positions, None where it is plain causal."""
+        if self.starts is None and positions == self.length:
             return None
+        future_PS = torch.full((positions, self.length), -math.inf).triu_(1 + self.length - positions)
+        if self.starts is None:
+            return future_PS
         assert self._mask_BS is not None
-        future_PP = torch.full((positions, positions), -math.inf).triu_(1)
-        mask_BPP = future_PP + self._mask_BS[:, None, :positions]
-        return mask_BPP.repeat_interleave(kv_heads, 0).unsqueeze(1)
+        mask_BPS = future_PS + self._mask_BS[:, None, : self.length]
+        return mask_BPS.repeat_interleave(kv_heads, 0).unsqueeze(1)
