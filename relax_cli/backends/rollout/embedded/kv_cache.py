@@ -69,22 +69,23 @@ class KVCache:
 
     def take(self, row: int, tokens: tuple[int, ...]) -> Prefix:
         """A copy of the first positions of a row, where these tokens are."""
-        columns = self._first_columns(row, len(tokens))
+        start = self._start(row)
+        columns = slice(start, start + len(tokens))
         return Prefix(tokens, self.keys[:, row, :, columns].clone(), self.values[:, row, :, columns].clone())
 
     def put(self, row: int, prefix: Prefix | None) -> int:
         """Write the first positions of a row; how many columns are complete then."""
         if prefix is None:
             return 0
-        columns = self._first_columns(row, len(prefix.tokens))
-        self.keys[:, row, :, columns], self.values[:, row, :, columns] = prefix.keys, prefix.values
+        start = self._start(row)
+        stop = start + len(prefix.tokens)
+        self.keys[:, row, :, start:stop], self.values[:, row, :, start:stop] = prefix.keys, prefix.values
         # Padding is masked, but must be finite.
-        self.keys[:, row, :, : columns.start], self.values[:, row, :, : columns.start] = 0, 0
-        return columns.stop
+        self.keys[:, row, :, :start], self.values[:, row, :, :start] = 0, 0
+        return stop
 
-    def _first_columns(self, row: int, count: int) -> slice:
-        start = 0 if self.starts is None else int(self.starts[row])
-        return slice(start, start + count)
+    def _start(self, row: int) -> int:
+        return 0 if self.starts is None else int(self.starts[row])
 
     def _set_starts(self, starts_B: Tensor | None) -> None:
         self.starts = starts_B
