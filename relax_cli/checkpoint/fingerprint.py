@@ -113,7 +113,7 @@ class RunIdentity:
                 "tokenizer": self.tokenizer,
                 "dataset": self.dataset,
                 "reference": self.reference,
-                "base": self.base,
+                **({"base": self.base} if self.adapters else {}),
             },
             "adapters": self.adapters,
             "model_shape": self.model_shape,
