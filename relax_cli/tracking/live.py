@@ -133,7 +133,7 @@ class StepDisplay:
         with self._lock:
             self._print(f"warning: {text}")
             at = f"step {self._state.last['step']}: " if self._state.last else ""
-            self._state.warnings.append(at + text)
+            self._state.warnings.append(at + text.partition("\n")[0])
 
     def remember(self, records: Iterable[Mapping[str, Any]]) -> None:
         """What a run that is resumed did before: sparklines and evaluations go on from there."""

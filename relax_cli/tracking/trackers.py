@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from relax_cli.plugin.user_deadline import user_deadline
 
 SECONDS = 300.0
 """Deadline of one call of a tracker, which may wait for a server."""
+MLFLOW_TAGS = 100
+"""Most that MLflow takes at once."""
 TRACKER_FAILED = problem_kind(
     "tracker-failed",
     "Trackers",
@@ -168,22 +171,28 @@ class MLflow:
 
         self._id = run.kept("mlflow", new)
         self._client.update_run(self._id, status="RUNNING")
-        for key, value in _flat(run.config):
-            # Tags: parameters of MLflow cannot change when a run is resumed with another value.
-            self._client.set_tag(self._id, f"config.{key}", str(value)[:5000])
+        # Tags: parameters of MLflow cannot change when a run is resumed with another value.
+        self._tag("config", run.config)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """See `TrackerWriter`."""
         entity = import_module("mlflow.entities").Metric
         stamp = int(record["time"] * 1000)
-        metrics = [entity(name, value, stamp, record["step"]) for name, value in numbers(record)]
+        # `pass@1` is not a name that MLflow takes.
+        named = ((re.sub(r"[^\w./: -]", "_", name), value) for name, value in numbers(record))
+        metrics = [entity(name, value, stamp, record["step"]) for name, value in named]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """See `TrackerWriter`."""
-        for key, value in _flat(summary):
-            self._client.set_tag(self._id, f"summary.{key}", str(value)[:5000])
+        self._tag("summary", {re.sub(r"[^\w./: -]", "_", name): value for name, value in summary.items()})
         self._client.set_terminated(self._id, "FINISHED" if summary.get("ok") else "FAILED")
+
+    def _tag(self, prefix: str, values: Mapping[str, Any]) -> None:
+        entity = import_module("mlflow.entities").RunTag
+        tags = [entity(f"{prefix}.{name}", str(value)[:5000]) for name, value in _flat(values)]
+        for start in range(0, len(tags), MLFLOW_TAGS):
+            self._client.log_batch(self._id, tags=tags[start : start + MLFLOW_TAGS])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

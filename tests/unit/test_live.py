@@ -194,7 +194,7 @@ def test_the_view_fits_and_keeps_what_is_read_together(width: int, height: int) 
     for step, reward in ((0, 0.25), (12, 0.5)):
         display.evaluated({"step": step, "eval/heldout/reward/mean": reward})
     for number in range(5):
-        display.warn(f"warning {number}")
+        display.warn(f"warning {number}\n    and where")
     display.phase("actor")
     lines = picture(display, console)
     text = "\n".join(lines)

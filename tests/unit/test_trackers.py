@@ -25,7 +25,7 @@ from relax_cli.tracking.trackers import Trackers, numbers
 
 CONFIG = {"optimizer": {"lr": 1e-6}, "rollout": {"rollout_stop": ["é"]}}
 STEP = {"step": 12, "time": 1.5, "value_loss": 0.12, "phase_seconds": {"critic": 0.3}, "warnings": [{"id": "kl-large"}]}
-EVALUATION = {"step": 12, "time": 2.5, "eval/heldout/reward/mean": 0.5}
+EVALUATION = {"step": 12, "time": 2.5, "eval/heldout/reward/mean": 0.5, "eval/heldout/pass@1": 0.25}
 SUMMARY = {"ok": True, "reward/mean": 0.9}
 
 
@@ -101,6 +101,7 @@ def test_mlflow_gets_all_and_resumes_its_run(store: str, tmp_path: Path, monkeyp
     run = client.get_run((folder / "logs" / "mlflow.txt").read_text())
     assert run.data.metrics["value_loss"] == 0.12
     assert run.data.metrics["eval/heldout/reward/mean"] == 0.5
+    assert run.data.metrics["eval/heldout/pass_1"] == 0.25
     assert [m.step for m in client.get_metric_history(run.info.run_id, "value_loss")] == [12, 13]
     assert run.data.tags["config.optimizer.lr"] == "1e-06"
     assert run.data.tags["summary.ok"] == "True"
@@ -120,7 +121,7 @@ def test_trackio_gets_all_and_resumes_its_run(tmp_path: Path, monkeypatch: pytes
     assert {name for name, _, _ in rows} == {"ppo-1"}
     found = [(step, json.loads(metrics)) for _, step, metrics in rows]
     assert (12, {"value_loss": 0.12, "phase_seconds/critic": 0.3}) in found
-    assert (12, {"eval/heldout/reward/mean": 0.5}) in found
+    assert (12, {"eval/heldout/reward/mean": 0.5, "eval/heldout/pass@1": 0.25}) in found
     assert (13, {"value_loss": 0.12, "phase_seconds/critic": 0.3}) in found
     assert {"summary/ok": 1.0, "summary/reward/mean": 0.9} in [metrics for _, metrics in found]
     assert json.loads(config)["optimizer.lr"] == 1e-6
