@@ -60,7 +60,7 @@ class Scripted:
         return found
 
     def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
-        waves.in_waves(openings, self.generate, then)
+        waves.in_waves(openings, lambda ready: self.generate(list(ready.values())), then, ended=lambda _: None)
 
 
 @pytest.fixture(scope="module")
