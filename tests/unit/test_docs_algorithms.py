@@ -24,7 +24,14 @@ ESTIMATORS: list[Estimator] = [
     for plugin in (relax_ppo, relax_grpo, relax_gspo, relax_cispo, relax_sapo)
     for estimator in plugin.relax_estimators()
 ]
-ELSEWHERE = {"advantage_estimator", "critic_init_from_actor", "critic_load", "critic_save"}
+ELSEWHERE = {
+    "advantage_estimator",
+    "critic_init_from_actor",
+    "critic_load",
+    "critic_lora_rank",
+    "critic_save",
+    "mask_truncated",
+}
 """Fields of the algorithm and critic sections that are no part of a formula."""
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: estimator.name)
 
