@@ -92,23 +92,26 @@ def register(parent: typer.Typer, plugins: Plugins) -> None:
         output = output_of(ctx, fmt)
         folder = Path(f"relax-{name}") if directory is None else directory
         written = write_package(name, folder, taken=taken_names(plugins), kind=kind)
-        chosen = {
-            "estimator": "--advantage-estimator",
-            "reward": "--label-key label --rm-type",
-            "env": "--label-key label --env",
-        }[kind]
-        steps = [
-            with_program(step)
-            for step in (
-                f"pip install -e {shlex.quote(str(folder))}",
-                f"relax plugins check {name}",
-                f"relax train {chosen} {name} ...",
-            )
-        ]
+        steps = _next_steps(name, kind, folder)
         data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
         output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
 
     parent.add_typer(app, name="plugins")
+
+
+def _next_steps(name: str, kind: str, folder: Path) -> list[str]:
+    """What to type after a package was written."""
+    chosen = {
+        "estimator": "--advantage-estimator",
+        "reward": "--label-key label --rm-type",
+        "env": "--label-key label --env",
+    }[kind]
+    steps = (
+        f"pip install -e {shlex.quote(str(folder))}",
+        f"relax plugins check {name}",
+        f"relax train {chosen} {name} ...",
+    )
+    return [with_program(step) for step in steps]
 
 
 def _row(plugin: Plugin) -> dict[str, Any]:

@@ -80,10 +80,8 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         finish_interrupted_save(start, config)
         write_config(run_dir, run_record(checked, config))
         drop_samples(run_dir, first)
-        log = run_dir / "logs" / "output.log"
-        display = stack.enter_context(
-            StepDisplay(console, config.batch.num_rollout or 0, run_header(checked, run_dir), log=log)
-        )
+        header, log = run_header(checked, run_dir), run_dir / "logs" / "output.log"
+        display = stack.enter_context(StepDisplay(console, config.batch.num_rollout or 0, header, log=log))
         for note in [*start.notes(config.checkpoint.load, config.critic.critic_load), *start_notes(checked)]:
             display.note(note)
         metrics = stack.enter_context(MetricsWriter(run_dir, first))
@@ -93,9 +91,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         closing_summary: dict[str, Any] = {}
         stack.callback(trackers.close, closing_summary)
         model = model_folder(config.model.hf_checkpoint, display)
-        if (model / "tokenizer.json").is_file():
-            # Commands that look at the samples show tokens as text, wherever the model is by then.
-            shutil.copyfile(model / "tokenizer.json", run_dir / "tokenizer.json")
+        keep_tokenizer(model, run_dir)
         identity = identify(config, model, checked.inputs.prompts)
         plan = LaunchPlan(
             config=config,
@@ -117,9 +113,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             stop,
             first=first,
             drawn=start.prompts_seen,
-            dump_fields=[name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)]
-            + [name for role, name in TRAINED_FIELDS.items() if role in graph]
-            + ([] if config.algorithm.use_rollout_logprobs else ["old_log_probs"]),
+            dump_fields=dumped_fields(graph, config),
             checkpoint_meta=checkpoint_meta(identity, checked, graph) | {"schedule": schedule_of(config)},
             recorded=metrics.last,
         )
@@ -128,13 +122,20 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         if ended_by is not None:
             display.note("ending the workers")
         closing_summary |= {"ok": ended_by is None, **(metrics.last or {})}
-    return FinishedRun(
-        report=trainer.report,
-        config=config,
-        run_dir=run_dir,
-        resume=resume_command(config, checked, trainer.report),
-        ended_by=ended_by,
-    )
+    return FinishedRun(trainer.report, config, run_dir, resume_command(config, checked, trainer.report), ended_by)
+
+
+def keep_tokenizer(model: Path, run_dir: Path) -> None:
+    """Commands that look at the samples show tokens as text, wherever the model is by then."""
+    if (model / "tokenizer.json").is_file():
+        shutil.copyfile(model / "tokenizer.json", run_dir / "tokenizer.json")
+
+
+def dumped_fields(graph: ServiceGraph, config: Config) -> list[str]:
+    """Queue fields that are written next to each sample."""
+    written = [name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)]
+    trained = [name for role, name in TRAINED_FIELDS.items() if role in graph]
+    return [*written, *trained, *([] if config.algorithm.use_rollout_logprobs else ["old_log_probs"])]
 
 
 def finish_interrupted_save(start: ResumeReport, config: Config) -> None:

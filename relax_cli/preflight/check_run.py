@@ -142,10 +142,7 @@ def check_run(
         start = known(lambda: examine_run(config, has_critic=has_critic, num_rollout=inputs.rollouts(config)))
     if graph is not None:
         planned = with_paths(config, resolved.unread)
-        seen = inputs
-        if "hf_checkpoint" in resolved.unread and not skip_files:
-            # By the last part of its path, which may be that of a model that is known.
-            seen = replace(inputs, model=known(lambda: read_model(planned).spec))
+        seen = inputs if skip_files else _with_named_model(inputs, planned, resolved)
         plan = known(lambda: _plan(planned, graph, seen, machine, start))
     if here:
         problems, notes = problems + notes, []
@@ -165,6 +162,13 @@ def check_run(
         plan,
         resolved.unread,
     )
+
+
+def _with_named_model(inputs: RunInputs, planned: Config, resolved: Resolved) -> RunInputs:
+    """A model folder whose path is not known has a last part, which may be that of a model that is."""
+    if "hf_checkpoint" not in resolved.unread:
+        return inputs
+    return replace(inputs, model=known(lambda: read_model(planned).spec))
 
 
 def _graph(plugins: Plugins, config: Config, problems: list[Problem]) -> ServiceGraph | None:

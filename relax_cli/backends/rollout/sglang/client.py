@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import select
 import time
@@ -27,6 +28,9 @@ API_KEY = "SGLANG_API_KEY"
 CHUNK_BYTES = 1 << 20
 CANCEL_INTERVAL = 0.2
 """Seconds until a request notices that it is not wanted any more."""
+
+log = logging.getLogger(__name__)
+
 LOOK = "look into the server's log"
 
 
@@ -135,6 +139,13 @@ class SglangClient:
         finally:
             connection.close()
         return self._read(path, reply, b"".join(parts))
+
+    def abort(self, rid: str, seconds: float) -> None:
+        """Tell the server that a request is not wanted; where it cannot be told, the request ends by itself."""
+        try:
+            self.request("POST", "/abort_request", {"rid": rid}, timeout=seconds)
+        except SglangError as fault:
+            log.info("%s", fault)
 
     def _read(self, path: str, reply: http.client.HTTPResponse, data: bytes) -> Any:
         content: Any = data.decode(errors="replace") or None

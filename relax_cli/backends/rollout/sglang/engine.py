@@ -366,7 +366,7 @@ class SglangEngine:
                     stop_token_ids=batch.sampling.stop_token_ids,
                 )
             except (CancelledFault, DeadlineFault):
-                _abort(client, payload["rid"])
+                client.abort(payload["rid"], ENDING_SECONDS)
                 raise
             except ConnectionFault as fault:
                 is_last = attempt == CONNECTION_TRIES - 1
@@ -377,7 +377,7 @@ class SglangEngine:
                     raise
                 log.warning("%s: %s (%s), asking again", sample, fault, fault.got)
                 # It may still be running there: its answer is not wanted any more.
-                _abort(client, payload["rid"])
+                client.abort(payload["rid"], ENDING_SECONDS)
             self._pause(batch, attempt + 1)
         raise AssertionError("the last attempt returns or raises")
 
@@ -392,11 +392,3 @@ def _known(request: Request | None) -> Opening:
     answer: Opening = Future()
     answer.set_result(request)
     return answer
-
-
-def _abort(client: SglangClient, rid: str) -> None:
-    """Tell a server that a request is not wanted; where it cannot be told, the request ends by itself."""
-    try:
-        client.request("POST", "/abort_request", {"rid": rid}, timeout=ENDING_SECONDS)
-    except SglangError as fault:
-        log.info("%s", fault)
