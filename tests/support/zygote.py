@@ -115,7 +115,8 @@ def heed_permissions() -> None:
 class Fault:
     """Does KIND at the N-th file operation on a path that contains WHERE.
 
-    - `kill`: the process dies of SIGKILL.
+    - `kill`: the process dies of SIGKILL; `kill SECONDS`: its other threads go on for so long.
+    - `tear SECONDS`: the same, and of the file that would be renamed only half is there.
     - `SIGINT`, `SIGTERM,SIGINT`: the process gets these signals, one after the other.
     - `eio`: the operation fails as a broken disk does.
     - `fill FILE`: FILE takes all the room there is, until the save of another iteration begins.
@@ -150,7 +151,10 @@ class Fault:
 
     def happen(self, path: str) -> None:
         """The fault itself."""
-        if self.kind == "kill":
+        if self.kind == "tear":
+            os.truncate(path, os.path.getsize(path) // 2)
+        if self.kind in ("kill", "tear"):
+            time.sleep(float(self.filler or 0))
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "eio":
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
