@@ -204,10 +204,10 @@ def _memory() -> Iterator[Check]:
 
 
 def _limits(has_gpu: bool) -> Iterator[Check]:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    yield _limit("open files", resource.RLIMIT_NOFILE, FEW_FILES, f"ulimit -n {most}")
-    yield _limit("processes", resource.RLIMIT_NPROC, FEW_FILES, "ulimit -u 65536")
+    for name, kind, letter in (("open files", resource.RLIMIT_NOFILE, "n"), ("processes", resource.RLIMIT_NPROC, "u")):
+        _, hard = resource.getrlimit(kind)
+        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        yield _limit(name, kind, FEW_FILES, f"ulimit -{letter} {most}")
     if has_gpu:
         # Sleeping roles are parked in page-locked memory.
         fix = "ulimit -l unlimited (in a container: --ulimit memlock=-1)"

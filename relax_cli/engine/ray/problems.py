@@ -65,8 +65,8 @@ CAUSES = (
         ("low on memory", "OutOfMemory", "Cannot allocate memory", "SIGKILL"),
         "free memory (free -h shows it), or use fewer ranks in --resource; --launcher local needs the least",
     ),
-    (("Too many open files", "[Errno 24]"), "ulimit -n 65536, then start again"),
-    (("Resource temporarily unavailable", "[Errno 11]"), "ulimit -u 16384, then start again"),
+    (("Too many open files", "[Errno 24]"), "ulimit -n $(ulimit -Hn), then start again"),
+    (("Resource temporarily unavailable", "[Errno 11]"), "ulimit -u $(ulimit -Hu), then start again"),
     (
         ("Version mismatch", "version mismatch"),
         "install the Ray and Python versions of the cluster here: pip install 'ray==VERSION'",
