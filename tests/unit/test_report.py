@@ -9,10 +9,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from relax_cli.cli.app import build_app
+from relax_cli.roles.sample_files import SampleWriter
 from relax_cli.tracking.report.data import MOST_TOKENS, chosen, run_data
 from relax_cli.tracking.report.page import page, write_page
 from relax_cli.tracking.run_reader import read_run
@@ -28,7 +30,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     last = json.loads(lines[-1]) | {"warnings": [{"id": "x", "seen": HOSTILE, "look_at": "y"}], "reward/part/<b>": 1.0}
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last), ""]), "utf-8")
+    SampleWriter(folder, "evals").write(
+        0, [held_out_sample(row, name) for name in ("held", HOSTILE) for row in range(3)]
+    )
     return folder
+
+
+def held_out_sample(row: int, name: str, **more: Any) -> dict[str, Any]:
+    """Without the numbers that only training gives."""
+    sample = made_up_sample(row, float(row == 0), set=name, **more)
+    return {key: value for key, value in sample.items() if not isinstance(value, np.ndarray) or key.endswith("_ids")}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +93,27 @@ def test_a_sample_has_the_numbers_of_its_tokens(run: Path) -> None:
     assert first["tokens"] == ["#3", "#4", "#5", "#6"], "the folder has no tokenizer"
 
 
+def test_samples_of_each_held_out_set_are_shown(run: Path) -> None:
+    *held, _, _, _ = run_data(read_run(run), 10**6)["samples"]
+    assert [(one["step"], one["set"], one["of"], len(one["samples"])) for one in held] == [
+        (0, "held", 3, 3),
+        (0, HOSTILE, 3, 3),
+    ]
+    first = held[0]["samples"][0]
+    assert (first["reward"], first["advantage"], first["numbers"]) == (1, None, {"reward": [None, None, None, 1]})
+
+
+def test_samples_of_many_evaluations_keep_to_their_room(tmp_path: Path) -> None:
+    folder = made_up_run(tmp_path / "run")
+    writer = SampleWriter(folder, "evals")
+    for step in range(20):
+        rows = [(row, name) for name in ("a", "b", "c") for row in range(20)]
+        writer.write(step, [held_out_sample(row, name, prompt="1" * 1000) for row, name in rows])
+    found = run_data(read_run(folder), 200_000)["samples"]
+    assert {(one["step"], one["set"]) for one in found} >= {(step, name) for step in (0, 19) for name in "abc"}
+    assert 50_000 < len(json.dumps(found)) < 200_000
+
+
 def test_best_and_worst_samples_are_among_those_shown() -> None:
     every = [made_up_sample(row, float(row == 70) - float(row == 90)) for row in range(100)]
     rows = [sample["row"] for sample in chosen(every)]
@@ -125,6 +157,9 @@ document.querySelectorAll("#sample-list button")[1].click();
 byId("tokens").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
 probe.readout = byId("readout").textContent;
 probe.response = document.querySelector("#tokens").textContent;
+byId("sample-step").value = "1"; byId("sample-step").dispatchEvent(new Event("change"));
+probe.held = byId("sample-step").selectedOptions[0].textContent + " | " + byId("sample-count").textContent;
+probe.heldReward = byId("sample").querySelector("dd, td").textContent;
 probe.theme = document.documentElement.dataset.theme;
 probe.scripts = document.scripts.length;
 probe.canvases = document.querySelectorAll("canvas").length;
@@ -161,6 +196,10 @@ def test_a_browser_shows_the_page_without_errors(run: Path, other: Path, size: s
     assert probe["visible"] == ["value_loss", "pg_loss"]
     assert 'token 1: "#4"' in probe["readout"]
     assert "ratio 2" in probe["readout"]
+    assert probe["held"].startswith("0, held-out set </script>")
+    assert "3 of 3 samples" in probe["held"]
+    assert "--evals" in probe["held"]
+    assert probe["heldReward"].startswith("1")
     assert probe["theme"] == "dark"
     assert probe["scripts"] == 4
     assert probe["milliseconds"] < 2000

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 
-from relax_cli.roles.sample_files import Sample
+from relax_cli.roles.sample_files import Folder, Sample
 from relax_cli.tracking.evaluations import evaluations_of
 from relax_cli.tracking.run_reader import RunFolder
 from relax_cli.tracking.token_view import advantage, is_trainable, token_numbers
@@ -17,7 +17,7 @@ from relax_cli.tracking.trackers import numbers
 
 STEPS_OF_SAMPLES = 8
 ROWS_OF_STEP, EXTREMES = 8, 4
-"""Samples shown of a step: the first ones, whose groups are whole, and the best and worst."""
+"""Samples shown of a step or of a held-out set: the first ones, whose groups are whole, and the best and worst."""
 MOST_TOKENS = 1000
 """Of one response; the page says where it is cut."""
 MOST_CHARACTERS = 4000
@@ -86,23 +86,30 @@ def differing(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
 
 
 def samples_of(run: RunFolder, room: int) -> list[dict[str, Any]]:
-    """Samples of a few steps, spread over the run, as many as there is room for."""
-    steps = list(run.steps()) if room else []
+    """Samples of a few steps and of a few evaluations, spread over the run, as many as there is room for."""
+    folders = [folder for folder in get_args(Folder) if room and run.steps(folder)]
+    found = [shown for folder in folders for shown in _samples_in(run, folder, room // len(folders))]
+    return sorted(found, key=lambda one: int(one["step"]))
+
+
+def _samples_in(run: RunFolder, folder: Folder, room: int) -> Iterator[dict[str, Any]]:
+    steps = list(run.steps(folder))
     # Spread evenly, the first and the last among them.
     places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), STEPS_OF_SAMPLES)).round().astype(int))
-    shown_steps = []
     for step in [steps[place] for place in places]:
-        every = run.samples(step)
-        share = room // max(1, len(places))
-        kept: list[dict[str, Any]] = []
-        for sample in chosen(every):
-            packed = sample_data(sample, run)
-            share -= len(json.dumps(packed))
-            if kept and share < 0:
-                break
-            kept.append(packed)
-        shown_steps.append({"step": step, "of": len(every), "samples": kept})
-    return shown_steps
+        sets: dict[str | None, list[Sample]] = {}
+        for sample in run.samples(step, folder):
+            sets.setdefault(sample.get("set"), []).append(sample)
+        for name, every in sets.items():
+            share = room // len(places) // len(sets)
+            kept: list[dict[str, Any]] = []
+            for sample in chosen(every):
+                packed = sample_data(sample, run)
+                share -= len(json.dumps(packed))
+                if kept and share < 0:
+                    break
+                kept.append(packed)
+            yield {"step": step, "set": name, "of": len(every), "samples": kept}
 
 
 def chosen(samples: Sequence[Sample]) -> list[Sample]:

@@ -25,7 +25,7 @@ def write_page(runs: Sequence[RunFolder], path: Path) -> None:
 
 def page(runs: Sequence[RunFolder]) -> str:
     """The page as text."""
-    with_samples = sum(bool(run.steps()) for run in runs)
+    with_samples = sum(bool(run.steps() or run.steps("evals")) for run in runs)
     data = {
         "runs": [run_data(run, BYTES_OF_SAMPLES // max(1, with_samples)) for run in runs],
         "differing": differing(runs),

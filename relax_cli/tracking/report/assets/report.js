@@ -209,14 +209,14 @@ function samples() {
   const current = () => having[chosen.run].samples[chosen.step];
   function showSteps() {
     const steps = having[chosen.run].samples;
-    chosen.step = steps.length - 1;
-    options(byId("sample-step"), steps.map((one) => String(one.step)), chosen.step);
+    chosen.step = Math.max(0, steps.map((one) => one.set).lastIndexOf(null));
+    options(byId("sample-step"), steps.map((one) => one.set == null ? String(one.step) : `${one.step}, held-out set ${one.set}`), chosen.step);
     showList();
   }
   function showList() {
     chosen.sample = 0;
-    const { samples: list, of } = current();
-    byId("sample-count").textContent = `${list.length} of ${of} samples: the first, the worst and the best; relax rollouts shows all`;
+    const { samples: list, of, set } = current();
+    byId("sample-count").textContent = `${list.length} of ${of} samples: the first, the worst and the best; relax rollouts${set == null ? "" : " --evals"} shows all`;
     byId("sample-list").replaceChildren(...list.map((one, i) => make("li", {}, make("button", { type: "button",
       on: { click: () => { chosen.sample = i; showSample(); } } },
     `${one.row} · reward ${number(one.reward)}${one.advantage == null ? "" : ` · adv ${number(one.advantage)}`}`,
