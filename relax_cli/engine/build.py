@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +24,7 @@ from relax_cli.roles.context import RoleContext
 from relax_cli.roles.queue import SampleQueue
 
 if TYPE_CHECKING:
-    from relax_cli.backends.rollout.protocol import RolloutEngine
+    from relax_cli.backends.rollout.protocol import RolloutEngine, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class WorkerSpec:
     """Of the placement group; None for a worker without a device."""
     gpus: tuple[str, ...] = ()
     """The GPUs of the server that this rank starts, as CUDA_VISIBLE_DEVICES has them; empty: what the rank sees."""
+    longest_prompts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """See `LaunchPlan.longest_prompts`."""
 
     def at(self, addr: str, port: int) -> WorkerSpec:
         """The same rank, with the meeting point of its process group."""
@@ -67,6 +70,7 @@ def worker_specs(plan: LaunchPlan, role: str) -> list[WorkerSpec]:
             run_dir=plan.run_dir,
             load_from=load_from,
             reference_folder=plan.reference_folder,
+            longest_prompts=plan.longest_prompts,
         )
         for rank in range(ranks)
     ]
@@ -201,16 +205,17 @@ class RoleBuilder:
 
         return AdvantagesRole(self._context(queue))
 
-    def _rollout_engine(self, tokenizer: Any) -> RolloutEngine:
+    def _rollout_engine(self, tokenizer: Any, samplings: Mapping[str, SamplingParams]) -> RolloutEngine:
         config, spec = self.config, self.spec
         if rollout_engine(config.rollout, config.sglang, config.parallel) == "embedded":
             from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 
             return EmbeddedEngine(spec.model_folder, decode=tokenizer.decode)
+        from relax_cli.backends.rollout.protocol import Request
         from relax_cli.backends.rollout.sglang.connect import open_engine
         from relax_cli.backends.rollout.sglang.update_group import own_address
 
-        return open_engine(
+        engine = open_engine(
             config.sglang,
             config.rollout,
             config.parallel,
@@ -221,6 +226,11 @@ class RoleBuilder:
             host=own_address([f"{spec.master_addr}:{spec.master_port}"]),
             environment=os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}),
         )
+        if config.episode.env is None:
+            for name, (tokens, source) in spec.longest_prompts.items():
+                # Which tokens does not matter for whether there is room.
+                engine.check_longest(Request((0,) * tokens, 0, source), samplings[name])
+        return engine
 
     def _rollout(self, queue: SampleQueue) -> Any:
         from relax_cli.backends.rollout.protocol import SamplingParams
@@ -248,14 +258,17 @@ class RoleBuilder:
         fits = None
         if limit is not None and config.rollout.overlong_prompts == "drop":
             fits = fitting(tokenizer, limit, apply_chat_template=config.data.apply_chat_template)
+        samplings = {"": sampling(config.rollout)} | {
+            name: sampling(sampling_of_set(config.eval, name, config.rollout)) for name, _ in config.eval.sets
+        }
         return RolloutRole(
-            self._rollout_engine(tokenizer),
+            self._rollout_engine(tokenizer, samplings),
             tokenizer,
             load_reward(config.reward, self.rewards) if env is None else load_env(env, self.envs),
-            sampling(config.rollout),
+            samplings[""],
             load_prompts(config.data, config.data.prompt_data, fits),
             {name: load_prompts(config.data, path, fits) for name, path in config.eval.sets},
-            {name: sampling(sampling_of_set(config.eval, name, config.rollout)) for name, _ in config.eval.sets},
+            {name: samplings[name] for name, _ in config.eval.sets},
             self._context(queue),
         )
 

@@ -102,6 +102,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             actor_load=start.decision.actor,
             critic_load=start.decision.critic,
             status=display.status,
+            longest_prompts=checked.inputs.longest_by_set,
         )
         stop = StopRequest(display.note)
         stack.enter_context(stop.listening())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from relax_cli.config.schema import Config
@@ -35,3 +35,6 @@ class LaunchPlan:
     """Shows what is being started."""
     reference_folder: Path | None = None
     """Model folder of the reference role; `model_folder` when None."""
+    longest_prompts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Tokens of the longest prompt of each held-out set, and of the training prompts under "", with its place; empty
+    where they were not counted."""

@@ -39,6 +39,8 @@ class RunInputs:
     """Tokens of the training prompts."""
     longest: tuple[int, str] | None = None
     """Tokens of the longest prompt of all sets, and its file and line."""
+    longest_by_set: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """The same of each held-out set, and of the training prompts under ""."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """`config.json` as it is; empty where it is missing or broken."""
     problems: tuple[Problem, ...] = ()
@@ -95,8 +97,14 @@ def read_inputs(
             # A rule judges the words of training items.
             found = [p for p in error.problems if p.id != SOURCE.id or option != "--prompt-data"]
             problems += [_of_option(p, option) for p in found]
-    longest = max(((max(s.lengths), s.longest) for s in reader.summaries.values() if s.lengths), default=None)
-    read = RunInputs(model.spec, longest=longest, model_config=model.config, problems=tuple(problems))
+    counted = {spec: (max(s.lengths), s.longest) for spec, s in reader.summaries.items() if s.lengths}
+    longest = max(counted.values(), default=None)
+    by_set = {name: counted[spec] for name, spec in known(lambda: config.eval.sets) or () if spec in counted}
+    training = [counted[spec] for spec in known(lambda: config.data.prompt_data) or () if spec in counted]
+    by_set |= {"": max(training)} if training else {}
+    read = RunInputs(
+        model.spec, longest=longest, longest_by_set=by_set, model_config=model.config, problems=tuple(problems)
+    )
     seen = [reader.summaries.get(spec) for spec in known(lambda: config.data.prompt_data) or ()]
     if not seen or None in seen:
         return read

@@ -139,3 +139,26 @@ def test_a_server_that_dies_again_ends_the_run_with_its_log(
     assert "Scheduler hit an exception: AssertionError" in problem.got
     assert problem.where == os.fspath(tmp_path / "run" / "logs" / "sglang-0.log")
     assert not [p for p in psutil.Process().children(recursive=True) if "launch_server" in " ".join(p.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("pool", "options", "said"),
+    [
+        (10, (), "longer than the server accepts"),
+        (16, ("rollout.rollout_max_response_len=10",), "no room for 10"),
+        (16, ("eval.eval_max_response_len=10",), "no room for 10"),
+    ],
+)
+def test_prompts_without_room_are_refused_before_a_step(
+    task: Path, tmp_path: Path, pool: int, options: tuple[str, ...], said: str
+) -> None:
+    with running_server(task / "model", Faults(pool=pool)) as (contract, address):
+        external = ("sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]")
+        held_out = (f"eval.eval_prompt_data=[own={task / 'data/heldout.jsonl'}]", "eval.eval_interval=9")
+        with pytest.raises(RunError, match=said) as caught:
+            train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, *external, *held_out, *options)
+        assert not [path for path, _ in contract.requests if "generate" in path]
+    problem = caught.value.problems[0]
+    assert problem.id == "rollout-prompt"
+    assert ".jsonl:" in problem.where
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()

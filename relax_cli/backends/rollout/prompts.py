@@ -45,6 +45,7 @@ def check_prompts(
                 f"{len(prompt)} tokens",
                 f"at most {max_prompt}",
                 request.source,
+                f"--rollout-max-prompt-len {max_prompt} --overlong-prompts drop, or a server with a longer context",
             )
         needed = len(prompt) + request.limit(sampling)
         if needed > max_positions:
@@ -53,14 +54,20 @@ def check_prompts(
                 f"{needed} positions",
                 f"at most {max_positions}",
                 request.source,
+                f"ask for at most {max_positions - len(prompt)} new tokens, or use shorter prompts"
+                if len(prompt) < max_positions
+                else "use shorter prompts",
             )
 
 
-def _bad_prompt(message: str, got: str, expected: str, where: str) -> RunError:
+OTHER_TOKENIZER = "use the tokenizer that belongs to the model, and prompts that fit it"
+
+
+def _bad_prompt(message: str, got: str, expected: str, where: str, fix: str = OTHER_TOKENIZER) -> RunError:
     return RunError(
         ROLLOUT_PROMPT(
             message,
-            fix="use the tokenizer that belongs to the model, and prompts that fit it",
+            fix=fix,
             got=got,
             expected=expected,
             where=where,

@@ -265,6 +265,18 @@ class SglangEngine:
                 raise server.died(f"before {path}") from fault
             raise
 
+    def check_longest(self, request: Request, sampling: SamplingParams) -> None:
+        """Refuse the longest prompt before anything is generated, where the servers have no room for it.
+
+        Raises:
+            RunError: it names the limit; the engine's own servers are ended.
+        """
+        try:
+            self._check([request], sampling)
+        except RunError:
+            self.close()
+            raise
+
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         check_prompts(requests, sampling, self._vocab_size, self._max_positions, self._max_prompt)
 
