@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import TRAINED_FIELDS, drop_samples
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.run_reader import read_run
+from relax_cli.tracking.symptoms import Warned
 from relax_cli.tracking.trackers import Trackers
 from relax_cli.tracking.view import RunHeader
 from relax_cli.tracking.writers import MetricsWriter, write_config
@@ -87,7 +89,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         metrics = stack.enter_context(MetricsWriter(run_dir, first))
         before = read_run(run_dir).metrics
         display.remember(before)
-        trackers = open_trackers(plugins, config, run_dir, first, display)
+        trackers = open_trackers(plugins, config, run_dir, first, display, metrics)
         closing_summary: dict[str, Any] = {}
         stack.callback(trackers.close, closing_summary)
         model = model_folder(config.model.hf_checkpoint, display)
@@ -167,7 +169,9 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
         raise
 
 
-def open_trackers(plugins: Plugins, config: Config, run_dir: Path, done: int, display: StepDisplay) -> Trackers:
+def open_trackers(
+    plugins: Plugins, config: Config, run_dir: Path, done: int, display: StepDisplay, metrics: MetricsWriter
+) -> Trackers:
     """What gets the metrics of every step besides their file.
 
     Raises:
@@ -176,7 +180,14 @@ def open_trackers(plugins: Plugins, config: Config, run_dir: Path, done: int, di
     known, names = plugins.trackers(), tracker_names(config.run)
     if names:
         display.status(f"opening {', '.join(names)}")
-    return Trackers([known[name] for name in names], TrackedRun(run_dir, config_dump(config), done), display.warn)
+    run = TrackedRun(run_dir, config_dump(config), done)
+    return Trackers([known[name] for name in names], run, partial(warn, display, metrics))
+
+
+def warn(display: StepDisplay, metrics: MetricsWriter, text: str) -> None:
+    """Show a warning, and keep it with the metrics."""
+    display.warn(text)
+    metrics.warn(text)
 
 
 def run_header(checked: CheckedRun, run_dir: Path) -> RunHeader:
@@ -229,6 +240,8 @@ class Recorder:
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """See `trainer.Watcher`."""
         self.display.show(self._record(step, metrics | {"memory_gb": memory_gb()}))
+        for symptom in metrics.get("warnings", ()):
+            self.display.warn(Warned(**symptom).text)
         self._tell_plugins(step, metrics)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
@@ -248,7 +261,7 @@ class Recorder:
 
     def warn(self, message: str) -> None:
         """See `trainer.Watcher`."""
-        self.display.warn(message)
+        warn(self.display, self.metrics, message)
 
     def phase(self, name: str) -> None:
         """See `trainer.Watcher`."""

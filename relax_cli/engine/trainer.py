@@ -24,7 +24,7 @@ class Watcher(Protocol):
     """Gets every finished step's metrics: files, screen, plugins."""
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Step `step` is done: the `step`-th rollout of the run."""
+        """Step `step` is done: the `step`-th rollout of the run; `warnings` are the symptoms that are new."""
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         """The held-out sets were evaluated after step `step`, 0 being before the first."""
@@ -200,8 +200,6 @@ class Trainer:
         step = record.rollout_id + 1
         warnings = self._warnings(step, record.metrics)
         self.watcher.step(step, metrics | {"warnings": [asdict(w) for w in warnings]} if warnings else metrics)
-        for warning in warnings:
-            self.watcher.warn(warning.text)
 
     def _warnings(self, step: int, metrics: dict[str, float]) -> list[Warned]:
         """What the step shows of the run's health; once the policy has died, the newest pair from before is kept."""

@@ -40,6 +40,8 @@ class MetricsWriter:
         self._done = done
         self.last: dict[str, Any] | None = None
         """The newest record; None in a file without any."""
+        self._late: list[dict[str, str]] = []
+        """Warnings that no record has yet."""
         if self._path.exists():
             text = _text_of(self._path)
             kept = _lines_of(done, text, self._path)
@@ -58,10 +60,19 @@ class MetricsWriter:
         expected = self._done + 1 if self.last is None else self.last["step"] + 1
         starts = self.last is None and step == self._done  # with the evaluation before the first step
         assert starts or step == expected, f"step {step} was written where step {expected} is due"
-        self._file.write(json_line(record))
+        whole = dict(record) | self._warnings(record)
+        self._file.write(json_line(whole))
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.last = dict(record)
+        self.last = whole
+
+    def warn(self, text: str) -> None:
+        """Keep a warning for the record of the next step, or for the newest one when no step follows."""
+        self._late.append({"seen": text})
+
+    def _warnings(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        found, self._late = [*record.get("warnings", ()), *self._late], []
+        return {"warnings": found} if found else {}
 
     def _amend(self, record: Mapping[str, Any]) -> None:
         assert self.last is not None, "there is a newest record"
@@ -73,6 +84,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file."""
+        if self._late and self.last is not None:
+            # The disk that a warning is about may refuse it: a person has seen it on the screen.
+            with contextlib.suppress(OSError):
+                self._amend(self._warnings(self.last))
         self._file.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -84,6 +99,7 @@ class MetricsWriter:
         if error is None:
             self.close()
             return
+        self._late = []  # The newest line may be torn.
         # What could not be written before cannot be written now, either: the first failure is the one to report.
         with contextlib.suppress(OSError):
             self.close()

@@ -149,7 +149,8 @@ class Quiet:
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
-    def step(self, rollout_id: int, metrics: dict[str, Any]) -> None: ...
+    def step(self, rollout_id: int, metrics: dict[str, Any]) -> None:
+        self.warnings += [warning["seen"] for warning in metrics.get("warnings", ())]
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None: ...
 

@@ -7,14 +7,24 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from relax_cli.config.schema import Config
+from relax_cli.engine.run import Recorder
 from relax_cli.errors import ResumeError
+from relax_cli.plugin.manager import Plugins
+from relax_cli.plugin.trackers import TrackedRun
 from relax_cli.roles.sample_files import SampleWriter, drop_samples, sample_files
 from relax_cli.tracking.evaluations import read_evaluations
+from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.plots import curve
+from relax_cli.tracking.symptoms import Warned
+from relax_cli.tracking.trackers import Trackers
 from relax_cli.tracking.writers import MetricsWriter, write_config
 
 
@@ -81,6 +91,53 @@ def test_an_evaluation_joins_the_metrics_of_its_step(tmp_path: Path) -> None:
         (0, "a", 0.1),
         (2, "a", 0.5),
         (2, "b", 0.7),
+    ]
+
+
+def test_a_warning_joins_the_next_step_or_the_last(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.warn("before the first")
+        writer.write({"step": 1, "warnings": [{"id": "x", "seen": "a symptom"}]})
+        writer.write({"step": 2})
+        writer.warn("after the second")
+        writer.write({"step": 2, "eval/a/reward/mean": 0.5})
+        writer.write({"step": 3})
+        writer.warn("at the end")
+    path = tmp_path / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [[one["seen"] for one in record.get("warnings", ())] for record in records] == [
+        ["a symptom", "before the first"],
+        [],
+        ["after the second", "at the end"],
+    ]
+
+
+def test_a_run_that_failed_keeps_its_lines_as_they_are(tmp_path: Path) -> None:
+    path, error = tmp_path / "metrics.jsonl", OSError("full")
+    writer = MetricsWriter(tmp_path)
+    writer.write({"step": 1})
+    with path.open("a") as torn:
+        torn.write('{"step": 2, "lo')
+    writer.warn("the disk is full")
+    writer.__exit__(OSError, error, None)
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "lo'
+
+
+def test_the_screen_and_the_metrics_get_every_warning(tmp_path: Path) -> None:
+    shown: list[str] = []
+    display = cast(StepDisplay, SimpleNamespace(show=lambda _: None, warn=shown.append))
+    failed = SimpleNamespace(message="the hook failed", got="no network")
+    plugins = cast(Plugins, SimpleNamespace(step_end=lambda *_: [failed]))
+    with MetricsWriter(tmp_path) as metrics:
+        trackers = Trackers([], TrackedRun(tmp_path, {}), shown.append)
+        recorder = Recorder(metrics, trackers, display, plugins, Config(), tmp_path)
+        recorder.step(1, {"warnings": [asdict(Warned("flat", "no rise", "the samples"))]})
+        recorder.step(2, {})
+    assert shown == ["no rise; look at the samples [flat]", *["the hook failed: no network"] * 2]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [[one["seen"] for one in record["warnings"]] for record in records] == [
+        ["no rise"],
+        ["the hook failed: no network"] * 2,
     ]
 
 
