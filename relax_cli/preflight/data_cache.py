@@ -18,7 +18,10 @@ from relax_cli.models.packages import default_cache_dir
 LEAST_BYTES = 1 << 20
 """A smaller file is checked faster than it is looked up."""
 MOST_ENTRIES = 64
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "special_tokens_map.json"),
+)
 
 Summary = tuple[int, Sequence[int], str, int, int]
 """The fields of `PromptSummary`."""

@@ -12,6 +12,7 @@ from relax_cli.data.light_tokenizer import LightTokenizer, load_light
 from relax_cli.data.prompts import Prompt, empty, read_prompts
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.data.tokenise import encoded_text, ids_problem, prompt_too_long, stop_token_ids
+from relax_cli.data.tokenizer_trial import load_older
 from relax_cli.data.values import shown
 from relax_cli.errors import MOST_PLACES, ConfigError, Problem, RepeatedProblems, problem_kind
 from relax_cli.models.spec import ModelSpec
@@ -74,6 +75,7 @@ class DataReader:
         self._folder = model_folder
         self._loaded = False
         self._tokenizer: LightTokenizer | None = None
+        self._not_counted: list[Problem] = []
         self._progress = progress
         self._rewards = rewards
 
@@ -110,6 +112,7 @@ class DataReader:
 
     def _say_overlong(self, spec: str, problems: list[Problem]) -> None:
         """Raise these problems, and the warning about prompts that are dropped or cut."""
+        problems, self._not_counted = [*problems, *self._not_counted], []
         summary = self.summaries.get(spec)
         if summary is not None and summary.over and self._mode != "error":
             dropped = self._mode == "drop"
@@ -125,7 +128,12 @@ class DataReader:
         if self._loaded or self._folder is None:
             return
         self._loaded = True
-        self._tokenizer = load_light(self._folder)
+        try:
+            self._tokenizer = load_light(self._folder) or load_older(self._folder)
+        except ConfigError as error:
+            if error.problems[0].severity == "error":
+                raise
+            self._not_counted = list(error.problems)
         if self._tokenizer is not None and self._model is not None:
             stop_token_ids(self._folder, self._tokenizer)
 

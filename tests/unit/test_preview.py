@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from relax_cli.config.schema import Config, DataSection, RewardSection, RolloutSection
@@ -17,6 +17,7 @@ from relax_cli.data.light_tokenizer import load_light
 from relax_cli.data.prompts import Prompt, load_prompts, read_prompts
 from relax_cli.data.tokenise import encode_prompt, encoded_text, fitting, load_tokenizer, stop_token_ids
 from relax_cli.errors import ConfigError
+from relax_cli.plugin.apart import Unanswered
 from relax_cli.preflight.data_reader import DataReader
 from relax_cli.quickstart.task import MODEL
 
@@ -270,6 +271,56 @@ def test_a_system_prompt_precedes_chats_without_one(tmp_path: Path) -> None:
         assert texts == ["K system:be brief user:hello "] * 2 + ["K system:mine user:hello "]
     (task,) = load_prompts(section, "reasoning-gym:chain_sum?size=1")
     assert (task.system, task.template) == ("be brief", {"kind": "K "})
+
+
+def test_older_tokenizer_files_are_counted_like_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=letters, special_tokens=["<|endoftext|>"])
+    made.train_from_iterator(["hello world, hello all"] * 9, trainer)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    made.model.save(str(folder))
+    words = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    rows = [{"input": text, "label": "1"} for text in ("hello", "hello world", "1 + 1 = 2?")]
+    own = load_tokenizer(folder)
+    assert not (folder / "tokenizer.json").exists()
+    for chat in (False, True):
+        reader, problems = read_all(tmp_path, rows, chat=chat, limit=99)
+        assert problems == []
+        prompts = load_prompts(SECTION, str(tmp_path / "data.jsonl"))
+        expected = tuple(len(encode_prompt(own, prompt, apply_chat_template=chat)) for prompt in prompts)
+        assert next(iter(reader.summaries.values())).lengths == expected
+    assert [p.id for p in read_all(tmp_path, rows, limit=1)[1]] == ["prompt-too-long"]
+    monkeypatch.setattr("relax_cli.data.tokenizer_trial.DEADLINE", 1)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(words | {"chat_template": endless}))
+    assert [(p.id, p.where) for p in read_all(tmp_path, rows, chat=True)[1]] == [("tokenizer-trial", str(folder))]
+
+
+@pytest.mark.parametrize("trial", [Unanswered("takes more than 1 s"), []])
+def test_prompts_that_cannot_be_counted_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trial: Any) -> None:
+    def apart(*_: str, **__: Any) -> Any:
+        if isinstance(trial, Exception):
+            raise trial
+        return trial
+
+    monkeypatch.setattr("relax_cli.data.tokenizer_trial.run_apart", apart)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "vocab.txt").write_text("hello")
+    reader, (warning,) = read_all(tmp_path, [{"input": "hello", "label": "1"}])
+    assert (warning.id, warning.severity) == ("prompts-not-counted", "warning")
+    assert [(s.prompts, s.lengths) for s in reader.summaries.values()] == [(1, ())]
+
+
+def test_older_tokenizer_files_that_do_not_load_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.model").write_text("no model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    _, (problem,) = read_all(tmp_path, [{"input": "hello", "label": "1"}])
+    assert (problem.id, problem.severity) == ("model-folder", "error")
 
 
 def test_tools_need_the_chat_template(tmp_path: Path) -> None:
