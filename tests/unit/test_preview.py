@@ -293,7 +293,6 @@ def test_older_tokenizer_files_are_counted_like_the_run(tmp_path: Path, monkeypa
         prompts = load_prompts(SECTION, str(tmp_path / "data.jsonl"))
         expected = tuple(len(encode_prompt(own, prompt, apply_chat_template=chat)) for prompt in prompts)
         assert next(iter(reader.summaries.values())).lengths == expected
-    assert [p.id for p in read_all(tmp_path, rows, limit=1)[1]] == ["prompt-too-long"]
     monkeypatch.setattr("relax_cli.data.tokenizer_trial.DEADLINE", 1)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps(words | {"chat_template": endless}))
