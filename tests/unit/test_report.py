@@ -160,6 +160,8 @@ probe.response = document.querySelector("#tokens").textContent;
 byId("sample-step").value = "1"; byId("sample-step").dispatchEvent(new Event("change"));
 probe.held = byId("sample-step").selectedOptions[0].textContent + " | " + byId("sample-count").textContent;
 probe.heldReward = byId("sample").querySelector("dd, td").textContent;
+document.querySelectorAll("#sample-list button")[2].click();
+probe.alone = byId("sample").textContent;
 probe.theme = document.documentElement.dataset.theme;
 probe.scripts = document.scripts.length;
 probe.canvases = document.querySelectorAll("canvas").length;
@@ -200,6 +202,7 @@ def test_a_browser_shows_the_page_without_errors(run: Path, other: Path, size: s
     assert "3 of 3 samples" in probe["held"]
     assert "--evals" in probe["held"]
     assert probe["heldReward"].startswith("1")
+    assert "null" not in probe["alone"], "it is the only one of its group"
     assert probe["theme"] == "dark"
     assert probe["scripts"] == 4
     assert probe["milliseconds"] < 2000

@@ -241,8 +241,8 @@ function samples() {
       make("h3", {}, "Prompt"), make("div", { className: "text" }, one.prompt),
       make("h3", {}, one.tokens.length < one.length ? `Response, the first ${one.tokens.length} tokens` : "Response"), tokens,
       make("div", { id: "readout", ariaLive: "polite" }),
-      group.length > 1 ? make("h3", {}, `Group ${one.group}`) : null,
-      group.length > 1 ? table(["row", "reward", "advantage", "response"], group.map((other) => [other.row, number(other.reward), number(other.advantage), other.response.slice(0, 400)])) : null);
+      ...group.length < 2 ? [] : [make("h3", {}, `Group ${one.group}`),
+        table(["row", "reward", "advantage", "response"], group.map((other) => [other.row, number(other.reward), number(other.advantage), other.response.slice(0, 400)]))]);
     paint();
     point(0);
   }
