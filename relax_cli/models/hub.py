@@ -134,13 +134,11 @@ def _configs(card: Path) -> list[dict[str, Any]]:
 
 
 def _names(repo: str, revision: str | None, folder: Path) -> list[str]:
-    from httpx import HTTPError
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         return HfApi().list_repo_files(repo, repo_type="dataset", revision=revision)
-    except (HfHubHTTPError, HTTPError, OSError):
+    except (_http_error(), OSError):
         # Offline, what was downloaded once is known.
         return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
 
@@ -148,14 +146,12 @@ def _names(repo: str, revision: str | None, folder: Path) -> list[str]:
 def _snapshot(
     repo: str, kind: Literal["model", "dataset"], revision: str | None, patterns: list[str], online: bool = True
 ) -> Path:
-    from httpx import HTTPError
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     get = functools.partial(snapshot_download, repo, repo_type=kind, revision=revision, allow_patterns=patterns)
     try:
         return Path(get(local_files_only=not online))
-    except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
+    except (_http_error(), OSError, ValueError) as error:
         option = "--hf-checkpoint" if kind == "model" else "--prompt-data"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = f"check the name; where the hub cannot be reached: hf download {repo} --repo-type {kind}, on a machine"
@@ -163,6 +159,15 @@ def _snapshot(
         expected = "a folder, or OWNER/NAME of the Hugging Face Hub" if kind == "model" else f"{PREFIX}OWNER/NAME:SPLIT"
         found = HUB(what, option=option, got=repo, expected=expected, fix=f"{fix} that shares HF_HOME")
         raise ConfigError(found) from error
+
+
+def _http_error() -> type[Exception]:
+    """What the hub's HTTP client raises: versions of huggingface_hub use different clients."""
+    from huggingface_hub import errors
+
+    error: type[Exception] = vars(errors)["HTTPError"]
+    assert issubclass(errors.HfHubHTTPError, error)
+    return error
 
 
 def _parts(item: str) -> re.Match[str]:

@@ -84,7 +84,7 @@ def test_a_real_server_samples_as_the_embedded_engine_scores(tmp_path: Path) -> 
         environment=os.environ,
     )
     try:
-        engine.weight_version = "default"  # type: ignore[assignment]
+        engine.use_loaded()
         plain = SamplingParams(max_new_tokens=6, temperature=0.9, top_p=1.0, top_k=-1, stop_token_ids=(3, 4))
         requests = [Request((5, 6, 7 + i), i) for i in range(8)]
         before = engine.generate(requests, plain)

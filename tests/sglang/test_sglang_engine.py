@@ -259,7 +259,7 @@ def test_partial_tokens_of_other_weights_are_not_continued(
 ) -> None:
     server.faults.order([Fault("abort", tokens=3)])
     engine = engine_for(served[1], partial=True)
-    engine.weight_version = 7
+    engine.weight_version = "7"
     with pytest.raises(RunError) as caught:
         engine.generate(some_requests(1), SAMPLING)
     assert caught.value.problems[0].id == "sglang-stale-weights"
@@ -357,7 +357,7 @@ def test_the_version_after_an_update_is_looked_up(server: ContractServer, served
     with pytest.raises(RunError) as caught:
         engine.weights_updated(1)
     assert caught.value.problems[0].id == "sglang-stale-weights"
-    assert engine.weight_version == 0
+    assert engine.weight_version == "0"
 
 
 def test_starting_servers_answer_503(model: Path) -> None:

@@ -76,10 +76,6 @@ Then = Callable[[int, Generation], Opening]
 class RolloutEngine(Protocol):
     """Generates responses with the newest published weights."""
 
-    @property
-    def weight_version(self) -> int:
-        """Version of the last complete update; 0 for the weights of the model folder."""
-
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
         """Continue every prompt; results are in the order of `requests`.
 

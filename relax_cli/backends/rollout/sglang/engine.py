@@ -120,8 +120,7 @@ class SglangEngine:
         self.clients = tuple(SglangClient(target.address) for target in targets)
         self.servers = tuple(servers)
         self.options = options
-        self.weight_version = 0
-        self._served = "0"
+        self.weight_version = "0"
         self._vocab_size = vocab_size
         self._max_positions = max_positions
         self._max_prompt = max_positions if max_prompt is None else max_prompt
@@ -170,12 +169,11 @@ class SglangEngine:
         """
         for client in self.clients:
             check_served(client, version)
-        self.weight_version = version
-        self._served = str(version)
+        self.weight_version = str(version)
 
     def use_loaded(self) -> None:
         """No weights will be sent: what servers loaded from their model folder is what they generate with."""
-        self._served = AS_LOADED
+        self.weight_version = AS_LOADED
 
     def sleep(self) -> None:
         """Wait until the servers are idle, and give up weights and KV cache where that is wanted."""
@@ -374,7 +372,7 @@ class SglangEngine:
                     sample=sample,
                     max_new_tokens=limit,
                     vocab_size=self._vocab_size,
-                    version=self._served,
+                    version=self.weight_version,
                     stop_token_ids=batch.sampling.stop_token_ids,
                 )
             except (CancelledFault, DeadlineFault):
