@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from relax_cli.config.schema import Config
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.errors import Problem
@@ -22,16 +24,7 @@ UNKNOWN = Machine(
     shared_memory=None,
 )
 """A machine of two cores of which nothing else is known."""
-WITH_GPUS = Machine(
-    memory=None,
-    gpus=8,
-    cores=64,
-    free_disk=lambda _: None,
-    gpu_memory=lambda: None,
-    ray_address="",
-    allocator="",
-    shared_memory=None,
-)
+WITH_GPUS = replace(UNKNOWN, gpus=8, cores=64)
 
 
 def context_of(
