@@ -15,6 +15,8 @@ from tests.support.fault_runs import STEPS, Folders, Zygote, arguments, assert_r
 FIRST_SAVE = range(1, 70)
 """File operations in the save folders from the start of a run to the middle of its second save."""
 LATER = range(70, 320)
+CHAIN = 7
+"""Kills that one chain of resumptions takes at most before it is let run to its end."""
 
 
 def assert_equal(folders: Folders, straight: Folders, what: list[str]) -> None:
@@ -36,15 +38,15 @@ def killed_at_random(
     return zygote.run(root, argv, kill_after=delay).code, f"after {delay:.2f} s"
 
 
-def campaign(zygote: Zygote, task: Path, straight: Folders, out: Path, *, kills: int, seed: int) -> int:
-    """Kill runs, each the resumption of the one before, until `kills` have died; returns how many chains ended."""
+def campaign(zygote: Zygote, task: Path, straight: Folders, out: Path, *, kills: int, seed: int) -> None:
+    """Kill runs, each the resumption of the one before, until `kills` have died; every chain ends as `straight` did."""
     rng, chains, killed = random.Random(seed), 0, 0
     history: list[str] = []
     folders = Folders(out / "0")
     undisturbed = (straight.root / "stdout").stat().st_mtime - (straight.root / "started").stat().st_mtime
     while killed < kills or history:
         argv = arguments(task, folders, *(["--keep-checkpoints", "1"] if chains % 2 else []))
-        if killed < kills:
+        if killed < kills and len(history) < CHAIN:
             code, how = killed_at_random(zygote, argv, folders.root, rng, undisturbed)
         else:
             code, how = zygote.run(folders.root, argv).code, "to the end"
@@ -58,7 +60,6 @@ def campaign(zygote: Zygote, task: Path, straight: Folders, out: Path, *, kills:
             assert_equal(folders, straight, history)
             chains, history = chains + 1, []
             folders = Folders(out / str(chains))
-    return chains
 
 
 INSTANTS = {
@@ -87,14 +88,14 @@ def test_a_kill_at_an_instant_of_its_own(
 def test_thirty_kills_lose_no_finished_step_and_change_no_number(
     zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path
 ) -> None:
-    assert campaign(zygote, fault_task, straight, tmp_path, kills=30, seed=1) >= 2
+    campaign(zygote, fault_task, straight, tmp_path, kills=30, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 7))
 def test_forty_more_kills(zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, seed: int) -> None:
-    assert campaign(zygote, fault_task, straight, tmp_path, kills=40, seed=seed) >= 2
+    campaign(zygote, fault_task, straight, tmp_path, kills=40, seed=seed)
 
 
 def test_what_a_kill_after_the_last_save_left_is_finished(
