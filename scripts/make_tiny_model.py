@@ -50,20 +50,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """The untrained model, 527 k parameters."""
+def make_model(tokenizer: PreTrainedTokenizerFast, heads: int, initializer_range: float) -> Qwen3ForCausalLM:
+    """The untrained model: 527 k parameters with 4 heads of 32 numbers, 133 k with 2."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(CHARACTERS),
-            hidden_size=128,
-            intermediate_size=512,
+            hidden_size=32 * heads,
+            intermediate_size=128 * heads,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
             head_dim=32,
             max_position_embeddings=64,
             tie_word_embeddings=True,
-            initializer_range=0.06,
+            initializer_range=initializer_range,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -124,7 +124,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     train_pairs, heldout_pairs = task.split()
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, heads=4, initializer_range=0.06)
     train(model, tokenizer, train_pairs, random.Random(arguments.seed))
 
     model.eval()

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from make_tiny_model import CHARACTERS, END, PAD, Pair, make_tokenizer
+from make_tiny_model import END, PAD, Pair, make_model, make_tokenizer
 from torch import nn
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from relax_cli.quickstart import task
 
@@ -64,23 +63,7 @@ def main() -> None:
     torch.manual_seed(0)
     rng = random.Random(0)
     tokenizer = make_tokenizer()
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(CHARACTERS),
-            hidden_size=64,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            initializer_range=0.08,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    model = make_model(tokenizer, heads=2, initializer_range=0.08)
     heldout = set(task.tool_split()[1])
     pairs = [pair for x in range(100, 1000) for y in range(100, 1000) if (pair := (x, y)) not in heldout]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)

@@ -11,7 +11,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-import zmq
 from hypothesis import settings
 
 # As relax itself does before it imports Ray, which some tests import first.
@@ -20,10 +19,6 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 # The same examples on every run: a test that failed can be run again, and one that passed does not fail by chance.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
-
-# Some tests start parts of TransferQueue in this process, which are never closed. A collected context waits for ever
-# for its unsent messages, in the middle of whatever test runs then.
-zmq.Context.__del__ = lambda _: None  # type: ignore[method-assign]
 
 SLOWEST_FIRST = ("faults", "integration", "cli", "sglang", "plugins", "unit", "numerics")
 """Folders of tests. With several processes a file that takes minutes must not be the last to start."""

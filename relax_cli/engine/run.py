@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.align import settle
 from relax_cli.checkpoint.fingerprint import RunIdentity, identify
-from relax_cli.checkpoint.resume import ResumeReport
-from relax_cli.config.redact import config_dump, shell_join
+from relax_cli.checkpoint.resume import ResumeDecision, ResumeReport
+from relax_cli.config.redact import shell_join
 from relax_cli.config.schema import Config
 from relax_cli.engine.locks import claimed, written_folders
+from relax_cli.engine.recorder import Recorder, open_trackers
 from relax_cli.engine.run_folder import new_run_folder, run_record
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest
@@ -31,7 +29,6 @@ from relax_cli.errors import RelaxError, Terminated
 from relax_cli.plugin.graph import TOKEN_REWARDS, ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
-from relax_cli.plugin.trackers import TrackedRun, tracker_names
 from relax_cli.plugin.user_code import from_here
 from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.start import decide_run, schedule_of
@@ -39,8 +36,6 @@ from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import TRAINED_FIELDS, drop_samples
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.run_reader import read_run
-from relax_cli.tracking.symptoms import Warned
-from relax_cli.tracking.trackers import Trackers
 from relax_cli.tracking.view import RunHeader
 from relax_cli.tracking.writers import MetricsWriter, write_config
 
@@ -92,20 +87,9 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         trackers = open_trackers(plugins, config, run_dir, first, display, metrics)
         closing_summary: dict[str, Any] = {}
         stack.callback(trackers.close, closing_summary)
-        model = model_folder(config.model.hf_checkpoint, display)
-        keep_tokenizer(model, run_dir)
-        identity = identify(config, model, checked.inputs.prompts)
-        plan = LaunchPlan(
-            config=config,
-            graph=graph,
-            model_folder=model,
-            reference_folder=reference_folder(config, graph, display),
-            run_dir=run_dir,
-            actor_load=start.decision.actor,
-            critic_load=start.decision.critic,
-            status=display.status,
-            longest_prompts=checked.inputs.longest_by_set,
-        )
+        plan = launch_plan(checked, config, start.decision, run_dir, display)
+        keep_tokenizer(plan.model_folder, run_dir)
+        identity = identify(config, plan.model_folder, checked.inputs.prompts)
         stop = StopRequest(display.note)
         stack.enter_context(stop.listening())
         session = stack.enter_context(closing(launch(plugins, plan)))
@@ -169,27 +153,6 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
         raise
 
 
-def open_trackers(
-    plugins: Plugins, config: Config, run_dir: Path, done: int, display: StepDisplay, metrics: MetricsWriter
-) -> Trackers:
-    """What gets the metrics of every step besides their file.
-
-    Raises:
-        EnvironmentFault: one of them cannot be opened.
-    """
-    known, names = plugins.trackers(), tracker_names(config.run)
-    if names:
-        display.status(f"opening {', '.join(names)}")
-    run = TrackedRun(run_dir, config_dump(config), done)
-    return Trackers([known[name] for name in names], run, partial(warn, display, metrics))
-
-
-def warn(display: StepDisplay, metrics: MetricsWriter, text: str) -> None:
-    """Show a warning, and keep it with the metrics."""
-    display.warn(text)
-    metrics.warn(text)
-
-
 def run_header(checked: CheckedRun, run_dir: Path) -> RunHeader:
     """What stays on the screen."""
     config, plan = checked.config, checked.plan
@@ -206,17 +169,6 @@ def run_header(checked: CheckedRun, run_dir: Path) -> RunHeader:
     )
 
 
-def memory_gb() -> float:
-    """Memory that this process and those it started have for themselves on this machine."""
-    me = psutil.Process()
-    used = 0
-    for process in [me, *me.children(recursive=True)]:
-        with suppress(psutil.Error):
-            memory = process.memory_info()
-            used += memory.rss - getattr(memory, "shared", 0)
-    return used / 1e9
-
-
 def start_notes(checked: CheckedRun) -> list[str]:
     """What `--device auto` became, and that nothing will be saved."""
     chosen = (change for change in checked.changes if change.option == "--device")
@@ -224,52 +176,6 @@ def start_notes(checked: CheckedRun) -> list[str]:
     if checked.config.checkpoint.save is None:
         notes.append("no checkpoints will be saved, so this run cannot be resumed: --save DIR saves them")
     return notes
-
-
-@dataclass(frozen=True)
-class Recorder:
-    """Hands each step to the metrics file, the trackers, the screen and the plugins, in this order."""
-
-    metrics: MetricsWriter
-    trackers: Trackers
-    display: StepDisplay
-    plugins: Plugins
-    config: Config
-    run_dir: Path
-
-    def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """See `trainer.Watcher`."""
-        self.display.show(self._record(step, metrics | {"memory_gb": memory_gb()}))
-        for symptom in metrics.get("warnings", ()):
-            self.display.warn(Warned(**symptom).text)
-        self._tell_plugins(step, metrics)
-
-    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """See `trainer.Watcher`."""
-        self.display.evaluated(self._record(step, metrics))
-        self._tell_plugins(step, metrics)
-
-    def _record(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
-        record = {"step": step, "time": time.time(), **metrics}
-        self.metrics.write(record)
-        self.trackers.write(record)
-        return record
-
-    def _tell_plugins(self, step: int, metrics: dict[str, Any]) -> None:
-        for warning in self.plugins.step_end(step, metrics, self.config, self.run_dir):
-            self.warn(f"{warning.message}: {warning.got}")
-
-    def warn(self, message: str) -> None:
-        """See `trainer.Watcher`."""
-        warn(self.display, self.metrics, message)
-
-    def phase(self, name: str) -> None:
-        """See `trainer.Watcher`."""
-        self.display.phase(name)
-
-    def status(self, text: str) -> None:
-        """See `trainer.Watcher`."""
-        self.display.status(text)
 
 
 def prepare_run(checked: CheckedRun) -> tuple[Config, Path]:
@@ -292,6 +198,24 @@ def unpacked_model(name: str) -> Path:
     from relax_cli.models.packages import default_cache_dir, resolve_model
 
     return resolve_model(name, default_cache_dir(os.environ))
+
+
+def launch_plan(
+    checked: CheckedRun, config: Config, decision: ResumeDecision, run_dir: Path, display: StepDisplay
+) -> LaunchPlan:
+    """What the launcher is told, with the models unpacked."""
+    assert checked.graph is not None, "a run without errors has roles"
+    return LaunchPlan(
+        config=config,
+        graph=checked.graph,
+        model_folder=model_folder(config.model.hf_checkpoint, display),
+        reference_folder=reference_folder(config, checked.graph, display),
+        run_dir=run_dir,
+        actor_load=decision.actor,
+        critic_load=decision.critic,
+        status=display.status,
+        longest_prompts=checked.inputs.longest_by_set,
+    )
 
 
 def reference_folder(config: Config, graph: ServiceGraph, display: StepDisplay) -> Path | None:

@@ -22,6 +22,9 @@ from relax_cli.engine.ray.queue_keys import (
 from relax_cli.errors import RunError
 from tests.support.queue_attack import send_hostile
 
+SERVING: list[Any] = []
+"""Parts of TransferQueue that tests have started. They serve from threads that cannot be ended, and the ZeroMQ context of
+one that is garbage-collected waits for ever for its unsent messages, in the middle of whatever test runs then."""
 SENDERS = {"plain": None, "another run's keys": QueueKeys.new()}
 
 
@@ -40,7 +43,8 @@ def start(request: pytest.FixtureRequest, plain_sockets: None) -> Iterator[Any]:
     actor = vars(importlib.import_module(place))[name].__ray_actor_class__
 
     def start() -> list[tuple[str, int]]:
-        server = (actor() if request.param == "controller" else actor({})).zmq_server_info
+        SERVING.append(actor() if request.param == "controller" else actor({}))
+        server = SERVING[-1].zmq_server_info
         return [(server.ip, port) for port in server.ports.values()]
 
     return start
