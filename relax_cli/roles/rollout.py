@@ -162,9 +162,12 @@ class RolloutRole:
         assert self.awake, "rollout generates only while awake"
         prompts = [self.prompts[i] for i in self.order.places(first, count)]
         size = self.batch.n_samples_per_prompt
-        return self.drawn.groups(
-            rollout_id, offset, lambda: self._sample(prompts, size, stream=rollout_id, offset=offset)
-        )
+
+        def sample() -> list[Judged]:
+            sampled = self._sample(prompts, size, stream=rollout_id, offset=offset)
+            return [for_training(judged, self.config) for judged in sampled]
+
+        return self.drawn.groups(rollout_id, offset, sample)
 
     def keep(self, rollout_id: int, chosen: Sequence[int]) -> dict[str, Spread]:
         """Write this worker's samples of the prompts at the `chosen` places of those drawn to the queue.

@@ -207,6 +207,28 @@ def test_each_request_may_have_a_limit_of_its_own(engine: EmbeddedEngine) -> Non
         assert short.log_probs == pytest.approx(long.log_probs[: i + 1], abs=1e-5)
 
 
+@pytest.mark.parametrize("stop", [(), ("text",)], ids=["", "a stop string over the seam"])
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_response_in_parts_is_the_response_in_one(engine: EmbeddedEngine, first: int, stop: tuple[str, ...]) -> None:
+    whole = engine.generate(make_requests([6, 9, 6]), PLAIN)
+    if stop:
+        assert engine._decode is not None
+        stop = (engine._decode(whole[0].tokens[first - 1 : first + 1]),)
+    sampling = replace(PLAIN, stop=stop)
+    whole = engine.generate(make_requests([6, 9, 6]), sampling)
+    begun = engine.generate([replace(r, most_tokens=first) for r in make_requests([6, 9, 6])], sampling)
+    assert any(part.finish_reason == "length" for part in begun)
+    for request, part, expected in zip(make_requests([6, 9, 6]), begun, whole, strict=True):
+        if part.finish_reason == "length":
+            prompt, left = (*request.prompt_tokens, *part.tokens), PLAIN.max_new_tokens - first
+            more = replace(request, prompt_tokens=prompt, sampled=first, most_tokens=left)
+            # Next to one that begins, whose noise must not be another's.
+            (rest, _) = engine.generate([more, request], sampling)
+            part = Generation(part.tokens + rest.tokens, part.log_probs + rest.log_probs, rest.finish_reason)
+        same_responses([part], [expected])
+        assert part.finish_reason == expected.finish_reason
+
+
 @pytest.mark.parametrize("kept_bytes", [1 << 30, 0])
 def test_turns_of_a_conversation_are_those_asked_for_alone(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, kept_bytes: int

@@ -51,10 +51,17 @@ class Request:
     """File and line of the prompt, for messages."""
     most_tokens: int | None = None
     """Most new tokens; those of the `SamplingParams` when None."""
+    sampled: int = 0
+    """How many of the last prompt tokens are the beginning of this response: its noise and stop strings continue."""
 
     def limit(self, sampling: SamplingParams) -> int:
         """Most new tokens of this response."""
         return sampling.max_new_tokens if self.most_tokens is None else self.most_tokens
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """What there is of the response."""
+        return self.prompt_tokens[len(self.prompt_tokens) - self.sampled :]
 
 
 @dataclass

@@ -140,7 +140,8 @@ class EmbeddedEngine:
         numbers, requests = list(numbered), list(numbered.values())
         limits_B = torch.tensor([request.limit(sampling) for request in requests])
         limit = int(limits_B.max())
-        uniforms_BT = draw_uniforms([request.seed for request in requests], limit)
+        sampled_B = torch.tensor([request.sampled for request in requests])
+        uniforms_BT = draw_uniforms([request.seed for request in requests], limit + int(sampled_B.max()))
         tokens_BT = torch.zeros(len(requests), limit, dtype=torch.int64)
         log_probs_BT = torch.zeros(len(requests), limit)
         lengths_B = limits_B.clone()
@@ -159,11 +160,11 @@ class EmbeddedEngine:
 
         logits, cache = self._prefill(requests, [prefixes.get(number) for number in numbers], limit)
         for step in range(limit):
-            tokens, log_probs = sample(logits, uniforms_BT[rows, step], sampling)
+            tokens, log_probs = sample(logits, uniforms_BT[rows, sampled_B[rows] + step], sampling)
             tokens_BT[rows, step], log_probs_BT[rows, step] = tokens, log_probs
             ended = live & torch.isin(tokens, stop_ids)
             if sampling.stop:
-                ended |= live & self._ends_with_stop(tokens_BT, rows, step, sampling.stop)
+                ended |= live & self._ends_with_stop(requests, tokens_BT, rows, step, sampling.stop)
             stopped_B[rows[ended]] = True
             lengths_B[rows[ended]] = step + 1
             live &= ~ended & (limits_B[rows] > step + 1)
@@ -205,12 +206,15 @@ class EmbeddedEngine:
             self._cache = KVCache(self.decoder.spec, rows, columns)
         return self._cache
 
-    def _ends_with_stop(self, tokens_BT: Tensor, rows: Tensor, step: int, stop: tuple[str, ...]) -> Tensor:
+    def _ends_with_stop(
+        self, requests: Sequence[Request], tokens_BT: Tensor, rows: Tensor, step: int, stop: tuple[str, ...]
+    ) -> Tensor:
         assert self._decode is not None
         # A token is at least a byte of text; the margin is for ids that decode to nothing.
         window = max(len(text.encode()) for text in stop) + 8
-        tails = tokens_BT[rows, max(0, step + 1 - window) : step + 1].tolist()
-        texts = [self._decode(tail) for tail in tails]
+        new = tokens_BT[rows, max(0, step + 1 - window) : step + 1].tolist()
+        before = [requests[row].begun for row in rows.tolist()]
+        texts = [self._decode([*old, *tail][-window:]) for old, tail in zip(before, new, strict=True)]
         return torch.tensor([any(text in decoded for text in stop) for decoded in texts])
 
 
