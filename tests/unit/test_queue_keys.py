@@ -23,8 +23,8 @@ from relax_cli.errors import RunError
 from tests.support.queue_attack import send_hostile
 
 SERVING: list[Any] = []
-"""Parts of TransferQueue that tests have started. They serve from threads that cannot be ended, and the ZeroMQ context of
-one that is garbage-collected waits for ever for its unsent messages, in the middle of whatever test runs then."""
+"""Parts of TransferQueue that tests have started. They serve from threads that cannot be ended, and the ZeroMQ context
+of one that is garbage-collected waits for ever for its unsent messages, in the middle of whatever test runs then."""
 SENDERS = {"plain": None, "another run's keys": QueueKeys.new()}
 
 
