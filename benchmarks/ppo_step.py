@@ -1,11 +1,13 @@
 """Seconds per PPO step: `relax train` against TRL 1.12.0's PPOTrainer on the same model, prompts and batch sizes.
 
-    python benchmarks/ppo_step.py [--rounds 3] [--steps 6] [--format json]
+    python benchmarks/ppo_step.py [--lengths fixed|ragged] [--rounds 3] [--steps 6] [--format json]
 
 Both sides run alternately in this one run. TRL gets a virtual environment of its own, made on the first run in
 `--work`. A TRL step also runs a reference and a reward model over the samples, two forward passes that our step has no
 use for; ours also moves the samples through TransferQueue, the weights to the rollout workers, and writes metrics and
-samples to disk. CPU seconds are those of the whole process tree, Ray's and TransferQueue's own processes included.
+samples to disk. With ragged lengths every response ends at a length that is a function of its prompt, on both sides; in
+ours `ragged/sitecustomize.py` gives each request that limit. CPU seconds are those of the whole process tree, Ray's and
+TransferQueue's own processes included.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from lengths import add_lengths
 
 PROMPT_TOKENS, NEW_TOKENS, BATCH, MINIBATCH, VOCABULARY = 16, 32, 64, 16, 512
 TRL = ("trl==1.12.0", "torch", "transformers", "datasets", "accelerate")
@@ -34,12 +37,18 @@ HERE = Path(__file__).resolve().parent
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_lengths(parser)
     parser.add_argument("--rounds", type=int, default=3, help="alternations")
     parser.add_argument("--steps", type=int, default=6, help="steps a side and round; the first is dropped")
     parser.add_argument("--cores", type=int, default=2, help="rollout workers here, threads in TRL")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "relax-bench")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     return parser.parse_args()
+
+
+def new_tokens(args: argparse.Namespace) -> int:
+    """Most tokens of a response; ragged ones have as many on average as fixed ones."""
+    return NEW_TOKENS * (4 if args.lengths == "ragged" else 1)
 
 
 def make_inputs(work: Path) -> tuple[Path, Path]:
@@ -92,11 +101,12 @@ def trl_python(work: Path) -> str:
 def run_trl(python: str, model: Path, prompts: Path, args: argparse.Namespace) -> dict[str, float]:
     """Median wall and CPU seconds per step of TRL."""
     command = [python, str(HERE / "trl_ppo.py"), "--model", str(model), "--prompts", str(prompts)]
+    command += ["--ragged"] if args.lengths == "ragged" else []
     sizes = {
         "steps": args.steps,
         "batch": BATCH,
         "minibatch": MINIBATCH,
-        "new-tokens": NEW_TOKENS,
+        "new-tokens": new_tokens(args),
         "threads": args.cores,
     }
     command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
@@ -123,7 +133,7 @@ def run_relax(model: Path, prompts: Path, work: Path, args: argparse.Namespace) 
         "num-steps-per-rollout": BATCH // MINIBATCH,
         "micro-batch-size": MINIBATCH,
         "num-rollout": args.steps,
-        "rollout-max-response-len": NEW_TOKENS,
+        "rollout-max-response-len": new_tokens(args),
         "lr": 1e-4,
         "lambd": 0.95,
         "run-dir": run_dir,
@@ -131,8 +141,11 @@ def run_relax(model: Path, prompts: Path, work: Path, args: argparse.Namespace) 
     switches = ["--colocate", "--overlap-updates", "--use-rollout-logprobs", "--normalize-advantages"]
     relax = str(Path(sys.executable).with_name("relax"))
     command = [relax, "train", *switches, *(w for k, v in options.items() for w in (f"--{k}", str(v)))]
+    environment = quiet_environment()
+    if args.lengths == "ragged":
+        environment["PYTHONPATH"] = f"{HERE / 'ragged'}{os.pathsep}{HERE}"
     with open(work / "relax.log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=quiet_environment())
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     cpu_marks, wall = [], []
     metrics = run_dir / "metrics.jsonl"
     while process.poll() is None:
@@ -181,14 +194,13 @@ def main() -> None:
     }
     ratio = {kind: result["relax"][kind] / result["trl"][kind] for kind in ("wall", "cpu")}
     if args.format == "json":
-        print(
-            json.dumps({"samples_per_second": result, "ratio": ratio, "reference": "TRL 1.12.0", "cores": args.cores})
-        )
+        more = {"lengths": args.lengths, "reference": "TRL 1.12.0", "cores": args.cores}
+        print(json.dumps({"samples_per_second": result, "ratio": ratio} | more))
         return
     for kind, name in (("wall", "wall"), ("cpu", "CPU ")):
         print(
-            f"samples per {name} second: relax {result['relax'][kind]:.1f}, TRL {result['trl'][kind]:.1f}, "
-            f"ratio {ratio[kind]:.2f}"
+            f"samples per {name} second, {args.lengths}: relax {result['relax'][kind]:.1f}, "
+            f"TRL {result['trl'][kind]:.1f}, ratio {ratio[kind]:.2f}"
         )
 
 

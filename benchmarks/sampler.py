@@ -1,6 +1,8 @@
 """Tokens per CPU second: the embedded rollout engine against Hugging Face `generate`, alternating, one thread.
 
-python benchmarks/sampler.py [--rounds 9] [--format json]
+    python benchmarks/sampler.py [--lengths fixed|ragged] [--rounds 9] [--format json]
+
+With ragged lengths `generate` gets a stopping criterion for each row, so that both sides sample the same lengths.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from lengths import add_lengths, response_length
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, StoppingCriteria, StoppingCriteriaList
 
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.protocol import Request, SamplingParams
@@ -54,51 +59,76 @@ CASES = {
 }
 
 
-def cpu_seconds(action: Callable[[], object]) -> float:
-    """CPU seconds of one call."""
-    started = time.process_time()
+class AtLength(StoppingCriteria):
+    """Ends each row of a batch at a length of its own."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths_B = torch.tensor(lengths)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return self._lengths_B <= input_ids.shape[1]
+
+
+def seconds(action: Callable[[], object]) -> tuple[float, float]:
+    """Wall and CPU seconds of one call."""
+    wall, cpu = time.perf_counter(), time.process_time()
     action()
-    return time.process_time() - started
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def measure(config: Qwen2Config | Qwen3Config, shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
-    """Median tokens per CPU second of both; every response has its full length."""
+def measure(
+    config: Qwen2Config | Qwen3Config, shape: tuple[int, int, int], rounds: int, *, ragged: bool
+) -> dict[str, float]:
+    """Median tokens per wall and CPU second of both."""
     rows, prompt, new = shape
+    new *= 4 if ragged else 1
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     ids = torch.randint(0, config.vocab_size, (rows, prompt))
+    lengths = [response_length((row, *words), new) if ragged else new for row, words in enumerate(ids.tolist())]
     sampling = SamplingParams(new, 1.0, 1.0, -1, stop_token_ids=())
-    requests = [Request(tuple(row), seed) for seed, row in enumerate(ids.tolist())]
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+    prompts = zip(ids.tolist(), lengths, strict=True)
+    requests = [Request(tuple(row), seed, most_tokens=most) for seed, (row, most) in enumerate(prompts)]
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": new, "pad_token_id": 0}
+    if ragged:
+        ends = AtLength([prompt + length for length in lengths])
+        options["stopping_criteria"] = StoppingCriteriaList([ends])
+    model.generation_config.eos_token_id = None
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         engine = EmbeddedEngine(Path(folder), decode=None)
-    ours, theirs = [], []
-    for number in range(rounds + 1):
-        first = cpu_seconds(lambda: engine.generate(requests, sampling))
-        second = cpu_seconds(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options))
-        if number:
-            ours.append(rows * new / first)
-            theirs.append(rows * new / second)
-    relax, reference = statistics.median(ours), statistics.median(theirs)
-    return {"relax": relax, "hugging_face": reference, "ratio": relax / reference}
+    taken: list[tuple[float, ...]] = []
+    for _ in range(rounds + 1):
+        ours = seconds(lambda: engine.generate(requests, sampling))
+        theirs = seconds(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options))
+        taken.append((*ours, *theirs))
+    # The first round warms up.
+    names = ("relax_wall", "relax_cpu", "hugging_face_wall", "hugging_face_cpu")
+    found = {
+        name: sum(lengths) / statistics.median(times)
+        for name, times in zip(names, zip(*taken[1:], strict=True), strict=True)
+    }
+    return found | {f"ratio_{kind}": found[f"relax_{kind}"] / found[f"hugging_face_{kind}"] for kind in ("wall", "cpu")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_lengths(parser)
     parser.add_argument("--rounds", type=int, default=9, help="measured alternations; one more warms up")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = {name: measure(config, shape, args.rounds) for name, (config, shape) in CASES.items()}
+    ragged = args.lengths == "ragged"
+    results = {name: measure(config, shape, args.rounds, ragged=ragged) for name, (config, shape) in CASES.items()}
     if args.format == "json":
-        print(json.dumps({"tokens_per_cpu_second": results, "reference": "transformers generate", "threads": 1}))
+        print(json.dumps({"tokens_per_second": results, "lengths": args.lengths, "reference": "transformers generate"}))
         return
     for name, result in results.items():
-        print(
-            f"{name}: relax {result['relax']:.0f}, Hugging Face {result['hugging_face']:.0f} tokens per CPU second, "
-            f"ratio {result['ratio']:.2f}"
-        )
+        for kind in ("wall", "cpu"):
+            print(
+                f"{name}, {args.lengths}, per {kind} second: relax {result[f'relax_{kind}']:.0f}, "
+                f"Hugging Face {result[f'hugging_face_{kind}']:.0f} tokens, ratio {result[f'ratio_{kind}']:.2f}"
+            )
 
 
 if __name__ == "__main__":

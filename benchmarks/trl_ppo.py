@@ -22,6 +22,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="folder with the policy and the tokenizer")
     parser.add_argument("--prompts", required=True, help="JSONL with `input`")
+    parser.add_argument("--ragged", action="store_true", help="response lengths from `lengths.response_length`")
     for name in ("steps", "batch", "minibatch", "new-tokens", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)
     return parser.parse_args()
@@ -53,6 +54,23 @@ def make_config(args: argparse.Namespace) -> Any:
         local_rollout_forward_batch_size=args.batch,
         num_sample_generations=0,
     )
+
+
+def end_at_lengths(model: Any, most: int) -> None:
+    """Let each row that `model.generate` continues end at its `response_length`."""
+    import torch
+    from lengths import response_length
+    from transformers import StoppingCriteriaList
+
+    generate = model.generate
+
+    def ragged(*, input_ids: torch.Tensor, **options: Any) -> Any:
+        prompt = input_ids.shape[1]
+        ends_B = prompt + torch.tensor([response_length(row, most) for row in input_ids.tolist()])
+        stopping = StoppingCriteriaList([lambda ids, scores, **_: ends_B <= ids.shape[1]])
+        return generate(input_ids=input_ids, stopping_criteria=stopping, **options)
+
+    model.generate = ragged
 
 
 def main() -> None:
@@ -89,6 +107,8 @@ def main() -> None:
     value, reward = (AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=1) for _ in range(2))
     with open(args.prompts) as lines:
         rows = [tokenizer(json.loads(line)["input"]).input_ids for line in lines]
+    if args.ragged:
+        end_at_lengths(policy, args.new_tokens)
     clock = Clock()
     trainer = PPOTrainer(
         args=make_config(args),
