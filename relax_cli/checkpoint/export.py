@@ -24,7 +24,7 @@ from relax_cli.checkpoint.fingerprint import folder_differences
 from relax_cli.checkpoint.layout import CheckpointMeta
 from relax_cli.checkpoint.store import storage_failed
 from relax_cli.errors import ConfigError, ResumeError, problem_kind
-from relax_cli.models.convert import hf_tensors, hf_to_megatron, megatron_to_hf, merged, rank_tensors
+from relax_cli.models.convert import EXPERTS, hf_tensors, hf_to_megatron, megatron_to_hf, merged, rank_tensors
 from relax_cli.models.hf import HfWeights, write_hf
 from relax_cli.models.lora import HF_MODULES, Lora
 from relax_cli.models.spec import ModelSpec, read_spec
@@ -61,6 +61,8 @@ LAST = ("config.json", "adapter_config.json")
 OPTIMIZER = "optimizer."
 LAYERS = "decoder.layers."
 """Megatron keeps the tensors of all layers under one name, stacked."""
+STACKED_EXPERTS = "mlp.experts.experts."
+"""The same of all experts in a layer."""
 PARAMETERS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -201,12 +203,21 @@ def _parameters(saved: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[
             continue
         number, _, rest = inner.partition(".")
         if number.isdecimal():
-            yield f"{LAYERS}{number}.{PARAMETERS.get(rest, rest)}", tensor
+            yield from _experts(f"{LAYERS}{number}.", PARAMETERS.get(rest, rest), tensor)
             continue
         if len(tensor) != spec.num_layers:
             raise ValueError(f"it has {len(tensor)} layers, the model {spec.num_layers}")
         for layer, part in enumerate(tensor):
-            yield f"{LAYERS}{layer}.{PARAMETERS.get(inner, inner)}", part
+            yield from _experts(f"{LAYERS}{layer}.", PARAMETERS.get(inner, inner), part)
+
+
+def _experts(layer: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    inner = name.removeprefix(STACKED_EXPERTS)
+    if inner == name:
+        yield layer + name, tensor
+        return
+    for number, expert in enumerate(tensor):
+        yield f"{layer}mlp.{EXPERTS}{number}.{inner}", expert
 
 
 def _merged(

@@ -1,8 +1,9 @@
 """Hugging Face names and layouts to Megatron's (local layer spec) and back; both ways are exact copies.
 
 Megatron fuses `q_proj, k_proj, v_proj` into one matrix ordered by key-value group (the group's queries, its key, its
-value) and `gate_proj, up_proj` into one (gate first). Under tensor parallelism a rank has whole groups, and its
-own slice of gate followed by its own slice of up. A vocabulary that does not divide gets rows of zeros at its end.
+value) and `gate_proj, up_proj` into one (gate first). Under tensor parallelism a rank has whole
+groups, and its own slice of gate followed by its own slice of up. A vocabulary that does not divide gets rows of zeros
+at its end. Experts are numbered over all ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relax_cli.errors import ConfigError
-from relax_cli.models.headers import HEAD, shape_problems, tied_mismatch
+from relax_cli.models.headers import HEAD, ROUTER, shape_problems, tied_mismatch
 from relax_cli.models.hf import HfWeights
 from relax_cli.models.spec import ModelSpec, indivisible_sizes
 
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 OUTPUT = "output_layer.weight"
+EXPERTS = "experts.local_experts."
+_FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 
 _OUTSIDE_LAYERS = {
     EMBEDDING: "model.embed_tokens.weight",
@@ -33,7 +36,7 @@ _IN_LAYER = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": ROUTER,
 }
 """Parameters of a layer that are the same tensor on both sides."""
 
@@ -67,7 +70,7 @@ def rank_tensors(
         yield name, shard_for_rank(name, F.pad(matrix, (0, 0, 0, filler)) if filler else matrix, tp_size, tp_rank)
     yield FINAL_NORM, weights[_OUTSIDE_LAYERS[FINAL_NORM]]
     for layer in range(spec.num_layers):
-        for part in _layer_parts(spec):
+        for part in _layer_parts(spec, layer):
             tensor = _read_part(weights, spec, f"model.layers.{layer}", part)
             name = f"decoder.layers.{layer}.{part}"
             yield name, shard_for_rank(name, tensor, tp_size, tp_rank)
@@ -85,7 +88,10 @@ def megatron_to_hf(full_state: Mapping[str, Tensor], spec: ModelSpec) -> Iterato
 
 def megatron_names(spec: ModelSpec) -> list[str]:
     """Every parameter of a policy, in the order in which Hugging Face writes what is made of it."""
-    names = [EMBEDDING, *(f"decoder.layers.{i}.{part}" for i in range(spec.num_layers) for part in _layer_parts(spec))]
+    names = [
+        EMBEDDING,
+        *(f"decoder.layers.{i}.{part}" for i in range(spec.num_layers) for part in _layer_parts(spec, i)),
+    ]
     return [*names, FINAL_NORM] if spec.tied else [*names, FINAL_NORM, OUTPUT]
 
 
@@ -101,10 +107,12 @@ def hf_tensors(name: str, full: Tensor, spec: ModelSpec) -> Iterator[tuple[str, 
     hf = f"model.layers.{layer}"
     if part.startswith("self_attention.linear_qkv."):
         yield from _write_qkv(full, spec, hf, part.rpartition(".")[2])
-    elif part == "mlp.linear_fc1.weight":
+    elif part.endswith(_FC1):
         gate, up = full.chunk(2)
-        yield f"{hf}.mlp.gate_proj.weight", gate.contiguous()
-        yield f"{hf}.mlp.up_proj.weight", up.contiguous()
+        yield f"{hf}.{_hf_mlp(part)}gate_proj.weight", gate.contiguous()
+        yield f"{hf}.{_hf_mlp(part)}up_proj.weight", up.contiguous()
+    elif part.endswith(_FC2):
+        yield f"{hf}.{_hf_mlp(part)}down_proj.weight", full
     else:
         yield f"{hf}.{_IN_LAYER[part]}", full
 
@@ -157,9 +165,9 @@ def is_sharded(name: str) -> bool:
 
 
 def _partition_of(name: str) -> str:
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+    if name.endswith(("linear_proj.weight", _FC2)):
         return "columns"
-    if name.endswith("linear_fc1.weight"):
+    if name.endswith(_FC1):
         return "gate_up"
     if "linear_qkv" in name or name in (EMBEDDING, OUTPUT):
         return "rows"
@@ -168,8 +176,10 @@ def _partition_of(name: str) -> str:
 
 def _read_part(weights: Mapping[str, Tensor], spec: ModelSpec, hf: str, part: str) -> Tensor:
     """The unsharded Megatron parameter `part` of a layer, from its Hugging Face tensors."""
-    if part == "mlp.linear_fc1.weight":
-        return torch.cat([weights[f"{hf}.mlp.{half}_proj.weight"] for half in ("gate", "up")])
+    if part.endswith(_FC1):
+        return torch.cat([weights[f"{hf}.{_hf_mlp(part)}{half}_proj.weight"] for half in ("gate", "up")])
+    if part.endswith(_FC2):
+        return weights[f"{hf}.{_hf_mlp(part)}down_proj.weight"]
     if part.startswith("self_attention.linear_qkv."):
         kind = part.rpartition(".")[2]
         parts = [weights[f"{hf}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
@@ -178,7 +188,14 @@ def _read_part(weights: Mapping[str, Tensor], spec: ModelSpec, hf: str, part: st
     return weights[f"{hf}.{_IN_LAYER[part]}"]
 
 
-def _layer_parts(spec: ModelSpec) -> list[str]:
+def _hf_mlp(part: str) -> str:
+    """`mlp.experts.local_experts.3.linear_fc1.weight` to `mlp.experts.3.`."""
+    return part.rpartition("linear_fc")[0].replace("local_experts.", "")
+
+
+def _layer_parts(spec: ModelSpec, layer: int) -> list[str]:
+    experts = spec.experts_in(layer)
+    mlps = [f"mlp.{EXPERTS}{index}." for index in range(experts)] or ["mlp."]
     norms = [f"self_attention.{part}_layernorm.weight" for part in ("q", "k")] if spec.qk_norm else []
     return [
         "input_layernorm.weight",
@@ -186,8 +203,8 @@ def _layer_parts(spec: ModelSpec) -> list[str]:
         *norms,
         "self_attention.linear_proj.weight",
         "pre_mlp_layernorm.weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
+        *(["mlp.router.weight"] if experts else []),
+        *(mlp + matrix for mlp in mlps for matrix in (_FC1, _FC2)),
     ]
 
 

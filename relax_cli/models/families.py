@@ -14,8 +14,10 @@ from typing import Any
 from relax_cli.config.text import in_json
 from relax_cli.errors import ConfigError, problem_kind
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` that our own exact converter covers."""
+MOE_FAMILIES = ("qwen3_moe",)
+"""Those of them with mixtures of experts."""
 BRIDGE_FAMILIES = ("qwen3_5", "qwen3_5_text")
 """Values of `model_type` that go through Megatron-Bridge (`backends/megatron/bridge.py`)."""
 
@@ -67,6 +69,22 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128},
+    "qwen3_moe": _QWEN
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        # --moe-aux-loss-coeff says what is used.
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    },
     "qwen3_5": _HYBRID,
     "qwen3_5_text": _HYBRID,
 }
@@ -82,6 +100,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
 """Keys of features with one implementation, and the values that mean it."""
 
 _READ = {"model_type", "rope_scaling", "rope_parameters", "layer_types"}
+
 _ABOUT_FILES = """architectures attn_implementation dtype is_llama_config keys_to_ignore_at_inference name_or_path
 torch_dtype torchscript transformers_version transformers.js_config use_cache"""
 # Dropout is off here.
@@ -109,6 +128,7 @@ LINEAR_SIZES = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 LARGEST = 1 << 31
 MOST_LAYERS = 10_000
 
@@ -120,6 +140,8 @@ def completed(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a value is not usable, or a key is not understood.
     """
     family = config["model_type"]
+    if family in MOE_FAMILIES:
+        config = _with_num_experts(path, config)
     if config.get("quantization_config"):
         raise unsupported(path, "quantization_config", config["quantization_config"], "absent: weights in bf16 or fp32")
     if family in FAMILIES:
@@ -129,6 +151,8 @@ def completed(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     require_counts(path, full, [*SIZES, "num_key_value_heads", "max_position_embeddings"])
     if family in BRIDGE_FAMILIES:
         require_counts(path, full, LINEAR_SIZES)
+    if family in MOE_FAMILIES:
+        _check_experts(path, full)
     heads, groups = full["num_attention_heads"], full["num_key_value_heads"]
     if heads % groups:
         raise unsupported(path, "num_key_value_heads", groups, f"a divisor of num_attention_heads ({heads})")
@@ -144,6 +168,32 @@ def completed(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if type(full["tie_word_embeddings"]) is not bool:
         raise unsupported(path, "tie_word_embeddings", full["tie_word_embeddings"], "true or false")
     return full
+
+
+def _with_num_experts(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes `num_local_experts`."""
+    new, old = "num_local_experts", "num_experts"
+    if {new, old} <= config.keys() and config[new] != config[old]:
+        raise unsupported(path, new, config[new], f"absent, or the same as {old}")
+    return {old if key == new else key: value for key, value in config.items()}
+
+
+def _check_experts(path: Path, full: dict[str, Any]) -> None:
+    require_counts(path, full, EXPERT_SIZES)
+    experts, layers, dense = full["num_experts"], full["num_hidden_layers"], full["mlp_only_layers"]
+    if full["num_experts_per_tok"] > experts:
+        raise unsupported(path, "num_experts_per_tok", full["num_experts_per_tok"], f"at most num_experts ({experts})")
+    if type(full["norm_topk_prob"]) is not bool:
+        raise unsupported(path, "norm_topk_prob", full["norm_topk_prob"], "true or false")
+    if full["norm_topk_prob"] and full["num_experts_per_tok"] == 1:
+        # Every weight would be 1, whatever the router says.
+        raise unsupported(path, "norm_topk_prob", True, "false, where num_experts_per_tok is 1")
+    if not isinstance(dense, list | None) or not all(type(layer) is int for layer in dense or ()):
+        raise unsupported(path, "mlp_only_layers", dense, "a list of layers")
+    full["mlp_only_layers"] = dense = sorted({layer for layer in dense or () if 0 <= layer < layers})
+    step = full["decoder_sparse_step"]
+    if all(layer in dense for layer in range(step - 1, layers, step)):
+        raise unsupported(path, "decoder_sparse_step", step, "one that leaves a layer with experts")
 
 
 def positive(path: Path, key: str, value: object) -> float:

@@ -31,6 +31,8 @@ CHUNK = 16 << 20
 ROTARY_TABLE = "rotary_emb.inv_freq"
 """Old exports carry them."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROUTER = "mlp.gate.weight"
+"""Of a layer with experts."""
 
 Shape = tuple[int, ...]
 
@@ -109,7 +111,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Name and shape of every tensor of a model of our own families."""
-    hidden, ffn, dim = spec.hidden_size, spec.ffn_hidden_size, spec.head_dim
+    hidden, dim = spec.hidden_size, spec.head_dim
     rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim}
     shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not spec.tied:
@@ -122,9 +124,19 @@ def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
             shapes |= {f"{at}self_attn.{part}_proj.bias": (count,) for part, count in rows.items()}
         if spec.qk_norm:
             shapes |= {f"{at}self_attn.{part}_norm.weight": (dim,) for part in ("q", "k")}
-        shapes |= {f"{at}self_attn.o_proj.weight": (hidden, rows["q"]), f"{at}mlp.down_proj.weight": (hidden, ffn)}
-        shapes |= {f"{at}mlp.{part}_proj.weight": (ffn, hidden) for part in ("gate", "up")}
+        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, rows["q"])
+        if experts := spec.experts_in(layer):
+            shapes[f"{at}{ROUTER}"] = (experts, hidden)
+        ffn = spec.ffn_size_in(layer)
+        for mlp in mlps(experts):
+            shapes[f"{at}{mlp}down_proj.weight"] = (hidden, ffn)
+            shapes |= {f"{at}{mlp}{part}_proj.weight": (ffn, hidden) for part in ("gate", "up")}
     return shapes
+
+
+def mlps(experts: int) -> list[str]:
+    """Beginnings of the names of the MLPs in a layer: of one, or of that many experts."""
+    return [f"mlp.experts.{index}." for index in range(experts)] or ["mlp."]
 
 
 def shape_problems(found: Mapping[str, Shape], spec: ModelSpec) -> list[Problem]:

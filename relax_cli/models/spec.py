@@ -10,6 +10,7 @@ from typing import Any
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.families import BRIDGE_FAMILIES as BRIDGE_FAMILIES
 from relax_cli.models.families import FAMILIES as FAMILIES
+from relax_cli.models.families import MOE_FAMILIES as MOE_FAMILIES
 from relax_cli.models.families import completed, unsupported
 from relax_cli.models.files import CONFIG_FILE, read_json
 from relax_cli.models.rotary import RopeScaling, rotary
@@ -93,6 +94,24 @@ class ModelSpec:
         """What generation keeps of a sequence besides keys and values, however long it is."""
         return 0
 
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts together, which expert-parallel ranks share out; the others are on every rank."""
+        return 0
+
+    @property
+    def active_parameters(self) -> int:
+        """Policy parameters that a token uses."""
+        return self.parameters
+
+    def experts_in(self, layer: int) -> int:
+        """Experts of a layer; 0 where it has one dense MLP."""
+        return 0
+
+    def ffn_size_in(self, layer: int) -> int:
+        """Inner size of a layer's MLP, or of each of its experts."""
+        return self.ffn_hidden_size
+
     def attention_numbers(self, tensor_parallel: int) -> int:
         """Numbers that the attention of all layers keeps of one token on one rank for the backward pass.
 
@@ -110,6 +129,51 @@ class ModelSpec:
         norms = 2 * hidden + (2 * self.head_dim if self.qk_norm else 0)
         layers = self.num_layers * ((matrices + biases) // tensor_parallel + norms)
         return self.vocabulary_of_rank(tensor_parallel) * hidden + layers + hidden
+
+
+@dataclass(frozen=True)
+class MoeSpec(ModelSpec):
+    """A decoder whose MLPs, but those of some layers, are mixtures of experts: a token uses the best few of them."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_ffn_size: int
+    normalized_routing: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    dense_layers: tuple[int, ...]
+    """Layers with one MLP for all tokens."""
+
+    @property
+    def expert_parameters(self) -> int:
+        """See `ModelSpec`."""
+        return self._expert_layers * self.num_experts * self._expert
+
+    @property
+    def active_parameters(self) -> int:
+        """See `ModelSpec`."""
+        return self.parameters - self._expert_layers * (self.num_experts - self.experts_per_token) * self._expert
+
+    def experts_in(self, layer: int) -> int:
+        """See `ModelSpec`."""
+        return 0 if layer in self.dense_layers else self.num_experts
+
+    def ffn_size_in(self, layer: int) -> int:
+        """See `ModelSpec`."""
+        return self.expert_ffn_size if self.experts_in(layer) else self.ffn_hidden_size
+
+    def _backbone(self, tensor_parallel: int) -> int:
+        dense = 3 * self.hidden_size * self.ffn_hidden_size // tensor_parallel
+        router = self.hidden_size * self.num_experts
+        experts = self.expert_parameters // tensor_parallel
+        return super()._backbone(tensor_parallel) + self._expert_layers * (router - dense) + experts
+
+    @property
+    def _expert(self) -> int:
+        return 3 * self.hidden_size * self.expert_ffn_size
+
+    @property
+    def _expert_layers(self) -> int:
+        return self.num_layers - len(self.dense_layers)
 
 
 def indivisible_sizes(shape: Mapping[str, Any], tensor_parallel: int, *, resized: bool = False) -> list[Problem]:
@@ -176,7 +240,18 @@ def read_spec(folder: Path) -> ModelSpec:
     layers, kinds = full["num_hidden_layers"], full.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * layers:
         raise unsupported(path, "layer_types", kinds, f"{layers} times full_attention")
-    return plain_spec(path, full)
+    plain = plain_spec(path, full)
+    if family not in MOE_FAMILIES:
+        return plain
+    step, dense = full["decoder_sparse_step"], full["mlp_only_layers"]
+    return MoeSpec(
+        **vars(plain),
+        num_experts=full["num_experts"],
+        experts_per_token=full["num_experts_per_tok"],
+        expert_ffn_size=full["moe_intermediate_size"],
+        normalized_routing=full["norm_topk_prob"],
+        dense_layers=tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
+    )
 
 
 def plain_spec(path: Path, full: Mapping[str, Any]) -> ModelSpec:
@@ -197,6 +272,6 @@ def plain_spec(path: Path, full: Mapping[str, Any]) -> ModelSpec:
         rope_scaling=scaling,
         rms_eps=full["rms_norm_eps"],
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", *MOE_FAMILIES),
         max_positions=full["max_position_embeddings"],
     )

@@ -19,7 +19,7 @@ from relax_cli.models.hf import HfWeights
 from tests.support.tiny_models import VOCAB, on_ranks, save_tiny_model
 from tests.support.training_runs import RESPONSE_LENS, Run, build, loss_fn, micro_batches, samples, train
 
-FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
+FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3", "qwen3_moe") for tied in (False, True)]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,16 @@ def test_log_probs_and_entropy_equal_transformers(family: str, tied: bool, tmp_p
     picked = expected.gather(-1, tokens[:, 1:, None]).squeeze(-1)
     assert (output.log_probs_BT - picked).abs().max() <= 1e-5
     assert (output.entropy_BT + (expected.exp() * expected).sum(-1)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("routing", [{"norm_topk_prob": False, "mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_experts_in_some_layers_equal_transformers(routing: dict[str, Any], tmp_path: Path) -> None:
+    reference = save_tiny_model(tmp_path, "qwen3_moe", layers=4, **routing)
+    tokens = torch.randint(0, VOCAB, (2, 30), generator=torch.Generator().manual_seed(4))
+    output = build(Run("policy", tmp_path, temperature=1.0)).forward([every_next_token(tokens)])[0]
+    with torch.no_grad():
+        expected = reference(tokens).logits[:, :-1].log_softmax(-1)
+    assert (output.log_probs_BT - expected.gather(-1, tokens[:, 1:, None]).squeeze(-1)).abs().max() <= 1e-5
 
 
 LLAMA3_ROPE = {

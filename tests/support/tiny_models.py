@@ -26,13 +26,17 @@ def save_tiny_model(
     layers: int = 2,
     vocab: int = VOCAB,
     rope: dict[str, Any] | None = None,
+    **more: Any,
 ) -> Any:
     """Write a random model of `family` (all weights random, norms and biases too); returns the transformers model."""
     config_class, model_class = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }[family]
+    if family == "qwen3_moe":
+        more = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True} | more
     config = config_class(
         vocab_size=vocab,
         hidden_size=32,
@@ -45,6 +49,7 @@ def save_tiny_model(
         max_position_embeddings=128,
         tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 50000.0} | (rope or {}),
+        **more,
     )
     torch.manual_seed(0)
     model = model_class(config).float().eval()

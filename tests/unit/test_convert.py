@@ -17,7 +17,7 @@ from relax_cli.models import hf
 from relax_cli.models.convert import hf_to_megatron, megatron_to_hf, merge_shards, rank_tensors
 from relax_cli.models.hf import read_weights, write_hf
 from relax_cli.models.rotary import RopeScaling
-from relax_cli.models.spec import ModelSpec, read_spec
+from relax_cli.models.spec import ModelSpec, MoeSpec, read_spec
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -32,6 +32,9 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
 }
+
+
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "mlp_only_layers": [0]}
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -52,8 +55,13 @@ def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
         shapes[at + "self_attn.o_proj.weight"] = (hidden, q)
         if spec.qk_norm:
             shapes |= {f"{at}self_attn.{part}_norm.weight": (spec.head_dim,) for part in ("q", "k")}
-        shapes |= {f"{at}mlp.{part}_proj.weight": (spec.ffn_hidden_size, hidden) for part in ("gate", "up")}
-        shapes[at + "mlp.down_proj.weight"] = (hidden, spec.ffn_hidden_size)
+        mlps, size = ["mlp."], spec.ffn_hidden_size
+        if isinstance(spec, MoeSpec) and layer not in spec.dense_layers:
+            mlps, size = [f"mlp.experts.{expert}." for expert in range(spec.num_experts)], spec.expert_ffn_size
+            shapes[at + "mlp.gate.weight"] = (spec.num_experts, hidden)
+        for mlp in mlps:
+            shapes |= {f"{at}{mlp}{part}_proj.weight": (size, hidden) for part in ("gate", "up")}
+            shapes[f"{at}{mlp}down_proj.weight"] = (hidden, size)
     shapes["model.norm.weight"] = (hidden,)
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
@@ -124,16 +132,18 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, content: str | None) ->
         read_spec(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_round_trip_is_exact(tmp_path: Path, family: str, tied: bool, tp_size: int) -> None:
-    spec = read_spec(write_config(tmp_path, model_type=family, tie_word_embeddings=tied))
+    more = EXPERTS if family == "qwen3_moe" else {}
+    spec = read_spec(write_config(tmp_path, model_type=family, tie_word_embeddings=tied, **more))
     weights = random_weights(spec)
     shards = [hf_to_megatron(weights, spec, tp_size, rank) for rank in range(tp_size)]
     full = {name: merge_shards(name, [shard[name] for shard in shards]) for name in shards[0]}
     back = dict(megatron_to_hf(full, spec))
     assert back.keys() == weights.keys()
+    assert sum(tensor.numel() for tensor in back.values()) == spec.parameters
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 

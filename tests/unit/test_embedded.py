@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from relax_cli.backends.rollout.embedded import engine as engine_module
 from relax_cli.backends.rollout.embedded import weights
@@ -41,6 +41,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 2}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama-llama3-rope": lambda: LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=LLAMA3),
     "llama-tied-ungrouped": lambda: LlamaConfig(**SIZES, num_key_value_heads=4, tie_word_embeddings=True),
@@ -48,6 +49,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2-linear-rope": lambda: Qwen2Config(**SIZES, num_key_value_heads=1, rope_parameters=LINEAR),
     "qwen3-wide-heads": lambda: Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
     "qwen3-ungrouped": lambda: Qwen3Config(**SIZES, num_key_value_heads=4, head_dim=8),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3-moe-unnormalised": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=False),
 }
 PLAIN = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=())
 

@@ -26,12 +26,12 @@ from relax_cli.data.tokenise import encode_prompt, stop_token_ids
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models import headers
 from relax_cli.models.convert import hf_to_megatron
-from relax_cli.models.families import BRIDGE_FAMILIES, FAMILIES
+from relax_cli.models.families import BRIDGE_FAMILIES, FAMILIES, MOE_FAMILIES
 from relax_cli.models.files import irregular_files, read_json
-from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, expected_shapes, weight_problems
+from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, expected_shapes, stored_tensors, weight_problems
 from relax_cli.models.hf import HfWeights, inverse_frequencies, read_weights
 from relax_cli.models.hybrid import read_any_spec
-from relax_cli.models.spec import ModelSpec, known_folder, read_spec
+from relax_cli.models.spec import ModelSpec, MoeSpec, known_folder, read_spec
 from relax_cli.preflight.inputs import read_inputs
 from relax_cli.quickstart.task import MODEL
 
@@ -41,7 +41,7 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONFIG_CLASSES = {
-    "llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
+    "llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig",
     "qwen3_5": "Qwen3_5Config", "qwen3_5_text": "Qwen3_5TextConfig",
 }  # fmt: skip
 
@@ -91,7 +91,7 @@ def refused(call: Callable[[], object]) -> Problem:
 def test_defaults_are_those_of_transformers(tmp_path: Path, family: str, given: dict[str, Any]) -> None:
     if given.get("num_attention_heads") == 8 and family.startswith("qwen"):
         given = {**given, "num_key_value_heads": 8}  # the default is 32
-    if family in BRIDGE_FAMILIES:
+    if family in (*BRIDGE_FAMILIES, *MOE_FAMILIES):
         given = {key: value for key, value in given.items() if value is not None}
     nested = family == "qwen3_5"
     whole = {"model_type": family} | ({"text_config": given} if nested else given)
@@ -106,6 +106,10 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, family: str, given: 
     assert {k: getattr(ours, k) for k in pairs} == {k: getattr(theirs, name) for k, name in pairs.items()}
     head = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_dim == head
+    if isinstance(ours, MoeSpec):
+        assert (ours.num_experts, ours.experts_per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert (ours.expert_ffn_size, ours.normalized_routing) == (theirs.moe_intermediate_size, theirs.norm_topk_prob)
+        assert ours.dense_layers == tuple(theirs.mlp_only_layers)
     rope = theirs.rope_parameters
     assert ours.rope_theta == rope["rope_theta"]
     assert (ours.rope_scaling.rope_type if ours.rope_scaling else "default") == rope["rope_type"]
@@ -221,6 +225,24 @@ def test_sizes_that_cannot_be_are_refused(tmp_path: Path, key: str, value: objec
 def test_values_that_cannot_be_are_refused(tmp_path: Path, key: str, value: object) -> None:
     problem = refused(lambda: read_any_spec(write(tmp_path, TINY | {key: value})))
     assert (problem.id, key.partition(".")[0] in problem.message) == ("model-unsupported", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_experts": 0}, "num_experts"), ({"num_local_experts": 4}, "num_local_experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"), ({"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "norm_topk_prob"), ({"norm_topk_prob": 1}, "norm_topk"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"), ({"decoder_sparse_step": 3}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [0, 1]}, "decoder_sparse_step"), ({"mlp_only_layers": "0"}, "mlp_only_layers"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size"), ({"shared_expert_intermediate_size": 8}, "shared"),
+        ({"n_routed_experts": 4}, "n_routed_experts"), ({"model_type": "qwen2_moe"}, "model_type"),
+    ],
+)  # fmt: skip
+def test_routing_that_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    moe = TINY | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    problem = refused(lambda: read_any_spec(write(tmp_path, moe | change)))
+    assert (problem.id, named in problem.message) == ("model-unsupported", True)
 
 
 def test_a_hidden_size_that_heads_do_not_divide_needs_head_dim(tmp_path: Path) -> None:
@@ -388,8 +410,8 @@ def test_expected_shapes_are_those_of_transformers(tmp_path: Path, family: str, 
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     spec = read_spec(tmp_path)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    assert expected_shapes(spec) == shapes
+    # As transformers writes them: in memory it keeps all experts of a layer in one tensor.
+    assert expected_shapes(spec) == {name: tensor.shape for name, tensor in stored_tensors(tmp_path).items()}
     assert spec.parameters == sum(tensor.numel() for tensor in model.parameters())
     assert weight_problems(tmp_path, spec) == []
 

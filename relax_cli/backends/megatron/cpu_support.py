@@ -37,6 +37,11 @@ PATCHED_MODULES = (
 RANDOM_MODULE = "megatron.core.tensor_parallel.random"
 """Saves and restores the CUDA generator around activations that are computed again."""
 
+DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
+"""Copies counts of tokens from the CUDA device to the host, on a stream of its own."""
+
+_NO_STREAM = object()
+
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
 """Functions of torch these modules call with `device="cuda"`."""
 
@@ -65,8 +70,20 @@ def install() -> None:
     random = importlib.import_module(RANDOM_MODULE)
     random._get_cuda_rng_state = _no_state  # type: ignore[attr-defined]
     random._set_cuda_rng_state = _set_nothing  # type: ignore[attr-defined]
+    dispatcher = importlib.import_module(DISPATCHER_MODULE).MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = _NO_STREAM
+    dispatcher._maybe_dtoh_and_synchronize = _counts_as_lists
     # The tracker for inference has no states of its own, so that "with the generator of this region" means nothing.
     random.initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def _counts_as_lists(self: Any, _: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Counts of tokens are on the CPU already, but collectives want lists."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        counts = getattr(self, name)
+        if isinstance(counts, torch.Tensor):
+            setattr(self, name, counts.tolist())
+    return tokens_per_expert
 
 
 def _no_state(*_: Any, **__: Any) -> torch.Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import te_import
+from relax_cli.backends.megatron.experts import ExpertRouter
 from relax_cli.backends.megatron.lora import adapted
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import inverse_frequencies
@@ -71,9 +72,22 @@ def block_spec(spec: ModelSpec, kind: LayerKind, lora: Lora | None = None) -> Tr
     Args:
         lora: adapters of local layers.
     """
+    table = RotaryTable(spec)
+    kinds = {
+        experts: _layer_spec(spec, kind, table, experts, lora)
+        for experts in {*map(spec.experts_in, range(spec.num_layers))}
+    }
+    layers = [kinds[spec.experts_in(index)] for index in range(spec.num_layers)]
+    layers[-1] = replace(layers[-1], module=ResponseLayer)
+    final_norm: Any = RmsNorm if kind == "local" else gpt_layer_specs.TENorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+
+
+def _layer_spec(spec: ModelSpec, kind: LayerKind, table: RotaryTable, experts: int, lora: Lora | None) -> Any:
     if kind == "local":
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
-        final_norm: Any = RmsNorm
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=experts or None, qk_layernorm=spec.qk_norm, normalization="RMSNorm"
+        )
         inner_attention = None
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm
         if spec.qk_norm:
@@ -81,18 +95,19 @@ def block_spec(spec: ModelSpec, kind: LayerKind, lora: Lora | None = None) -> Tr
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     else:
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
-        final_norm = gpt_layer_specs.TENorm
         inner_attention = layer.submodules.self_attention.submodules.core_attention
     mlp = _mlp_parts(layer.submodules.mlp)
+    if experts:
+        mlp.router = ExpertRouter
+        mlp = _mlp_parts(mlp.experts)
     mlp.activation_func = SwiGlu
     if lora is not None:
         assert kind == "local", "adapters are in local layers"
         for target in lora.targets:
             part = mlp if target.startswith("linear_fc") else layer.submodules.self_attention.submodules
             setattr(part, target, adapted(target, lora))
-    layer.submodules.self_attention.submodules.core_attention = _attention_class(RotaryTable(spec), inner_attention)
-    last = replace(layer, module=ResponseLayer)
-    return TransformerBlockSubmodules(layer_specs=[layer] * (spec.num_layers - 1) + [last], layer_norm=final_norm)
+    layer.submodules.self_attention.submodules.core_attention = _attention_class(table, inner_attention)
+    return layer
 
 
 def _mlp_parts(mlp: Any) -> Any:

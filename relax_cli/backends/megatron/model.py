@@ -20,6 +20,7 @@ from torch import Tensor
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
+from relax_cli.backends.megatron.experts import expert_settings
 from relax_cli.backends.megatron.heads import ValueHead, in_chunks, token_statistics
 from relax_cli.backends.megatron.layers import block_spec, layer_kind, local_name
 from relax_cli.backends.megatron.lora import adapted_layers, freeze_all_but_adapters, is_adapter
@@ -27,7 +28,7 @@ from relax_cli.backends.megatron.micro_batch import Build, ModelKind, ModelOutpu
 from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
 from relax_cli.config.schema import ParallelSection
 from relax_cli.models.convert import OUTPUT, padded_vocab, rank_tensors
-from relax_cli.models.spec import BRIDGE_FAMILIES, ModelSpec
+from relax_cli.models.spec import BRIDGE_FAMILIES, MOE_FAMILIES, ModelSpec
 
 
 def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device) -> TransformerConfig:
@@ -55,6 +56,7 @@ def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device)
         # One rank has nothing to split, and Megatron refuses it.
         sequence_parallel=layout.sequence_parallel and layout.tensor_model_parallel_size > 1,
         **recompute_settings(layout),
+        **expert_settings(spec, layout),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -212,7 +214,11 @@ def build_model(
         assert build.lora is None, "refused before the launch"
         return BridgedModel(kind, folder, spec, build)
     config = transformer_config(spec, build.layout, build.device)
-    layers = "local" if build.lora else layer_kind(build.layout.transformer_impl, build.device)
+    layers = (
+        "local"
+        if build.lora or spec.family in MOE_FAMILIES
+        else layer_kind(build.layout.transformer_impl, build.device)
+    )
     block = block_spec(spec, layers, build.lora)
     model: PolicyModel | ValueModel
     if kind == "policy":

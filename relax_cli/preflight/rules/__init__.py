@@ -5,6 +5,7 @@ from relax_cli.preflight.rules import (
     data,
     episodes,
     evaluation,
+    experts,
     folders,
     layers,
     machine,
@@ -22,6 +23,7 @@ __all__ = ["RULES", "RuleContext", "run_rules"]
 THEMES = (
     resources,
     layers,
+    experts,
     batches,
     evaluation,
     rewards,

@@ -97,7 +97,7 @@ def model_package_missing(model: ModelSection) -> Found:
 @rule("model-family-unsupported", THEME, option="--hf-checkpoint", needs="files")
 def model_family_unsupported(inputs: RunInputs) -> Found:
     """The `model_type` of `config.json` is not a family that can be trained. The exact converter covers Llama, Qwen2
-    (and 2.5) and Qwen3. Qwen3.5 goes through Megatron-Bridge."""
+    (and 2.5), Qwen3 and Qwen3-MoE. Qwen3.5 goes through Megatron-Bridge."""
     family = str(inputs.model_config.get("model_type", "none"))
     if inputs.model_config and family not in (*FAMILIES, *BRIDGE_FAMILIES):
         yield Finding(

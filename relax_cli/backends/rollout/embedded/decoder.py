@@ -1,4 +1,4 @@
-"""A decoder-only transformer for sampling on the CPU: Llama, Qwen2 and Qwen3 in plain torch, float32.
+"""A decoder-only transformer for sampling on the CPU: Llama, Qwen2, Qwen3 and Qwen3-MoE in plain torch, float32.
 
 Written for tokens per CPU second: packed weights with the activation, the product and the residual fused in,
 keys rotated straight into the cache, grouped queries attended as extra query rows (keys and values are not
@@ -21,7 +21,7 @@ from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix
 from relax_cli.backends.rollout.embedded.weights import Layer, Weights, load_weights
 from relax_cli.config.engine_limits import PREFILL_TOKENS
 from relax_cli.models.hf import inverse_frequencies
-from relax_cli.models.spec import ModelSpec
+from relax_cli.models.spec import ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,20 @@ class Decoder:
                 query, mask = query[:, :, :, -1:], cache.step_mask()
             x_NH = layer.output.plus(_attend(query, keys, values, mask), x_NH)
             h_NH = F.rms_norm(x_NH, hidden, layer.post_norm, eps)
-            x_NH = layer.down.plus(layer.up.times(h_NH, layer.gate.silu(h_NH)), x_NH)
+            x_NH = self._mixture(h_NH, layer, x_NH) if layer.router is not None else layer.mlps[0].plus(h_NH, x_NH)
         return self._weights.head(F.rms_norm(x_NH, hidden, self._weights.norm, eps))
+
+    def _mixture(self, h_NH: Tensor, layer: Layer, x_NH: Tensor) -> Tensor:
+        """`x_NH` plus what the best experts of each row compute, weighed by their probabilities."""
+        assert isinstance(self.spec, MoeSpec), "layers with a router are of such models"
+        assert layer.router is not None
+        weights_Nk, chosen_Nk = F.linear(h_NH, layer.router).softmax(-1).topk(self.spec.experts_per_token)
+        if self.spec.normalized_routing:
+            weights_Nk /= weights_Nk.sum(-1, keepdim=True)
+        for expert in set(chosen_Nk.flatten().tolist()):
+            rows, place = (chosen_Nk == expert).nonzero(as_tuple=True)
+            x_NH.index_add_(0, rows, layer.mlps[expert](h_NH[rows]) * weights_Nk[rows, place, None])
+        return x_NH
 
     def _rotate_and_cache(self, qkv: Tensor, layer: Layer, index: int, this: _Pass) -> tuple[Tensor, Tensor, Tensor]:
         """Write new keys and values to the cache.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.linear import Linear, linear
 from relax_cli.errors import RunError, problem_kind
+from relax_cli.models.headers import ROUTER, mlps
 from relax_cli.models.spec import ModelSpec
 
 ROLLOUT_WEIGHTS = problem_kind(
@@ -23,6 +24,23 @@ ROLLOUT_WEIGHTS = problem_kind(
     "Published weights do not fit the rollout engine's model.",
     option="--hf-checkpoint",
 )
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """SwiGLU of one layer, or of one expert."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __call__(self, h_NH: Tensor) -> Tensor:
+        """`down(silu(gate(h)) * up(h))`."""
+        return self.down(self.up.times(h_NH, self.gate.silu(h_NH)))
+
+    def plus(self, h_NH: Tensor, x_NH: Tensor) -> Tensor:
+        """The same, added to `x_NH`."""
+        return self.down.plus(self.up.times(h_NH, self.gate.silu(h_NH)), x_NH)
 
 
 @dataclass(frozen=True)
@@ -36,9 +54,10 @@ class Layer:
     """`[heads + K, D]`: the query weight for each query head, then the key weight for each key head."""
     output: Linear
     post_norm: Tensor
-    gate: Linear
-    up: Linear
-    down: Linear
+    router: Tensor | None
+    """`[experts, H]` in a layer with experts."""
+    mlps: list[Mlp]
+    """One, or that of each expert."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +117,7 @@ class _Buffers:
         if not spec.tied:
             self._head = self._plain("lm_head.weight", spec.vocab_size, spec.hidden_size)
         self._norm = self._plain("model.norm.weight", spec.hidden_size)
-        self._layers = [self._layer(f"model.layers.{index}.") for index in range(spec.num_layers)]
+        self._layers = [self._layer(f"model.layers.{index}.", index) for index in range(spec.num_layers)]
 
     def finish(self) -> Weights:
         """Pack everything; each plain layer is freed as soon as it is packed."""
@@ -107,20 +126,24 @@ class _Buffers:
         layers = [_pack(self._layers.pop()) for _ in range(self.spec.num_layers)]
         return Weights(self._embedding, layers, self._norm, linear(self._head))
 
-    def _layer(self, prefix: str) -> dict[str, Tensor]:
+    def _layer(self, prefix: str, index: int) -> dict[str, Tensor]:
         c = self.spec
         tensors = {
             "input_norm": self._plain(prefix + "input_layernorm.weight", c.hidden_size),
             "post_norm": self._plain(prefix + "post_attention_layernorm.weight", c.hidden_size),
         }
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         tensors["qkv.weight"] = self._qkv(attention, "weight", c.hidden_size)
         if c.qkv_bias:
             tensors["qkv.bias"] = self._qkv(attention, "bias")
         tensors["output.weight"] = self._plain(attention + "o_proj.weight", c.hidden_size, c.num_heads * c.head_dim)
-        for name in ("gate", "up"):
-            tensors[name + ".weight"] = self._plain(f"{mlp}{name}_proj.weight", c.ffn_hidden_size, c.hidden_size)
-        tensors["down.weight"] = self._plain(mlp + "down_proj.weight", c.hidden_size, c.ffn_hidden_size)
+        experts, width = c.experts_in(index), c.ffn_size_in(index)
+        if experts:
+            tensors["router"] = self._plain(prefix + ROUTER, experts, c.hidden_size)
+        for number, mlp in enumerate(mlps(experts)):
+            shapes = {"gate": (width, c.hidden_size), "up": (width, c.hidden_size), "down": (c.hidden_size, width)}
+            for name, shape in shapes.items():
+                tensors[f"{number}.{name}.weight"] = self._plain(f"{prefix}{mlp}{name}_proj.weight", *shape)
         if c.qk_norm:
             tensors["qk_norm"] = self._qk_norm(attention)
         return tensors
@@ -155,15 +178,15 @@ def _pack(tensors: dict[str, Tensor]) -> Layer:
     def packed(name: str) -> Linear:
         return linear(tensors[name + ".weight"], tensors.get(name + ".bias"))
 
+    count = sum(name.endswith("gate.weight") for name in tensors)
     return Layer(
         input_norm=tensors["input_norm"],
         qkv=packed("qkv"),
         qk_norm=tensors.get("qk_norm"),
         output=packed("output"),
         post_norm=tensors["post_norm"],
-        gate=packed("gate"),
-        up=packed("up"),
-        down=packed("down"),
+        router=tensors.get("router"),
+        mlps=[Mlp(*(packed(f"{number}.{name}") for name in ("gate", "up", "down"))) for number in range(count)],
     )
 
 

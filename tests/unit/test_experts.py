@@ -1,0 +1,33 @@
+"""Rules about mixtures of experts: each refuses, its fix passes, and dense models are left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_cli.config.schema import Config
+from tests.support.rules import problems_of
+
+RULES = [
+    ("moe-lora-targets", {"model": {"lora_rank": 4}}, {"model": {"lora_rank": 4, "lora_targets": ("linear_qkv",)}}),
+    ("moe-lora-targets", {"critic": {"critic_lora_rank": 4}}, {}),
+    ("moe-tensor-parallel", {"parallel": {"tensor_model_parallel_size": 2}}, {}),
+    ("moe-transformer-engine", {"parallel": {"transformer_impl": "transformer_engine", "device": "cuda"}}, {}),
+]
+
+
+@pytest.mark.parametrize(("rule", "refused", "allowed"), RULES)
+def test_what_experts_do_not_support_is_refused(
+    tmp_path: Path, rule: str, refused: dict[str, Any], allowed: dict[str, Any]
+) -> None:
+    def found(family: str, given: dict[str, Any]) -> set[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        model = {"hf_checkpoint": str(tmp_path)} | given.get("model", {})
+        return {problem.id for problem in problems_of(Config.model_validate({**given, "model": model}))}
+
+    assert rule in found("qwen3_moe", refused)
+    assert rule not in found("qwen3_moe", allowed)
+    assert rule not in found("qwen3", refused)
