@@ -147,6 +147,10 @@ class RolloutGroup(SleepingGroup):
         """See `RolloutRole.wake_for_weights`, on every worker."""
         self.ranks.all(lambda rollout: rollout.wake_for_weights())
 
+    def needs_weights(self) -> bool:
+        """See `RolloutRole.needs_weights`; whether any worker does."""
+        return any(self.ranks.all(lambda rollout: rollout.needs_weights()))
+
     def weights_updated(self, version: int) -> None:
         """See `RolloutRole.weights_updated`, on every worker."""
         self.ranks.all(lambda rollout: rollout.weights_updated(version))

@@ -1,4 +1,4 @@
-"""Recovery from a rollout server that died: it is started again and gets the newest weights, once."""
+"""Rollout servers at work: they have the newest weights, and one that dies is started again and gets them, once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def with_revival(
 ) -> tuple[Result, int]:
     """Have the rollout workers do something while they are awake.
 
+    Weights that they gave up with their memory, for another role after an evaluation, are published again.
+
     Args:
-        version: the weights they have.
+        version: the newest weights.
         again: what to do once servers were started again; `work` where it is None.
 
     Returns:
@@ -32,6 +34,8 @@ def with_revival(
         RelaxError: what the role raised, and a server that died twice.
     """
     rollout = session.roles.rollout
+    if rollout.needs_weights():
+        session.publish_weights(version)
     try:
         with rollout.awake():
             return work(rollout), 0

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Config
+from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.sampling import sampling_of
 from relax_cli.engine.saving import PairSaver
@@ -213,16 +214,18 @@ class Trainer:
 
     def _evaluate(self, done: int) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
-        for name in self.sets:
-            metrics |= self._evaluate_set(name, done)
-        if metrics:
+        if self.sets:
+            # All sets while the servers are awake: what they give up when they sleep has to be sent to them again.
+            metrics, _ = with_revival(self.session, done, self._evaluate_sets)
             self.session.roles.rollout.dump_evaluation(done)
             self.watcher.evaluated(done, metrics)
         return metrics
 
-    def _evaluate_set(self, name: str, done: int) -> dict[str, float]:
-        self.watcher.status(f"evaluating {name}")
-        started = time.perf_counter()
-        outcomes, _ = with_revival(self.session, done, lambda rollout: rollout.evaluate(name))
-        metrics = eval_metrics(name, outcomes, self.config.eval.eval_pass_reward)
-        return metrics | {f"eval/{name}/seconds": time.perf_counter() - started}
+    def _evaluate_sets(self, rollout: RolloutGroup) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        for name in self.sets:
+            self.watcher.status(f"evaluating {name}")
+            started = time.perf_counter()
+            metrics |= eval_metrics(name, rollout.evaluate(name), self.config.eval.eval_pass_reward)
+            metrics[f"eval/{name}/seconds"] = time.perf_counter() - started
+        return metrics

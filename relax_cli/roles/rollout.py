@@ -115,6 +115,10 @@ class RolloutRole:
         """Servers that the actor sends its weights to; none where they come through `load_weights`."""
         return list(self.engine.targets) if isinstance(self.engine, ServerEngine) else []
 
+    def needs_weights(self) -> bool:
+        """Whether weights have to be published before this worker generates."""
+        return isinstance(self.engine, ServerEngine) and self.engine.needs_weights
+
     def weights_updated(self, version: int) -> None:
         """The actor has sent the weights `version` to every target."""
         self._servers.weights_updated(version)

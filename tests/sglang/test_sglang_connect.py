@@ -232,6 +232,6 @@ def test_a_server_of_the_run_is_started_with_the_workers_options(
     assert engine.targets == (WeightTarget(server.address, this_node(), 6, 2),)
     words = " ".join(server._command(1))
     assert "--random-seed 13" in words
-    assert ("--enable-memory-saver --enable-weights-cpu-backup" in words) is releases
+    assert ("--enable-memory-saver" in words) is releases
     assert server._environment == {"A": "b", **NO_CRASH_DUMPS}
     assert server.log_file == tmp_path / "logs" / "sglang-3.log"

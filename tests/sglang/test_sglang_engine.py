@@ -318,13 +318,27 @@ def test_a_crash_during_generation_ends_the_call(model: Path) -> None:
         assert contract.dead
 
 
+def sleeping(address: str) -> SglangEngine:
+    """An engine whose servers give up memory."""
+    engine = engine_for(address)
+    engine.options = EngineOptions(release_memory=True, backoff=0.001)
+    engine.sleep()
+    return engine
+
+
+def publish(contract: ContractServer, engine: SglangEngine) -> None:
+    """What the actor does for a sleeping server, with the weights of its model folder."""
+    engine.wake_for_weights()
+    contract.model.replace(contract.folder)
+    contract.model.apply()
+    engine.weights_updated(0)
+
+
 def test_sleep_waits_for_idle_servers_and_wakes_in_two_stages(model: Path, embedded: EmbeddedEngine) -> None:
     requests = some_requests(2)
-    with running_server(model, Faults(busy_flushes=3)) as (contract, address):
+    with running_server(model, Faults(busy_flushes=3), backup=False) as (contract, address):
         contract.version = "0"
-        engine = engine_for(address)
-        engine.options = EngineOptions(release_memory=True, backoff=0.001)
-        engine.sleep()
+        engine = sleeping(address)
         assert contract.away == {"kv_cache", "weights"}
         engine.sleep()
         with pytest.raises(AssertionError, match="sleeps"):
@@ -333,12 +347,47 @@ def test_sleep_waits_for_idle_servers_and_wakes_in_two_stages(model: Path, embed
         assert contract.away == {"kv_cache"}
         engine.sleep()
         assert contract.away == {"kv_cache", "weights"}
-        engine.wake_for_weights()
+        publish(contract, engine)
         engine.wake()
         engine.wake()
         assert contract.away == set()
         assert_equal(engine.generate(requests, SAMPLING), embedded.generate(requests, SAMPLING))
         assert not contract.dead
+
+
+def test_weights_given_up_with_the_memory_are_not_generated_with(model: Path) -> None:
+    with running_server(model, backup=False) as (contract, address):
+        contract.version = "0"
+        engine = sleeping(address)
+        assert engine.needs_weights
+        engine.wake()
+        with pytest.raises(AssertionError, match="publish"):
+            engine.generate(some_requests(1), SAMPLING)
+        engine.sleep()
+        publish(contract, engine)
+        assert not engine.needs_weights
+        engine.sleep()
+        assert engine.needs_weights
+
+
+def test_weights_that_changed_before_waking_end_the_run(model: Path) -> None:
+    with running_server(model, backup=False) as (contract, address):
+        contract.version = "0"
+        engine = sleeping(address)
+        publish(contract, engine)
+        contract.faults.changed_weights = 1
+        with pytest.raises(RunError, match="have changed since they were sent") as caught:
+            engine.wake()
+        assert caught.value.problems[0].id == "sglang-weights-changed"
+
+
+def test_a_server_without_checksums_is_woken_as_it_is(model: Path) -> None:
+    with running_server(model, Faults(older=True), backup=False) as (contract, address):
+        contract.version = "0"
+        engine = sleeping(address)
+        publish(contract, engine)
+        engine.wake()
+        assert len(engine.generate(some_requests(1), SAMPLING)) == 1
 
 
 def test_a_server_that_stays_busy_is_not_made_to_release_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ SMALL = (
     "parallel.device=cpu",
 )
 CLOCK = ("time", "seconds", "tokens_per_second", "memory")
+SLEEPS = ("parallel.offload_rollout=true", "eval.eval_interval=1")
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def numbers(finished: Finished) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` says that does not depend on the clock."""
-    return [{k: v for k, v in step.items() if not any(part in k for part in CLOCK)} for step in finished.metrics]
+    """What `metrics.jsonl` says of steps that does not depend on the clock."""
+    steps = [step for step in finished.metrics if "reward/mean" in step]
+    return [{k: v for k, v in step.items() if not any(part in k for part in (*CLOCK, "eval/"))} for step in steps]
 
 
 def assert_equal_runs(got: Finished, expected: Finished) -> None:
@@ -70,25 +72,34 @@ def assert_equal_runs(got: Finished, expected: Finished) -> None:
         assert [s["finish_reason"] for s in mine] == [s["finish_reason"] for s in theirs]
         for one, other in zip(mine, theirs, strict=True):
             assert one["log_probs"] == pytest.approx(other["log_probs"], abs=1e-4)
-    assert len(got.metrics) == len(expected.metrics) == 3
-    for mine, theirs in zip(numbers(got), numbers(expected), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert len(numbers(got)) == len(numbers(expected)) == 3
+    for step, other_step in zip(numbers(got), numbers(expected), strict=True):
+        assert step == pytest.approx(other_step, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("transport", ["auto", "disk"])
+@pytest.mark.parametrize(("transport", "sleeps"), [("auto", False), ("disk", True)])
 def test_a_run_on_an_external_server_equals_the_embedded_run(
-    task: Path, embedded: Finished, tmp_path: Path, transport: str
+    task: Path, embedded: Finished, tmp_path: Path, transport: str, sleeps: bool
 ) -> None:
+    """The one that sleeps forgets its weights, also after an evaluation, which the next rollout follows."""
     faults = Faults(generate=[Fault("none"), Fault("abort", tokens=1), Fault("disconnect"), Fault("cut")] * 4)
-    with running_server(task / "model", faults) as (contract, address):
-        external = ("sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]")
+    with running_server(task / "model", faults, backup=False) as (contract, address):
+        external: tuple[str, ...] = ("sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]")
+        heldout = tmp_path / "heldout.jsonl"
+        heldout.write_text("".join((task / "data" / "heldout.jsonl").read_text().splitlines(True)[:4]))
+        if sleeps:
+            external = (*external, *SLEEPS, f'eval.eval_prompt_data=["heldout={heldout}"]')
         way = f"sglang.update_weight_transport={transport}"
         got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, *external, way, "rollout.partial_rollout=true")
         assert contract.version == "3"
         assert not contract.dead
         assert faults.generate == []
-        # Nothing of a server that is not ours is stopped or put to sleep.
-        assert not any("memory_occupation" in path for path, _ in contract.requests)
+        # A server that is not ours is never stopped, and put to sleep only where that is requested.
+        paths = [path for path, _ in contract.requests]
+        assert ("/release_memory_occupation" in paths) is sleeps
+        # Asleep it forgets its weights: each of 4 evaluations and 3 rollouts gets them, and they are looked at twice.
+        assert paths.count("/weights_checker") == (14 if sleeps else 0)
+        assert paths.count("/update_weights_from_disk") == (7 if sleeps else 0)
     assert_equal_runs(got, embedded)
 
 
@@ -153,7 +164,7 @@ def test_prompts_without_room_are_refused_before_a_step(
     task: Path, tmp_path: Path, pool: int, options: tuple[str, ...], said: str
 ) -> None:
     with running_server(task / "model", Faults(pool=pool)) as (contract, address):
-        external = ("sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]")
+        external: tuple[str, ...] = ("sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]")
         held_out = (f"eval.eval_prompt_data=[own={task / 'data/heldout.jsonl'}]", "eval.eval_interval=9")
         with pytest.raises(RunError, match=said) as caught:
             train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, *external, *held_out, *options)

@@ -248,7 +248,7 @@ def test_the_command_line_of_a_server() -> None:
     assert words[1:3] == ["-m", "sglang.launch_server"]
     assert " ".join(words[3:]) == (
         "--model-path /m --host 10.0.0.1 --tp-size 2 --random-seed 5 --mem-fraction-static 0.7 --enable-memory-saver "
-        "--enable-weights-cpu-backup --attention-backend triton --disable-radix-cache --port 30000"
+        "--attention-backend triton --disable-radix-cache --port 30000"
     )
     assert words[0] == sys.executable
     other = SglangSection(sglang_python="/opt/sgl/bin/python")
@@ -263,6 +263,12 @@ def test_a_server_does_not_get_what_is_meant_for_training() -> None:
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+        "SGL_RETURN_ORIGINAL_LOGPROB": "1",
+        "SGLANG_GRPC_PORT": "50051",
+        "SGLANG_RUST_SERVER": "1",
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "tcp://10.0.0.1:1",
+        "TMS_INIT_ENABLE_CPU_BACKUP": "1",
+        "TMS_INIT_ENABLE_DISK_BACKUP": "1",
         "CUDA_VISIBLE_DEVICES": "3",
     }
     assert server_environment(given) == {"PATH": "p", "CUDA_VISIBLE_DEVICES": "3", **NO_CRASH_DUMPS}

@@ -210,8 +210,8 @@ def test_a_server_that_never_sleeps_counts_in_every_phase(spec: ModelSpec) -> No
     assert needed(stays, "rollout") == needed(sleeps, "rollout")
     for phase in ("critic", "actor", "publish weights"):
         assert needed(stays, phase) - needed(sleeps, phase) == 40 * GB + memory_gpu.SERVER_OVERHEAD
-    # Asleep, its weights are in host memory.
-    assert sleeps.host - stays.host == 8 * 2 * spec.parameters
+    # Asleep, it has nothing: weights are sent again.
+    assert sleeps.host == stays.host
     assert gpu_plan(spec, **half, parallel__colocate=False, parallel__offload_rollout=True) == sleeps
 
 
@@ -241,7 +241,7 @@ def test_a_node_of_two_has_half_of_the_parked_roles(spec: ModelSpec) -> None:
     one = gpu_plan(spec)
     of_two = gpu_plan(spec, parallel__resource=roles)
     assert (of_two.host, of_two.host_gpus) == (one.host, one.host_gpus)
-    parked = 8 * (14 * (spec.parameters + spec.value_parameters) + 2 * spec.parameters)
+    parked = 8 * 14 * (spec.parameters + spec.value_parameters)
     # Three processes on each GPU, and that of Advantages.
     assert one.host == parked + (3 * 8 + 1) * memory_gpu.HOST_BASE_BYTES
 

@@ -19,13 +19,16 @@ DIED = ServerDied(Problem(id="sglang-server-died", message="ended", fix="look"))
 class Rollout(Ranks[Any]):
     """Writes down what it is asked, and fails as told."""
 
-    def __init__(self, failures: list[Exception]) -> None:
+    def __init__(self, failures: list[Exception], needs_weights: bool = False) -> None:
         super().__init__("rollout", 2)
         self.failures = failures
+        self.needs_weights = needs_weights
         self.asked: list[str] = []
 
     def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:
         call = recorded(request)
+        if call.method == "needs_weights":
+            return lambda: [False, self.needs_weights]
         self.asked.append(" ".join(map(str, (call.method, *call.args))))
         if call.method.startswith("generate") and self.failures:
             raise self.failures.pop(0)
@@ -67,6 +70,12 @@ def test_without_a_failure_nothing_else_happens() -> None:
     rollout, call = run()
     assert call() == ([1, 0], 0)
     assert rollout.asked == ["wake", "generate 7", "sleep"]
+
+
+def test_weights_given_up_in_sleep_are_published_again() -> None:
+    rollout = Rollout([], needs_weights=True)
+    with_revival(FakeSession(rollout), 7, lambda r: r.generate(7))
+    assert rollout.asked == ["publish 7", "wake", "generate 7", "sleep"]
 
 
 def test_revived_servers_get_weights_before_missing_samples() -> None:

@@ -131,6 +131,10 @@ class ServerEngine(RolloutEngine, Protocol):
     def targets(self) -> Sequence[WeightTarget]:
         """The servers."""
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether weights have to be sent before anything is generated: a sleeping server does not keep them."""
+
     def weights_updated(self, version: int) -> None:
         """The weights `version` have been sent to every target.
 

@@ -148,7 +148,7 @@ class _Sizes:
     def _server(self, ranks: int, base: dict[str, int]) -> RoleMemory:
         """A worker that generates on an SGLang server."""
         if not self.on_cpu:
-            return server_memory(self.config.sglang, self.layout, self.spec, ranks)
+            return server_memory(self.config.sglang, self.spec, ranks)
         held = {} if self.config.sglang.rollout_external else {"weights": self.precision.weights * self.spec.parameters}
         return RoleMemory("rollout", ranks, base | held, {}, self._published(), keeps_freed=True)
 

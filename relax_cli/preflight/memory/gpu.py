@@ -78,15 +78,14 @@ class GpuMemory:
     """For each phase that does not fit the smallest size: what to lower first, in that order."""
 
 
-def server_memory(section: SglangSection, layout: ParallelSection, spec: ModelSpec, ranks: int) -> RoleMemory:
+def server_memory(section: SglangSection, spec: ModelSpec, ranks: int) -> RoleMemory:
     """One GPU's part of an SGLang server, unless it runs elsewhere; its KV cache is in `GpuMemory`."""
     if section.rollout_external:
         return RoleMemory("rollout", ranks, {}, {}, {}, keeps_freed=False)
     weights = server_weights(section, spec)
     # New weights are received one bucket at a time, before there is a KV cache.
     received = {"received weights": section.update_weight_buffer_size}
-    host = {"parked": weights} if server_sleeps(layout) else {}
-    return RoleMemory("rollout", ranks, {"weights": weights}, {}, received, keeps_freed=False, host=host)
+    return RoleMemory("rollout", ranks, {"weights": weights}, {}, received, keeps_freed=False)
 
 
 def server_weights(section: SglangSection, spec: ModelSpec) -> int:
@@ -188,8 +187,8 @@ def assumptions(config: Config) -> list[str]:
     ]
     if not config.sglang.rollout_external:
         found.append(
-            f"SGLang needs {in_bytes(SERVER_OVERHEAD)} besides its static part (assumed, not measured); asleep, its"
-            " weights are in host memory and there is no KV cache"
+            f"SGLang needs {in_bytes(SERVER_OVERHEAD)} besides its static part (assumed, not measured); asleep, it has"
+            " neither weights nor KV cache, also not in host memory"
             if server_sleeps(config.parallel)
             else "SGLang never sleeps (no --colocate or --offload-rollout): its part of a GPU is taken all the time"
         )

@@ -59,6 +59,8 @@ class Faults:
     """How many `/begin_weight_update` are refused with 400."""
     ignored_updates: int = 0
     """How many updates succeed and do not change `weight_version`."""
+    changed_weights: int = 0
+    """How many checksums are those of other weights."""
     pool: int = 0
     """Tokens in the KV cache; 0 for enough. Longer responses are cut."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,7 +70,7 @@ class Faults:
         with self.lock:
             return self.generate.pop(0) if self.generate else NO_FAULT
 
-    def count_down(self, name: Literal["busy_flushes", "refused_begins", "ignored_updates"]) -> bool:
+    def count_down(self, name: Literal["busy_flushes", "refused_begins", "ignored_updates", "changed_weights"]) -> bool:
         """Whether this request fails, and one fewer is left."""
         with self.lock:
             left: int = getattr(self, name)
@@ -88,5 +90,5 @@ def from_json(record: dict[str, Any]) -> Faults:
 
 def to_json(faults: Faults) -> dict[str, Any]:
     """The reverse."""
-    names = ("pool", "starting", "busy_flushes", "older", "refused_begins", "ignored_updates")
+    names = ("pool", "starting", "busy_flushes", "older", "refused_begins", "ignored_updates", "changed_weights")
     return {"generate": [asdict(f) for f in faults.generate], **{name: getattr(faults, name) for name in names}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -82,6 +83,10 @@ class ServedModel:
         """Make the tensors taken over the model's."""
         with self._lock:
             self.engine.decoder.load(self._weights.items())
+
+    def checksums(self) -> dict[str, str]:
+        """A hash of each weight."""
+        return {n: hashlib.sha256(t.numpy().tobytes()).hexdigest()[:16] for n, t in sorted(self._weights.items())}
 
     def lose(self) -> None:
         """Forget the weights, as released memory does."""

@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -27,8 +26,8 @@ from relax_cli.backends.rollout.sglang.client import (
     DeadlineFault,
     SglangClient,
     SglangError,
-    StatusFault,
 )
+from relax_cli.backends.rollout.sglang.memory import MEMORY_SECONDS, ServerMemory
 from relax_cli.backends.rollout.sglang.replies import Part, generate_payload, read_part
 from relax_cli.backends.rollout.sglang.server import LocalServer
 from relax_cli.backends.rollout.sglang.weight_version import check_served
@@ -52,10 +51,6 @@ ENDING_SECONDS = 10.0
 """Time for a server that crashed to end, after its connections closed, and for one to take note that it may stop."""
 REVIVE_SECONDS = 2.0
 """Time for a server that broke its connections to end."""
-CONTROL_SECONDS = 60.0
-"""Deadline of requests that only ask or tell something."""
-MEMORY_SECONDS = 600.0
-"""Deadline of a server to become idle, and of giving memory up or taking it back."""
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +120,7 @@ class SglangEngine:
         self._max_positions = max_positions
         self._max_prompt = max_positions if max_prompt is None else max_prompt
         self._calls = itertools.count()
-        self._away: set[str] = set()
+        self._memory = ServerMemory(self.clients, self._tell)
         self._failed = False
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
@@ -150,7 +145,8 @@ class SglangEngine:
         Raises:
             RunError: see `generate`; also what an opening or an answer raised.
         """
-        assert not self._away, "the rollout engine sleeps; wake it before generating"
+        assert not self._memory.away, "the rollout engine sleeps; wake it before generating"
+        assert not self.needs_weights, "the servers have given up their weights; publish them before generating"
         call = f"relax-{os.getpid()}-{next(self._calls)}"
         batch = _Batch(sampling, len(openings), call, threading.Event(), then)
         self._failed = True
@@ -161,6 +157,11 @@ class SglangEngine:
                 log.warning("SGLang server %s aborted %d requests of this rollout; they were repeated", address, count)
         self._failed = False
 
+    @property
+    def needs_weights(self) -> bool:
+        """See `ServerEngine.needs_weights`."""
+        return self._memory.lacks_weights
+
     def weights_updated(self, version: int) -> None:
         """See `ServerEngine.weights_updated`.
 
@@ -170,6 +171,7 @@ class SglangEngine:
         for client in self.clients:
             check_served(client, version)
         self.weight_version = str(version)
+        self._memory.weights_arrived()
 
     def use_loaded(self) -> None:
         """No weights will be sent: what servers loaded from their model folder is what they generate with."""
@@ -177,14 +179,13 @@ class SglangEngine:
 
     def sleep(self) -> None:
         """Wait until the servers are idle, and give up weights and KV cache where that is wanted."""
-        tags = [tag for tag in ("kv_cache", "weights") if tag not in self._away]
         try:
-            if "kv_cache" in tags:
+            if "kv_cache" not in self._memory.away:
                 # A server that is not idle does not refuse to release memory: it dies.
-                self.flush()
+                patience = ENDING_SECONDS if self._failed else min(MEMORY_SECONDS, self.options.request_timeout)
+                self._memory.flush(patience, self.options.backoff)
             if self.options.release_memory:
-                self._memory("/release_memory_occupation", tags)
-                self._away.update(tags)
+                self._memory.release()
         except (SglangError, ServerDied) as fault:
             if not self._failed:
                 raise
@@ -193,11 +194,15 @@ class SglangEngine:
 
     def wake_for_weights(self) -> None:
         """Take back the memory of the weights alone, so that they can be updated."""
-        self._resume([tag for tag in ("weights",) if tag in self._away])
+        self._memory.resume("weights")
 
     def wake(self) -> None:
-        """Take back everything that is away."""
-        self._resume([tag for tag in ("weights", "kv_cache") if tag in self._away])
+        """Take back everything that is away.
+
+        Raises:
+            RunError: a server's weights are not those that it was sent.
+        """
+        self._memory.resume("weights", "kv_cache")
 
     def revive(self) -> int:
         """See `ServerEngine.revive`.
@@ -211,7 +216,8 @@ class SglangEngine:
             server.stop()
             server.start()
         if dead:
-            self._away.clear()
+            self._memory = ServerMemory(self.clients, self._tell)
+            self._memory.lacks_weights = True
         self._failed = False
         self.sleep()
         return len(dead)
@@ -221,42 +227,15 @@ class SglangEngine:
         for server in self.servers:
             server.stop()
 
-    def flush(self) -> None:
-        """Empty the servers' prefix caches, which also proves that they are idle.
-
-        Raises:
-            RunError: a server stays busy.
-        """
-        patience = ENDING_SECONDS if self._failed else min(MEMORY_SECONDS, self.options.request_timeout)
-        deadline = time.monotonic() + patience
-        for client in self.clients:
-            while True:
-                try:
-                    left = max(1.0, deadline - time.monotonic())
-                    self._tell(client, "/flush_cache", None, min(CONTROL_SECONDS, left))
-                    break
-                except StatusFault as busy:
-                    if busy.status != 400 or time.monotonic() > deadline:
-                        raise
-                time.sleep(self.options.backoff)
-
-    def _resume(self, tags: list[str]) -> None:
-        self._memory("/resume_memory_occupation", tags)
-        self._away.difference_update(tags)
-
-    def _memory(self, path: str, tags: list[str]) -> None:
-        for client in self.clients if tags else ():
-            self._tell(client, path, {"tags": tags}, MEMORY_SECONDS)
-
-    def _tell(self, client: SglangClient, path: str, payload: dict[str, Any] | None, timeout: float) -> None:
-        """Have a server do something.
+    def _tell(self, client: SglangClient, path: str, payload: dict[str, Any] | None, timeout: float) -> Any:
+        """Have a server do something; its reply.
 
         Raises:
             ServerDied: it has ended.
             SglangError: it did not do it.
         """
         try:
-            client.request("POST", path, payload, timeout=timeout)
+            return client.request("POST", path, payload, timeout=timeout)
         except ConnectionFault as fault:
             server = self._server_of(client)
             if server is not None and server.ends_within(ENDING_SECONDS):

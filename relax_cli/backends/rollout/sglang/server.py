@@ -45,8 +45,19 @@ PORT_TAKEN = re.compile(r"address already in use|port is already in use|port\b.*
 OTHER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of the training processes' allocator: expandable segments exclude the server's memory saver."""
 PACKAGES_OF_HERE = ("PYTHONPATH", "PYTHONHOME")
-UNSCALED_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Would make log-probabilities ignore the temperature, which training does not."""
+OTHER_SERVER = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("SGLANG_", "SGL_")  # SGLang renames the old prefix to the new one.
+    for name in (
+        "RETURN_ORIGINAL_LOGPROB",  # log-probabilities ignore the temperature, which training does not
+        "GRPC_PORT",  # one port for all servers of a machine, and refused together with an API key
+        "RUST_SERVER",  # another server, which does not know the requests that bring weights
+        "DISTRIBUTED_INIT_METHOD_OVERRIDE",  # ranks of all servers meet at one place
+    )
+)
+"""Settings of the user that a server of the run must not have."""
+MEMORY_SAVER = "TMS_INIT_"
+"""Beginning of settings that make torch_memory_saver back up, on disk or in memory, what it does not have to keep."""
 NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 """With them a server whose scheduler died ends at once; else it keeps its port open 5 s longer."""
 
@@ -60,7 +71,7 @@ def launch_command(
 
     Args:
         seed: of sampling without per-request seeds.
-        memory_saver: let `sleep` give up memory, and keep weights in host memory meanwhile.
+        memory_saver: let `sleep` give up memory. Weights are not kept: they are sent again before they are needed.
     """
     arguments = {
         "model_path": str(model_folder),
@@ -69,8 +80,6 @@ def launch_command(
         "random_seed": seed,
         "mem_fraction_static": section.sglang_mem_fraction_static,
         "enable_memory_saver": memory_saver,
-        # Weights have to survive a sleep: an evaluation may follow without a new publication.
-        "enable_weights_cpu_backup": memory_saver,
         **section.sglang_options,
     }
     python = section.sglang_python or sys.executable
@@ -78,13 +87,15 @@ def launch_command(
 
 
 def server_environment(environment: Mapping[str, str], *, other_python: bool = False) -> dict[str, str]:
-    """A worker's environment without what is meant for the training processes alone; crash dumps only where it asks.
+    """A worker's environment without what is meant for the training processes alone, and without what would make the
+    server another one than its command line says; crash dumps only where it asks.
 
     Args:
         other_python: the server runs in a Python environment of its own.
     """
-    left_out = {*OTHER_ALLOCATOR, UNSCALED_LOG_PROBS, *(PACKAGES_OF_HERE if other_python else ())}
-    return NO_CRASH_DUMPS | {name: value for name, value in environment.items() if name not in left_out}
+    left_out = {*OTHER_ALLOCATOR, *OTHER_SERVER, *(PACKAGES_OF_HERE if other_python else ())}
+    kept = {n: v for n, v in environment.items() if n not in left_out and not n.startswith(MEMORY_SAVER)}
+    return NO_CRASH_DUMPS | kept
 
 
 class LocalServer:
