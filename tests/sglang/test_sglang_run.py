@@ -84,11 +84,11 @@ def test_a_run_on_an_external_server_equals_the_embedded_run(
     """The one that sleeps forgets its weights, also after an evaluation, which the next rollout follows."""
     faults = Faults(generate=[Fault("none"), Fault("abort", tokens=1), Fault("disconnect"), Fault("cut")] * 4)
     with running_server(task / "model", faults, backup=False) as (contract, address):
-        external: tuple[str, ...] = ("sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]")
+        external = ["sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]"]
         heldout = tmp_path / "heldout.jsonl"
         heldout.write_text("".join((task / "data" / "heldout.jsonl").read_text().splitlines(True)[:4]))
         if sleeps:
-            external = (*external, *SLEEPS, f'eval.eval_prompt_data=["heldout={heldout}"]')
+            external += (*SLEEPS, f'eval.eval_prompt_data=["heldout={heldout}"]')
         way = f"sglang.update_weight_transport={transport}"
         got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, *external, way, "rollout.partial_rollout=true")
         assert contract.version == "3"
@@ -164,7 +164,7 @@ def test_prompts_without_room_are_refused_before_a_step(
     task: Path, tmp_path: Path, pool: int, options: tuple[str, ...], said: str
 ) -> None:
     with running_server(task / "model", Faults(pool=pool)) as (contract, address):
-        external: tuple[str, ...] = ("sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]")
+        external = ["sglang.rollout_external=true", f"sglang.rollout_external_engine_addrs=[{address}]"]
         held_out = (f"eval.eval_prompt_data=[own={task / 'data/heldout.jsonl'}]", "eval.eval_interval=9")
         with pytest.raises(RunError, match=said) as caught:
             train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, *external, *held_out, *options)
