@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from relax_cli.config.section import GaeOptions as GaeOptions
     from relax_cli.config.section import GroupOptions as GroupOptions
     from relax_cli.config.section import Section as Section
+    from relax_cli.data.curriculum import RowHistory as RowHistory
     from relax_cli.data.envs.types import EnvRow as EnvRow
     from relax_cli.data.rewards.types import RewardInput as RewardInput
     from relax_cli.data.rewards.types import RewardResult as RewardResult
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from relax_cli.plugin.hookspecs import hookimpl as hookimpl
     from relax_cli.plugin.launch_plan import LaunchPlan as LaunchPlan
     from relax_cli.plugin.records import Change as Change
+    from relax_cli.plugin.records import Curriculum as Curriculum
     from relax_cli.plugin.records import Env as Env
     from relax_cli.plugin.records import Estimator as Estimator
     from relax_cli.plugin.records import Normalized as Normalized
@@ -40,13 +42,14 @@ _HOMES = {
     "relax_cli.algorithms.types": ("AdvantageInputs", "AdvantageOutputs", "LossInputs", "LossTerms"),
     "relax_cli.config.schema": ("Config",),
     "relax_cli.config.section": ("ClipOptions", "ClipRange", "GaeOptions", "GroupOptions", "Section"),
+    "relax_cli.data.curriculum": ("RowHistory",),
     "relax_cli.data.envs.types": ("EnvRow",),
     "relax_cli.data.rewards.types": ("RewardInput", "RewardResult"),
     "relax_cli.errors": ("Problem", "problem_kind"),
     "relax_cli.plugin.graph": ("RoleSpec", "ServiceGraph"),
     "relax_cli.plugin.hookspecs": ("hookimpl",),
     "relax_cli.plugin.launch_plan": ("LaunchPlan",),
-    "relax_cli.plugin.records": ("Change", "Env", "Estimator", "Normalized", "Reward"),
+    "relax_cli.plugin.records": ("Change", "Curriculum", "Env", "Estimator", "Normalized", "Reward"),
     "relax_cli.plugin.trackers": ("TrackedRun", "Tracker"),
 }
 _NAMES = {name: f"{home}:{name}" for home, names in _HOMES.items() for name in names}

@@ -63,8 +63,8 @@ OTHER_DATA = problem_kind(
 DATA_ORDER = problem_kind(
     "resume-data-order",
     FOLDERS,
-    "A warning: `--rollout-batch-size`, `--rollout-seed` or `--dynamic-sampling` is not that of the checkpoint, so "
-    "prompts of the current epoch will be repeated or left out.",
+    "A warning: `--rollout-batch-size`, `--rollout-seed`, `--dynamic-sampling` or `--curriculum` is not that of the "
+    "checkpoint, so prompts of the current epoch will be repeated or left out.",
     severity="warning",
 )
 
@@ -96,6 +96,7 @@ class RunIdentity:
     rollout_batch_size: int
     seeds: dict[str, int]
     dynamic_sampling: bool = False
+    curriculum: str | None = None
     reference: str | None = None
     """Of the weights that KL terms compare with; None where there are no KL terms."""
     reference_name: str = ""
@@ -123,6 +124,7 @@ class RunIdentity:
                 "reference": self.reference_name,
             },
             "prompts": self.prompts,
+            **({"curriculum": self.curriculum} if self.curriculum else {}),
             "seeds": self.seeds,
         }
 
@@ -151,6 +153,7 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
         rollout_batch_size=config.batch.rollout_batch_size,
         seeds={"seed": config.run.seed, "rollout_seed": config.rollout.rollout_seed},
         dynamic_sampling=config.batch.dynamic_sampling,
+        curriculum=config.data.curriculum,
         reference=None if reference is None else weights_fingerprint(reference),
         reference_name=scrubbed(name or config.model.hf_checkpoint),
         adapters=adapters,
@@ -334,6 +337,12 @@ def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem
         seen = None
         got.append("--no-dynamic-sampling")
         expected.append("--dynamic-sampling")
+    saved_curriculum = meta.extra.get("curriculum")
+    if run.curriculum != saved_curriculum:
+        got.append(f"--curriculum {run.curriculum}" if run.curriculum else "no --curriculum")
+        expected.append(f"--curriculum {saved_curriculum}" if saved_curriculum else "drop --curriculum")
+    if run.curriculum is not None:
+        seen = None  # Rows are drawn by their past.
     if seen is not None and seen != meta.iteration * run.rollout_batch_size and meta.iteration:
         got.append(f"--rollout-batch-size {run.rollout_batch_size}")
         expected.append(f"--rollout-batch-size {seen // meta.iteration}")
@@ -344,7 +353,7 @@ def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem
         return None
     return DATA_ORDER(
         "prompts of this epoch will be repeated or left out: their order or place is not the checkpoint's",
-        option=got[0].split()[0],
+        option=next(word for word in got[0].split() if word.startswith("--")),
         where=str(where),
         got=" ".join(got),
         expected=" ".join(expected),

@@ -190,6 +190,7 @@ class KnownExtra(TypedDict, total=False):
     model_shape: dict[str, Any] | None
     origin: dict[str, str | None]
     prompts: NonNegativeInt | None
+    curriculum: str
     data_position: dict[str, NonNegativeInt | None]
     adapters: dict[str, dict[str, Any]]
     has_critic: bool

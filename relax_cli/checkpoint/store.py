@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.layout import Best, CheckpointMeta, FileEntry
+from relax_cli.checkpoint.sampling_state import write_sampling
 from relax_cli.errors import RunError, problem_kind
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ def write(model: Saveable, save_dir: Path, iteration: int, role: str, meta: dict
 
     Args:
         meta: what `load` returns again, as JSON values. `weight_version` (follows `iteration`), `seeds` and
-            `config_hash` have places of their own in `relax.json`.
+            `config_hash` have places of their own in `relax.json`, the arrays of `sampling` a file.
 
     Raises:
         RunError: on every rank, when the disk refused on one; nothing that existed was touched.
@@ -70,6 +71,8 @@ def write(model: Saveable, save_dir: Path, iteration: int, role: str, meta: dict
     try:
         hashed = gather(model.save(folder, {"iteration": iteration, "role": role}))
         extra = dict(meta)
+        sampling = extra.pop("sampling", {})
+        on_first_rank(lambda: write_sampling(folder, sampling))
         record = CheckpointMeta(
             role=role,
             iteration=iteration,

@@ -105,6 +105,7 @@ def _next_steps(name: str, kind: str, folder: Path) -> list[str]:
         "estimator": "--advantage-estimator",
         "reward": "--label-key label --rm-type",
         "env": "--label-key label --env",
+        "curriculum": "--curriculum",
     }[kind]
     steps = (
         f"pip install -e {shlex.quote(str(folder))}",
@@ -142,6 +143,7 @@ def describe(plugin: Plugin) -> dict[str, Any]:
         "estimators": [_describe_estimator(estimator) for estimator in plugin.estimators],
         "rewards": [asdict(reward) for reward in plugin.rewards],
         "envs": [asdict(env) for env in plugin.envs],
+        "curriculums": [asdict(curriculum) for curriculum in plugin.curriculums],
         "trackers": [asdict(tracker) for tracker in plugin.trackers],
     }
 
@@ -197,6 +199,8 @@ def _page(data: dict[str, Any]) -> str:
         lines += ["", f"reward {reward['name']}: {reward['summary']}", f"  function     {reward['function']}"]
     for env in data["envs"]:
         lines += ["", f"environment {env['name']}: {env['summary']}", f"  class        {env['environment']}"]
+    for one in data["curriculums"]:
+        lines += ["", f"curriculum {one['name']}: {one['summary']}", f"  function     {one['function']}"]
     for tracker in data["trackers"]:
         lines += ["", f"tracker {tracker['name']}: {tracker['summary']}", f"  opens        {tracker['opens']}"]
     return "\n".join(lines)

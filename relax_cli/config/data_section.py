@@ -27,6 +27,9 @@ class DataSection(Section):
     )
     system_prompt: str | None = Field(None, description="system message for chats without one")
     shuffle: bool = Field(True, description="reshuffle the prompts every epoch, seeded by --rollout-seed")
+    curriculum: str | None = Field(
+        None, description="draw rows by their past rewards: learnability, a plugin's name or FILE.py:function"
+    )
 
     @field_validator("prompt_data", mode="before")
     @classmethod

@@ -10,6 +10,7 @@ PATH_OPTIONS = frozenset(
     {
         "critic_load",
         "critic_save",
+        "curriculum",
         "custom_rm_path",
         "env",
         "eval_prompt_data",

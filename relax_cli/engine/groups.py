@@ -122,9 +122,17 @@ class RolloutGroup(SleepingGroup):
         """See `RolloutRole.generate_missing`; the metrics of every worker's share."""
         return self.ranks.all(lambda rollout: rollout.generate_missing(rollout_id))
 
-    def draw(self, rollout_id: int, offset: int, first: int, count: int) -> list[DrawnGroup]:
+    def mixture(self) -> list[tuple[int, float]]:
+        """Size and weight of each set of training prompts."""
+        return self.ranks.on(0, lambda rollout: rollout.mixture())
+
+    def places(self, first: int, count: int) -> list[int]:
+        """See `PromptOrder.places`."""
+        return self.ranks.on(0, lambda rollout: rollout.places(first, count))
+
+    def draw(self, rollout_id: int, offset: int, rows: Sequence[int]) -> list[DrawnGroup]:
         """See `RolloutRole.draw`; the groups of all workers in the order of their prompts."""
-        shares = self.ranks.all(lambda rollout: rollout.draw(rollout_id, offset, first, count))
+        shares = self.ranks.all(lambda rollout: rollout.draw(rollout_id, offset, rows))
         return [group for share in shares for group in share]
 
     def keep(self, rollout_id: int, chosen: Sequence[int]) -> list[dict[str, Spread]]:

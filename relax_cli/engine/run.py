@@ -22,6 +22,7 @@ from relax_cli.config.schema import Config
 from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.recorder import Recorder, open_trackers
 from relax_cli.engine.run_folder import new_run_folder, run_record
+from relax_cli.engine.sampling import sampling_of
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest
 from relax_cli.engine.trainer import RunReport, Trainer
@@ -99,7 +100,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
             Recorder(metrics, trackers, display, plugins, config, run_dir),
             stop,
             first=first,
-            drawn=start.prompts_seen,
+            sampling=sampling_of(config, session.roles.rollout, start, plugins.curriculums()),
             dump_fields=dumped_fields(graph, config),
             checkpoint_meta=checkpoint_meta(identity, checked, graph) | {"schedule": schedule_of(config)},
             recorded=metrics.last,

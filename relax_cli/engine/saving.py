@@ -53,11 +53,11 @@ class PairSaver:
         self.warn = warn
         self._prepared: int | None = None
 
-    def prepare(self, iteration: int, drawn: int | None = None) -> None:
+    def prepare(self, iteration: int, position: Mapping[str, Any] | None = None) -> None:
         """Write the pair of `iteration`; it does not count yet.
 
         Args:
-            drawn: prompts drawn so far, where that does not follow from `iteration`.
+            position: see `Sampling.position`.
 
         Raises:
             RunError: the disk refused and `--on-save-error` is `stop`; the previous pair counts.
@@ -66,8 +66,7 @@ class PairSaver:
             return
         with self._undone_on_failure(iteration):
             # One name for both halves tells a pair from two checkpoints that only have the iteration in common.
-            meta = {**self.meta, "save_id": uuid.uuid4().hex}
-            meta |= {} if drawn is None else {"prompts_drawn": drawn}
+            meta = {**self.meta, "save_id": uuid.uuid4().hex, **(position or {})}
             for role in self.roles:
                 with role.awake():
                     role.write_checkpoint(iteration, meta)

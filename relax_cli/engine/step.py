@@ -49,7 +49,7 @@ class StepRecord:
             self.metrics["masked_frac"] = spreads["masked"].mean
         if "failed" in spreads:
             self.metrics["reward/failed"] = spreads["failed"].total
-        named = ("reward/part/", "sampling/", "groups/", "episode/")
+        named = ("reward/part/", "sampling/", "groups/", "episode/", "curriculum/")
         self.metrics |= {
             name: spread.mean for name, spread in spreads.items() if name.startswith(named) and spread.count
         }

@@ -11,7 +11,7 @@ from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Config
 from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.recovery import with_revival
-from relax_cli.engine.sampling import sampling_of
+from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord, run_step
@@ -70,14 +70,14 @@ class Trainer:
         dump_fields: list[str],
         checkpoint_meta: dict[str, Any],
         recorded: Mapping[str, Any] | None = None,
-        drawn: int | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         """Args:
         first: rollouts that are finished.
         dump_fields: queue fields to write next to each sample.
         checkpoint_meta: what every checkpoint says about the run.
         recorded: metrics of rollout `first` in the run folder; None when nothing of it is there.
-        drawn: see `sampling_of`.
+        sampling: draws the prompts; None: the next ones of the data.
         """
         assert config.batch.num_rollout is not None, "resolved before launch"
         self.session = session
@@ -91,7 +91,7 @@ class Trainer:
         self.recorded = recorded
         self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=watcher.warn)
         self.saver.take_over_best(first)
-        self.sampling = sampling_of(config.batch, first, drawn)
+        self.sampling = sampling or Sampling()
         self.report = RunReport(first=first)
         self.health = HealthWatch()
 
@@ -155,7 +155,7 @@ class Trainer:
         if saves and (self.stop.requested_stop is not None or self._due(self.config.checkpoint.save_interval, done)):
             with record.phase("checkpoint"):
                 self.watcher.status(f"saving iteration {done}")
-                self.saver.prepare(done, self.sampling.drawn)
+                self.saver.prepare(done, self.sampling.position())
         try:
             self._finish_step(record, time.perf_counter() - started)
         except OSError:
@@ -167,7 +167,7 @@ class Trainer:
         """Save a step that was recorded before the stop was requested; does nothing when it is saved."""
         if self.report.saved_iteration != done:
             self.watcher.status(f"saving iteration {done}")
-            self.saver.prepare(done, self.sampling.drawn)
+            self.saver.prepare(done, self.sampling.position())
             self._publish()
 
     def _publish(self) -> None:

@@ -16,7 +16,7 @@ from relax_cli.config.schema import Config
 from relax_cli.errors import Problem
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
-from relax_cli.plugin.records import Env, Estimator, Normalized, Reward
+from relax_cli.plugin.records import Curriculum, Env, Estimator, Normalized, Reward
 from relax_cli.plugin.trackers import Tracker
 
 PROJECT = "relax"
@@ -57,6 +57,11 @@ def relax_rewards() -> list[Reward]:  # type: ignore[empty-body]
 @hookspec
 def relax_envs() -> list[Env]:  # type: ignore[empty-body]
     """Named environments of multi-turn episodes this plugin provides."""
+
+
+@hookspec
+def relax_curriculums() -> list[Curriculum]:  # type: ignore[empty-body]
+    """Named curriculums this plugin provides, for `--curriculum`."""
 
 
 @hookspec

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pluggy
 
 from relax_cli.errors import Problem
-from relax_cli.plugin.records import Env, Estimator, Reward
+from relax_cli.plugin.records import Curriculum, Env, Estimator, Reward
 from relax_cli.plugin.trackers import Tracker
 
 
@@ -19,7 +19,7 @@ class PluginRow:
 
     name: str
     kind: str
-    """The first that fits of `estimator`, `reward`, `env`, `tracker`, `launcher`; empty when unknown."""
+    """The first that fits of `estimator`, `reward`, `env`, `curriculum`, `tracker`, `launcher`; empty when unknown."""
     distribution: str
     version: str
     status: Literal["ok", "broken"]
@@ -43,6 +43,7 @@ class Plugin:
     estimators: tuple[Estimator, ...] = ()
     rewards: tuple[Reward, ...] = ()
     envs: tuple[Env, ...] = ()
+    curriculums: tuple[Curriculum, ...] = ()
     trackers: tuple[Tracker, ...] = ()
     where: str = ""
     """`file:line` of the code that failed, where that is known."""
@@ -50,9 +51,9 @@ class Plugin:
     """The other plugins, each without its own `others`."""
 
     @property
-    def records(self) -> tuple[Estimator | Reward | Env | Tracker, ...]:
+    def records(self) -> tuple[Estimator | Reward | Env | Curriculum | Tracker, ...]:
         """Everything named that it provides."""
-        return (*self.estimators, *self.rewards, *self.envs, *self.trackers)
+        return (*self.estimators, *self.rewards, *self.envs, *self.curriculums, *self.trackers)
 
     @property
     def is_ours(self) -> bool:

@@ -18,7 +18,7 @@ from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.installed import Plugin, PluginRow
 from relax_cli.plugin.launch_plan import LaunchPlan
-from relax_cli.plugin.records import Env, Estimator, Normalized, Reward, unusable
+from relax_cli.plugin.records import BUILTIN_CURRICULUMS, Curriculum, Env, Estimator, Normalized, Reward, unusable
 from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
 from relax_cli.plugin.user_code import UserCodeError, user_code
@@ -34,6 +34,7 @@ _KINDS = {
     "relax_estimators": "estimator",
     "relax_rewards": "reward",
     "relax_envs": "env",
+    "relax_curriculums": "curriculum",
     "relax_trackers": "tracker",
     "relax_step_end": "tracker",
     "relax_launch": "launcher",
@@ -42,9 +43,10 @@ _RECORDS = {
     "relax_estimators": Estimator,
     "relax_rewards": Reward,
     "relax_envs": Env,
+    "relax_curriculums": Curriculum,
     "relax_trackers": Tracker,
 }
-R = TypeVar("R", Estimator, Reward, Env, Tracker)
+R = TypeVar("R", Estimator, Reward, Env, Curriculum, Tracker)
 
 UNKNOWN_ESTIMATOR = problem_kind(
     "unknown-estimator",
@@ -61,6 +63,7 @@ DUPLICATE = {
         Estimator: "an estimator",
         Reward: "a reward",
         Env: "an environment",
+        Curriculum: "a curriculum",
         Tracker: "a tracker",
     }.items()
 }
@@ -141,6 +144,10 @@ class Plugins:
         """All environments of plugins by name."""
         return self._by_name(Env)
 
+    def curriculums(self) -> dict[str, Curriculum]:
+        """All curriculums by name; one of a plugin replaces a built-in one of its name."""
+        return BUILTIN_CURRICULUMS | self._by_name(Curriculum)
+
     def trackers(self) -> dict[str, Tracker]:
         """All trackers by name; one of a plugin replaces a built-in one of its name."""
         return BUILTIN_TRACKERS | self._by_name(Tracker)
@@ -205,8 +212,8 @@ class Plugins:
             return list(error.problems)
 
     def broken_references(self, config: Config) -> list[Problem]:
-        """What the chosen estimator, reward, environment and trackers name and cannot be loaded, tried in another
-        process. Ours are known to load.
+        """What the chosen estimator, reward, environment, curriculum and trackers name and cannot be loaded, tried in
+        another process. Ours are known to load.
         """
         estimator, env = config.algorithm.advantage_estimator, config.episode.env
         rewards = dict(config.reward.shares)
@@ -220,6 +227,7 @@ class Plugins:
                     *(e for e in plugin.estimators if e.name == estimator),
                     *(r for r in plugin.rewards if r.name in rewards),
                     *(e for e in plugin.envs if e.name == env),
+                    *(c for c in plugin.curriculums if c.name == config.data.curriculum),
                     *(t for t in plugin.trackers if t.name in config.run.track),
                 ],
             )
@@ -333,8 +341,8 @@ def _load(entry: EntryPoint) -> Plugin:
         if reason:
             return _broken(entry, reason)
     hooks = tuple(sorted(caller.name for caller in manager.get_hookcallers(module) or ()))
-    estimators, rewards, envs, trackers = provided
-    return Plugin(_row(entry, hooks), entry, module, manager.hook, (), estimators, rewards, envs, trackers)
+    estimators, rewards, envs, curriculums, trackers = provided
+    return Plugin(_row(entry, hooks), entry, module, manager.hook, (), estimators, rewards, envs, curriculums, trackers)
 
 
 def _unknown_hooks(entry: EntryPoint, manager: pluggy.PluginManager, module: Any) -> tuple[Problem, ...]:

@@ -115,6 +115,35 @@ class Env:
     """A row (`prompt`, `label`, `metadata`) and `responses`: an episode that `relax plugins check` plays to its end."""
 
 
+@dataclass(frozen=True)
+class Curriculum:
+    """A named curriculum: which rows come next, by how well each went before."""
+
+    name: str
+    """What a user types after `--curriculum`."""
+    summary: str
+    """One line."""
+    function: str
+    """`"module:function"` taking a `RowHistory` and returning a weight for each row."""
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return the function.
+
+        Raises:
+            ConfigError: the reference does not lead to a function.
+        """
+        return load_reference(self.function, f"curriculum {self.name}")
+
+
+BUILTIN_CURRICULUMS = {
+    "learnability": Curriculum(
+        "learnability",
+        "rows that succeed half of the time come most often, every row comes again",
+        "relax_cli.data.curriculum:learnability",
+    )
+}
+
+
 def env_fault(target: Any) -> str:
     """Why something is no class or function that makes environments; empty when it is one."""
     if not callable(target):

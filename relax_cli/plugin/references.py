@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.installed import Plugin
-from relax_cli.plugin.records import REFERENCE, Env, Estimator, Reward, env_fault, load_reference
+from relax_cli.plugin.records import REFERENCE, Curriculum, Env, Estimator, Reward, env_fault, load_reference
 from relax_cli.plugin.trackers import Tracker
 
 ENVIRONMENT = "environment"
 
 
 def broken_references(
-    plugin: Plugin, records: Sequence[Estimator | Reward | Env | Tracker] | None = None
+    plugin: Plugin, records: Sequence[Estimator | Reward | Env | Curriculum | Tracker] | None = None
 ) -> list[Problem]:
     """What these records of a plugin, or all of them, name and cannot be loaded."""
     references: list[tuple[str, str]] = []
     for record in plugin.records if records is None else records:
         if isinstance(record, Estimator):
             references += [(x, f"estimator {record.name}") for x in (record.advantages, record.policy_loss)]
-        elif isinstance(record, Reward):
-            references.append((record.function, f"reward {record.name}"))
+        elif isinstance(record, Reward | Curriculum):
+            references.append((record.function, f"{type(record).__name__.lower()} {record.name}"))
         elif isinstance(record, Env):
             references.append((record.environment, f"{ENVIRONMENT} {record.name}"))
         else:

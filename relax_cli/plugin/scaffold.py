@@ -12,9 +12,14 @@ from typing import Literal
 from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, problem_kind
 
-Kind = Literal["estimator", "reward", "env"]
+Kind = Literal["estimator", "reward", "env", "curriculum"]
 _TEMPLATES = Path(__file__).parent / "template"
-_WHAT: dict[Kind, str] = {"estimator": "advantage estimator", "reward": "reward", "env": "environment"}
+_WHAT: dict[Kind, str] = {
+    "estimator": "advantage estimator",
+    "reward": "reward",
+    "env": "environment",
+    "curriculum": "curriculum",
+}
 
 PLUGIN_NAME = problem_kind(
     "plugin-name", "Plugins", "The name for a new plugin cannot be the name of a Python module or is taken."

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_cli.errors import ConfigError, ProblemKind
+from relax_cli.errors import ConfigError, Problem, ProblemKind
+from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.settings_kept import settings_kept
 from relax_cli.plugin.user_code import UserCodeError, from_here, user_code
 
@@ -58,6 +59,18 @@ class UserFile:
             got = ", ".join(listed) or f"no {self.noun}"
             raise ConfigError(self.missing(what, where=path, got=got, expected=self.expected, fix=fix))
         return module[name]
+
+    def check(self, function: str, spec: str) -> list[Problem]:
+        """What is wrong with `spec`, found out in a process of its own: its import may do anything, or never end.
+
+        Args:
+            function: `"module:function"` that raises what is wrong.
+        """
+        try:
+            return run_apart(function, spec)
+        except Unanswered as error:
+            path, what = spec.rpartition(":")[0], f"the import of the {self.what} file {error}"
+            return [self.broken(what, where=path, expected=self.expected, fix=f"correct {path}")]
 
     def raised(self, what: str, error: UserCodeError, path: str) -> ConfigError:
         """The error of a file whose code failed; `what` happened then."""

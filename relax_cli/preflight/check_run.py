@@ -129,7 +129,8 @@ def check_run(
         config, changes, hub_problems = from_hub(config, online=here)
     rewards = frozenset({*BUILTIN_REWARDS, *plugins.rewards()})
     inputs = RunInputs() if skip_files else read_inputs(config, progress, rewards)
-    context = RuleContext(config, inputs, machine, rewards, frozenset(plugins.envs()), plugins.trackers())
+    named = (frozenset(plugins.envs()), plugins.curriculums(), plugins.trackers())
+    context = RuleContext(config, inputs, machine, rewards, *named)
     problems = [*resolved.problems, *hub_problems, *run_rules(context, skip_files=skip_files)]
     if not skip_files:
         problems += known(lambda: plugins.broken_references(config)) or []

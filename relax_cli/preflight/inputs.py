@@ -9,6 +9,7 @@ from typing import Any
 
 from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
+from relax_cli.data.curriculum import check_curriculum
 from relax_cli.data.envs.load import check_env, is_file_spec
 from relax_cli.data.formats import FILE_MISSING
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
@@ -89,6 +90,8 @@ def read_inputs(
         problems += check_custom(custom)
     if (env := known(lambda: config.episode.env)) and is_file_spec(env):
         problems += check_env(env)
+    if (curriculum := known(lambda: config.data.curriculum)) and is_file_spec(curriculum):
+        problems += check_curriculum(curriculum)
     reader = DataReader(config, model.tokenizer, model.spec, progress, rewards)
     for option, source in prompt_sources(config):
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from relax_cli.roles.judging import Judged
+from relax_cli.roles.spread import Spread
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class DrawnGroup:
     has_signal: bool
     tokens: int
     """Of all responses."""
+    reward: float
+    """Mean of its samples whose reward did not fail; 0 where all did."""
 
 
 def has_signal(group: Sequence[Judged]) -> bool:
@@ -44,6 +47,7 @@ class Drawn:
                 place=group[0].group,
                 has_signal=has_signal(group),
                 tokens=sum(len(j.generation.tokens) for j in group),
+                reward=Spread.of(j.result.reward for j in group if not j.result.failed).mean,
             )
             for group in (judged[i : i + size] for i in range(0, len(judged), size))
         ]

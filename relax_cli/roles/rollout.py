@@ -157,14 +157,22 @@ class RolloutRole:
             return self.written[1]
         return self.generate(rollout_id)
 
-    def draw(self, rollout_id: int, offset: int, first: int, count: int) -> list[DrawnGroup]:
-        """Sample this worker's share of `count` prompts from place `first` of the data on, without keeping them yet.
+    def mixture(self) -> list[tuple[int, float]]:
+        """Size and weight of each set of training prompts."""
+        return list(self.order.mixture) or [(len(self.prompts), 1.0)]
+
+    def places(self, first: int, count: int) -> list[int]:
+        """See `PromptOrder.places`."""
+        return self.order.places(first, count)
+
+    def draw(self, rollout_id: int, offset: int, rows: Sequence[int]) -> list[DrawnGroup]:
+        """Sample this worker's share of some rows of the data, without keeping the samples yet.
 
         Args:
             offset: prompts that this rollout has drawn before.
         """
         assert self.awake, "rollout generates only while awake"
-        prompts = [self.prompts[i] for i in self.order.places(first, count)]
+        prompts = [self.prompts[row] for row in rows]
         size = self.batch.n_samples_per_prompt
 
         def sample() -> list[Judged]:

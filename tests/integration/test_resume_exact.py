@@ -52,6 +52,9 @@ CASES = {
     "grpo that draws until groups differ": Case(
         "grpo", MID_EPOCH, more=("batch.dynamic_sampling=true", "batch.over_sampling_batch_size=11")
     ),
+    "grpo with a curriculum that draws until groups differ": Case(
+        "grpo", MID_EPOCH, more=("data.curriculum=learnability", "batch.dynamic_sampling=true")
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from relax_cli import RewardInput
+from relax_cli import RewardInput, RowHistory
 from relax_cli.errors import ConfigError
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.scaffold import package_files
@@ -103,6 +103,23 @@ def test_a_new_reward_keeps_the_rules_and_judges(relax: Relax, tmp_path: Path, m
     assert all(check["status"] == "ok" for check in checks)
     sample = RewardInput("What is above?", "a sky", "blue sky", {}, truncated=False, group=0)
     assert load_plugins().rewards()["blue"].load()([sample]) == [0.5]
+
+
+def test_a_new_curriculum_keeps_the_rules_and_weighs(
+    relax: Relax, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = relax("plugins", "new", "again", "--kind", "curriculum", "--dir", str(tmp_path), "--format", "json")
+    assert json.loads(new.stdout)["next"][2] == "relax train --curriculum again ..."
+    info = tmp_path / "relax_again-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: relax-again\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[relax.plugins]\nagain = relax_again\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    checks = json.loads(relax("plugins", "check", "again", "--format", "json").stdout)["checks"]
+    assert [check for check in checks if check["status"] != "ok"] == []
+    past = RowHistory.empty(3).after([(1, 0.25), (2, 1.0)])
+    assert load_plugins().curriculums()["again"].load()(past).tolist() == [1.0, 0.75, 0.1]
+    assert "curriculum again: rows that fail" in relax("plugins", "show", "again").stdout
 
 
 def test_a_new_environment_keeps_the_rules_and_plays(

@@ -117,6 +117,7 @@ DUPLICATES = {
     "estimator": "duplicate-estimator",
     "reward": "duplicate-reward",
     "env": "duplicate-env",
+    "curriculum": "duplicate-curriculum",
     "tracker": "duplicate-tracker",
 }
 

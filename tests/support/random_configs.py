@@ -29,7 +29,7 @@ WORK = {"rollout_batch_size", "n_samples_per_prompt", "n_samples_per_eval_prompt
 TEXTS = {"input_key": ["input", "label"], "label_key": ["label"], "metadata_key": ["metadata"],
          "rm_type": ["exact", "reasoning_gym", "remote"], "reward_key": ["score", "correct"],
          "dump_rollouts": ["all", "none", "1"], "keep_best": ["eval/h/reward/mean"],
-         "tools_key": ["tools", "label"], "system_prompt": ["Add."]}  # fmt: skip
+         "tools_key": ["tools", "label"], "curriculum": ["learnability"], "system_prompt": ["Add."]}  # fmt: skip
 TUPLES = {
     "lora_targets": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
     "rollout_stop": ["", "$", "1", "12"],

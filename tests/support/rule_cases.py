@@ -83,6 +83,7 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"algorithm__mask_truncated": True},
     ),
     ("reward-missing", {"reward__rm_type": None}, {}),
+    ("curriculum-unknown", {"data__curriculum": "lernability"}, {"data__curriculum": "learnability"}),
     ("env-unknown", {**EPISODES, "episode__env": "calk"}, {**EPISODES}),
     ("env-and-reward", {**EPISODES, "reward__rm_type": "exact"}, {**EPISODES}),
     ("env-turns", {**EPISODES, "episode__max_turns": 5}, {**EPISODES}),

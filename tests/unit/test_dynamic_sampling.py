@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from relax_cli.backends.rollout.protocol import Generation
-from relax_cli.config.schema import BatchSection
+from relax_cli.checkpoint.resume import ResumeDecision
+from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
 from relax_cli.engine.groups import Ranks, RolloutGroup
-from relax_cli.engine.sampling import DynamicSampling, Sampling, sampling_of
+from relax_cli.engine.sampling import DrawnSampling, Sampling, sampling_of
 from relax_cli.roles.drawing import Drawn, DrawnGroup, has_signal
 from relax_cli.roles.judging import Judged
 from relax_cli.roles.spread import Spread
@@ -30,12 +32,15 @@ class Worker:
         self.kept: list[Judged] = []
         self.sampled = 0
 
-    def draw(self, rollout_id: int, offset: int, first: int, count: int) -> list[DrawnGroup]:
-        low, high = (count * r // self.workers for r in (self.rank, self.rank + 1))
+    def places(self, first: int, count: int) -> list[int]:
+        return list(range(first, first + count))
+
+    def draw(self, rollout_id: int, offset: int, rows: Sequence[int]) -> list[DrawnGroup]:
+        low, high = (len(rows) * r // self.workers for r in (self.rank, self.rank + 1))
         return self.drawn.groups(
             rollout_id,
             offset,
-            lambda: [self.sample(offset + p, first + p, s) for p in range(low, high) for s in (0, 1)],
+            lambda: [self.sample(offset + p, rows[p], s) for p in range(low, high) for s in (0, 1)],
         )
 
     def sample(self, group: int, place: int, number: int) -> Judged:
@@ -61,7 +66,7 @@ class Workers(Ranks[Any]):
         return lambda: [request(worker) for worker in self.workers]
 
     def on(self, rank: int, request: Callable[[Any], Any]) -> Any:
-        raise AssertionError
+        return request(self.workers[rank])
 
     def tell(self, request: Callable[[Any], object]) -> None:
         raise AssertionError
@@ -74,7 +79,7 @@ class Workers(Ranks[Any]):
 
 def batch(**changes: int) -> BatchSection:
     """Four prompts in a batch."""
-    return BatchSection(rollout_batch_size=4, n_samples_per_prompt=SIZE, dynamic_sampling=True, **changes)
+    return BatchSection(**{"rollout_batch_size": 4, "n_samples_per_prompt": SIZE, "dynamic_sampling": True, **changes})
 
 
 def counts(shares: list[dict[str, Spread]]) -> dict[str, float]:
@@ -106,7 +111,7 @@ def test_a_batch_is_the_first_groups_with_a_signal(
     workers: int, dull: Callable[[int], bool], changes: dict[str, int], kept: list[int], expected: dict[str, float]
 ) -> None:
     ranks = Workers(workers, dull)
-    shares = DynamicSampling(batch(**changes), 100 * 16).generate(RolloutGroup(ranks), 3)
+    shares = DrawnSampling(batch(**changes), 100 * 16).generate(RolloutGroup(ranks), 3)
     assert ranks.kept == [(2 * i + s, i, f"prompt {1600 + place}") for i, place in enumerate(kept) for s in (0, 1)]
     counted = counts(shares)
     assert {name: counted[name] for name in expected} == expected
@@ -114,7 +119,7 @@ def test_a_batch_is_the_first_groups_with_a_signal(
 
 
 def test_the_next_rollout_begins_where_the_last_has_drawn() -> None:
-    ranks, sampling = Workers(2, EVEN), DynamicSampling(batch(), 0)
+    ranks, sampling = Workers(2, EVEN), DrawnSampling(batch(), 0)
     whole = []
     for rollout_id in range(4):
         sampling.generate(RolloutGroup(ranks), rollout_id)
@@ -122,7 +127,7 @@ def test_the_next_rollout_begins_where_the_last_has_drawn() -> None:
         sampling.finish()
     assert sampling.drawn == 32
     assert [prompt for step in whole for _, _, prompt in step][::2] == [f"prompt {i}" for i in range(1, 32, 2)]
-    resumed = DynamicSampling(batch(), 16)
+    resumed = DrawnSampling(batch(), 16)
     for rollout_id in (2, 3):
         resumed.generate(RolloutGroup(ranks), rollout_id)
         assert ranks.kept == whole[rollout_id]
@@ -131,7 +136,7 @@ def test_the_next_rollout_begins_where_the_last_has_drawn() -> None:
 
 
 def test_after_a_failure_only_what_is_missing_is_sampled() -> None:
-    ranks, sampling = Workers(2, EVEN), DynamicSampling(batch(), 0)
+    ranks, sampling = Workers(2, EVEN), DrawnSampling(batch(), 0)
     ranks.workers[1].draw = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):
         sampling.generate(RolloutGroup(ranks), 0)
@@ -164,8 +169,12 @@ def test_only_samples_that_train_give_a_signal(
     assert has_signal(group) is signal
 
 
-def test_a_run_without_it_counts_nothing() -> None:
-    plain = sampling_of(BatchSection(), 3, 17)
-    assert (type(plain), plain.drawn) == (Sampling, None)
-    resumed = sampling_of(batch(), 3, None)
-    assert resumed.drawn == 12, "a run that sampled otherwise before continues behind its prompts"
+def test_a_run_continues_behind_the_prompts_of_the_other_kind() -> None:
+    def sampling(prompts_seen: int | None, dynamic: bool) -> Sampling:
+        start = SimpleNamespace(decision=ResumeDecision("resume", 3), prompts_seen=prompts_seen)
+        config = Config(batch=batch(dynamic_sampling=dynamic))
+        return sampling_of(config, RolloutGroup(Workers(1, NEVER)), start, {})  # type: ignore[arg-type]
+
+    assert sampling(17, dynamic=False).position() == {}
+    assert sampling(17, dynamic=True).position() == {"prompts_drawn": 17}
+    assert sampling(None, dynamic=True).position() == {"prompts_drawn": 12}

@@ -9,7 +9,6 @@ from typing import Any
 
 from relax_cli.config.names import nearest
 from relax_cli.errors import ConfigError, Problem, problem_kind
-from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.records import env_fault
 from relax_cli.plugin.user_code import UserCodeError, user_code
 from relax_cli.plugin.user_file import UserFile
@@ -88,13 +87,8 @@ def unknown_env(name: str, known: Mapping[str, str] | frozenset[str]) -> Problem
 
 
 def check_env(spec: str) -> list[Problem]:
-    """What is wrong with an environment of a file, found out in a process of its own: its import may do anything."""
-    path = spec.rpartition(":")[0]
-    try:
-        return run_apart(f"{__name__}:find_env", spec)
-    except Unanswered as error:
-        what = f"the import of the environment file {error}"
-        return [BROKEN(what, where=path, expected=EXPECTED, fix=f"correct {path}")]
+    """What is wrong with an environment of a file."""
+    return USER_FILE.check(f"{__name__}:find_env", spec)
 
 
 def find_env(spec: str) -> Any:

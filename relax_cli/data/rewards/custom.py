@@ -7,7 +7,6 @@ from typing import Any
 
 from relax_cli.data.rewards.types import BatchReward
 from relax_cli.errors import ConfigError, Problem, problem_kind
-from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.settings_kept import settings_kept
 from relax_cli.plugin.user_code import UserCodeError, user_code
 from relax_cli.plugin.user_file import UserFile, accepts, signature_of
@@ -46,12 +45,8 @@ def load_custom(spec: str) -> BatchReward:
 
 
 def check_custom(spec: str) -> list[Problem]:
-    """What is wrong with a reward, found out in a process of its own: its import may do anything, or never end."""
-    path = spec.rpartition(":")[0]
-    try:
-        return run_apart("relax_cli.data.rewards.custom:find_custom", spec)
-    except Unanswered as error:
-        return [IMPORT(f"the import of the reward file {error}", where=path, expected=EXPECTED, fix=f"correct {path}")]
+    """What is wrong with a reward of a file."""
+    return USER_FILE.check(f"{__name__}:find_custom", spec)
 
 
 def find_custom(spec: str) -> Any:

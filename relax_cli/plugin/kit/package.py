@@ -79,6 +79,7 @@ def name_clash(plugin: Plugin) -> list[Finding]:
             ("estimator", plugin.estimators, other.estimators),
             ("reward", plugin.rewards, other.rewards),
             ("environment", plugin.envs, other.envs),
+            ("curriculum", plugin.curriculums, other.curriculums),
             ("tracker", plugin.trackers, other.trackers),
         ):
             for name in {record.name for record in own} & {record.name for record in theirs}:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from relax_cli.config.schema import DataSection
+from relax_cli.data.curriculum import UNKNOWN, unknown_curriculum
+from relax_cli.data.envs.load import is_file_spec
 from relax_cli.data.sources import SOURCE, source_of, weights_of
 from relax_cli.errors import ConfigError
+from relax_cli.plugin.records import Curriculum
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 
@@ -14,6 +19,15 @@ def prompt_data_missing(data: DataSection) -> Found:
     if not data.prompt_data:
         fix = "add --prompt-data FILE.jsonl, or --prompt-data reasoning-gym:chain_sum?size=512"
         yield Finding("no prompts to train on are given", fix)
+
+
+@rule(UNKNOWN)
+def curriculum_unknown(data: DataSection, curriculums: Mapping[str, Curriculum]) -> Found:
+    """There is no built-in curriculum of that name, nor one of a plugin."""
+    name = data.curriculum
+    if name is not None and not is_file_spec(name) and name not in curriculums:
+        problem = unknown_curriculum(name, curriculums)
+        yield Finding(problem.message, problem.fix, problem.got, problem.expected)
 
 
 RESERVED = {

@@ -17,6 +17,7 @@ from relax_cli.config.placement import has_counts
 from relax_cli.config.schema import Config
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.errors import Problem, ProblemKind, Severity, problem_kind
+from relax_cli.plugin.records import BUILTIN_CURRICULUMS, Curriculum
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine
@@ -37,6 +38,8 @@ class RuleContext:
     """Names that `--rm-type` may have."""
     envs: frozenset[str] = frozenset()
     """Names that `--env` may have."""
+    curriculums: Mapping[str, Curriculum] = field(default_factory=lambda: BUILTIN_CURRICULUMS)
+    """What `--curriculum` may name."""
     trackers: Mapping[str, Tracker] = field(default_factory=lambda: BUILTIN_TRACKERS)
     """What `--track` may name."""
 
