@@ -25,7 +25,7 @@ from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.sampling import DrawnSampling
 from relax_cli.errors import ConfigError, RelaxError, ResumeError
 from relax_cli.plugin.records import BUILTIN_CURRICULUMS
-from tests.unit.test_dynamic_sampling import Workers
+from tests.support.rollout_workers import Workers
 
 ROWS = 12
 
