@@ -97,6 +97,19 @@ def test_transformers_loads_the_trained_model(qwen3: Path, saved: tuple[Path, di
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("dense", [[], [1]])
+def test_experts_are_exported_one_by_one(dense: list[int], tmp_path: Path) -> None:
+    # Megatron stacks layers that are alike, and the experts of a layer.
+    save_tiny_model(tmp_path / "model", "qwen3_moe", layers=3, mlp_only_layers=dense)
+    state = save_trained(0, 1, 0, Run("policy", tmp_path / "model"), tmp_path / "saved", "actor")
+    assert state is not None
+    done = export(tmp_path / "saved", tmp_path / "out", "--hf-checkpoint", tmp_path / "model")
+    assert done.exit_code == 0, done.output
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], torch.from_numpy(array)) for name, array in state.items())
+
+
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
 def test_a_tensor_parallel_checkpoint_is_exported_whole(family: str, tied: bool, tmp_path: Path) -> None:
     template = save_tiny_model(tmp_path / "model", family, tied=tied)
