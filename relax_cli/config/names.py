@@ -43,6 +43,7 @@ OTHER_TRAINERS = {
     "max_tokens_per_gpu": "max_num_tokens max_token_len_per_gpu max_tokens ppo_max_token_len_per_gpu",
     "micro_batch_size": "device_batch_size micro_train_batch_size per_device_batch_size per_device_train_batch_size "
     "ppo_micro_batch_size ppo_micro_batch_size_per_gpu train_micro_batch_size",
+    "expert_model_parallel_size": "ep ep_size expert_parallel expert_parallel_size moe_ep_size",
     "n_samples_per_eval_prompt": "eval_n eval_num_samples num_eval_samples",
     "n_samples_per_prompt": "group_size k n n_rollouts n_samples num_generations num_return_sequences "
     "num_rollouts_per_prompt num_samples rollout_n samples_per_prompt",

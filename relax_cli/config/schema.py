@@ -257,6 +257,9 @@ class ParallelSection(Section):
     offload_rollout: bool = Field(False, description="release the GPU memory of a sleeping rollout engine")
     tensor_model_parallel_size: int = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
     pipeline_model_parallel_size: int = Field(1, ge=1, description="pipeline-parallel size (only 1 is supported)")
+    expert_model_parallel_size: int = Field(
+        1, ge=1, description="expert-parallel size: data-parallel ranks that share out the experts"
+    )
     moe_router_dtype: Literal["fp32", "fp64"] = Field(
         "fp32", description="mixture of experts: type in which tokens are matched with experts"
     )

@@ -136,7 +136,10 @@ class RoleBuilder:
         if not (section.colocate or section.offload or section.offload_train):
             device = replace(device, shared_memory=False)
         rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)
-        parallel.initialize(rank, section.tensor_model_parallel_size, device, self.config.run.seed)
+        experts = section.expert_model_parallel_size
+        parallel.initialize(
+            rank, section.tensor_model_parallel_size, device, self.config.run.seed, expert_parallel=experts
+        )
         return device
 
     def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:

@@ -8,7 +8,7 @@ at its end. Experts are numbered over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,12 +47,13 @@ def hf_to_megatron(weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int,
 
 
 def rank_tensors(
-    weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int, tp_rank: int
+    weights: Mapping[str, Tensor], spec: ModelSpec, tp_size: int, tp_rank: int, only: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of one tensor-parallel rank, read on request: a whole model may not fit the memory.
 
     Args:
         weights: all tensors of the model under their Hugging Face names.
+        only: parameters of layers that are wanted; all when None.
 
     Raises:
         ConfigError: a tensor is missing, unknown or of a wrong shape, or the model does not divide by `tp_size`.
@@ -71,8 +72,10 @@ def rank_tensors(
     yield FINAL_NORM, weights[_OUTSIDE_LAYERS[FINAL_NORM]]
     for layer in range(spec.num_layers):
         for part in _layer_parts(spec, layer):
-            tensor = _read_part(weights, spec, f"model.layers.{layer}", part)
             name = f"decoder.layers.{layer}.{part}"
+            if only is not None and name not in only:
+                continue
+            tensor = _read_part(weights, spec, f"model.layers.{layer}", part)
             yield name, shard_for_rank(name, tensor, tp_size, tp_rank)
 
 

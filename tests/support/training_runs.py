@@ -52,7 +52,9 @@ def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableMo
     device = replace(select_device("cpu"), shared_memory=run.parks)
     if run.bf16:
         device = replace(device, training_dtype=torch.bfloat16)
-    parallel.initialize(parallel.Rank(rank, ranks, "127.0.0.1", port), run.tensor_parallel, device, seed=5)
+    experts = run.layout.get("expert_model_parallel_size", 1)
+    where = parallel.Rank(rank, ranks, "127.0.0.1", port)
+    parallel.initialize(where, run.tensor_parallel, device, seed=5, expert_parallel=experts)
     return TrainableModel(
         run.kind,
         run.model,

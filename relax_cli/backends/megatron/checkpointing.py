@@ -124,10 +124,9 @@ def sharding_metadata() -> dict[str, Any]:
 
 def parallel_layout() -> dict[str, int]:
     """Sizes that decide which rank has what."""
-    return {
-        "tensor_parallel": parallel.tensor_parallel_size(),
-        "data_parallel": parallel.data_parallel_size(),
-    }
+    layout = {"tensor_parallel": parallel.tensor_parallel_size(), "data_parallel": parallel.data_parallel_size()}
+    experts = parallel.expert_parallel_size()
+    return layout if experts == 1 else layout | {"expert_parallel": experts}
 
 
 def _save_common(common: dict[str, Any], folder: Path) -> None:

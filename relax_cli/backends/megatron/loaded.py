@@ -37,8 +37,11 @@ class LoadedModel:
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
         """Outputs of each micro-batch, without gradient."""
+        idle = parallel.passes_together(len(micro_batches)) - len(micro_batches)
+        batches = [*micro_batches, *[idle_batch(self.device.torch_device)] * idle]
         with torch.no_grad():
-            return [run_batch(self.model, batch.to(self.device.torch_device)) for batch in micro_batches]
+            outputs = [run_batch(self.model, batch.to(self.device.torch_device)) for batch in batches]
+        return outputs[: len(micro_batches)]
 
     def sleep(self) -> None:
         """Leave the device's memory to others, where roles share it."""
@@ -61,3 +64,9 @@ def run_batch(model: torch.nn.Module, batch: MicroBatch) -> ModelOutput:
     length = int((batch.prompt_lens_B + batch.response_lens_B).max()) - 1
     output: ModelOutput = model(batch.tokens_BS[:, :length], ResponseIndex.of(batch))
     return output
+
+
+def idle_batch(device: torch.device) -> MicroBatch:
+    """Something to run for a rank without samples: it must still join what the ranks do together."""
+    one_B = torch.ones(1, dtype=torch.int64, device=device)
+    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), one_B, one_B)

@@ -8,6 +8,7 @@ sends the updated parameters to the others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,13 +62,12 @@ class Masters:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_host: bool, shared_out: bool) -> None:
         self.on_host = on_host
         self.parameters = list(parameters)
-        self.owners = _owners(self.parameters, parallel.data_parallel_size() if shared_out else 1)
         self.shared_out = shared_out and parallel.data_parallel_size() > 1
-        mine = parallel.data_parallel_rank() if self.shared_out else 0
+        self.owners = _owners(self.parameters, shared_out=self.shared_out)
         self.held = [
             self._master(index, parameter)
             for index, (parameter, owner) in enumerate(zip(self.parameters, self.owners, strict=True))
-            if owner == mine
+            if owner is None or owner == dist.get_rank()
         ]
         self._by_id = {id(master.parameter): master for master in self.held}
 
@@ -92,10 +92,10 @@ class Masters:
             if master.is_copy:
                 master.parameter.data.copy_(master.values, non_blocking=True)
         if self.shared_out:
-            group = parallel.data_parallel_group()
             sent = [
-                dist.broadcast(parameter.data, dist.get_global_rank(group, owner), group=group, async_op=True)
+                dist.broadcast(parameter.data, owner, group=parallel.replica_group(parameter), async_op=True)
                 for parameter, owner in zip(self.parameters, self.owners, strict=True)
+                if owner is not None
             ]
             for work in sent:
                 work.wait()
@@ -157,11 +157,18 @@ class Masters:
             torch.cuda.synchronize(self.parameters[0].device)
 
 
-def _owners(parameters: Sequence[Tensor], ranks: int) -> list[int]:
-    """The data-parallel rank that updates each parameter; the same on every rank, and about equally much for each."""
-    load = [0] * ranks
-    owners = [0] * len(parameters)
-    for index in sorted(range(len(parameters)), key=lambda index: -parameters[index].numel()):
-        owners[index] = load.index(min(load))
-        load[owners[index]] += parameters[index].numel()
+def _owners(parameters: Sequence[torch.nn.Parameter], *, shared_out: bool) -> list[int | None]:
+    """The rank that updates each parameter for all that hold it; None where each of them does.
+
+    The same on all these ranks, and about equally much for each.
+    """
+    owners: list[int | None] = [None] * len(parameters)
+    # Shared-out experts are counted apart: a rank does not know those of others.
+    loads: dict[tuple[bool, int], int] = defaultdict(int)
+    for index in sorted(range(len(parameters)), key=lambda index: -parameters[index].numel()) if shared_out else ():
+        kind = parallel.is_shared_out(parameters[index])
+        ranks = dist.get_process_group_ranks(parallel.replica_group(parameters[index]))
+        load, owner = min((loads[kind, rank], rank) for rank in ranks)
+        owners[index] = owner
+        loads[kind, owner] = load + parameters[index].numel()
     return owners

@@ -20,7 +20,7 @@ from torch import Tensor
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
-from relax_cli.backends.megatron.experts import expert_settings
+from relax_cli.backends.megatron.experts import expert_settings, number_over_all_ranks
 from relax_cli.backends.megatron.heads import ValueHead, in_chunks, token_statistics
 from relax_cli.backends.megatron.layers import block_spec, layer_kind, local_name
 from relax_cli.backends.megatron.lora import adapted_layers, freeze_all_but_adapters, is_adapter
@@ -113,7 +113,8 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
 
     def parameters_by_name(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by the names that `models.convert` knows; those of adapters are left out."""
-        return {local_name(name): p for name, p in self.named_parameters() if not is_adapter(name)}
+        named = ((local_name(name), p) for name, p in self.named_parameters() if not is_adapter(name))
+        return {number_over_all_ranks(name, self.spec): parameter for name, parameter in named}
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:
         """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time.
@@ -142,7 +143,7 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
         parameters = self.parameters_by_name()
         left = set(parameters)
         with torch.no_grad():
-            for name, tensor in rank_tensors(weights, spec, ranks, rank):
+            for name, tensor in rank_tensors(weights, spec, ranks, rank, only=parameters):
                 if name != OUTPUT or self.head_from_folder:
                     parameters[name].copy_(tensor)
                     left.remove(name)

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
 from relax_cli.algorithms.schedule import learning_rate
+from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.masters import Masters
 from relax_cli.config.schema import OptimizerSection
 
@@ -160,14 +161,17 @@ class Optimizer:
         return torch.tensor(steps.pop())
 
     def _gradient_norm(self) -> float:
-        grads = [
-            parameter.main_grad  # type: ignore[attr-defined]
+        mine = [
+            parameter
             for parameter in self.masters.parameters
             if param_is_not_tensor_parallel_duplicate(parameter, mpu.get_tensor_model_parallel_group())
         ]
-        squared = torch.nn.utils.get_total_norm(grads).square()
-        dist.all_reduce(squared, group=mpu.get_model_parallel_group())
-        return math.sqrt(squared.item())
+        dense = [parameter for parameter in mine if not parallel.is_shared_out(parameter)]
+        squared = _squared_norm(dense, mpu.get_model_parallel_group())
+        if len(dense) < len(mine):
+            experts = [parameter for parameter in mine if parallel.is_shared_out(parameter)]
+            squared += _squared_norm(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
+        return math.sqrt(squared)
 
     def _scale_gradients(self, norm: float) -> None:
         scale = (self.clip_grad / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
@@ -185,6 +189,13 @@ class Optimizer:
                 }
 
 
+def _squared_norm(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> float:
+    """Of the gradients over all ranks of `group`."""
+    squared = torch.nn.utils.get_total_norm([parameter.main_grad for parameter in parameters]).square()  # type: ignore[attr-defined]
+    dist.all_reduce(squared, group=group)
+    return float(squared)
+
+
 def _parameter_groups(model: DistributedDataParallel, section: OptimizerSection, lr: float) -> list[dict[str, Any]]:
     """Megatron's groups: parameters, their multipliers of weight decay and learning rate, and the rates' bounds."""
     chained = get_megatron_optimizer(
@@ -192,6 +203,10 @@ def _parameter_groups(model: DistributedDataParallel, section: OptimizerSection,
         [model],
         use_gloo_process_groups=False,
     )
-    assert len(chained.chained_optimizers) == 1, "dense models have one optimizer"
-    theirs = chained.chained_optimizers[0].optimizer
-    return [{name: value for name, value in g.items() if name not in theirs.defaults} for g in theirs.param_groups]
+    # One for the parameters that every rank has, and one for experts that are shared out.
+    optimizers = [each.optimizer for each in chained.chained_optimizers]
+    return [
+        {name: value for name, value in group.items() if name not in theirs.defaults}
+        for theirs in optimizers
+        for group in theirs.param_groups
+    ]

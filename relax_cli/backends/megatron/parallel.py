@@ -29,7 +29,7 @@ class Rank:
     master_port: int = 0
 
 
-def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int) -> None:
+def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int, *, expert_parallel: int = 1) -> None:
     """Join the ranks of this role. In one process that hosts several roles (world size 1) later calls check only.
 
     Raises:
@@ -43,10 +43,11 @@ def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int) -> N
             dist.get_rank(),
             dist.get_world_size(),
             mpu.get_tensor_model_parallel_world_size(),
+            mpu.get_expert_model_parallel_world_size(),
             dist.get_backend(),
         )
-        wanted = (rank.rank, rank.world_size, tensor_parallel, device.backend)
-        assert here == wanted, f"this process already is rank/ranks/TP/backend {here}, not {wanted}"
+        wanted = (rank.rank, rank.world_size, tensor_parallel, expert_parallel, device.backend)
+        assert here == wanted, f"this process already is rank/ranks/TP/EP/backend {here}, not {wanted}"
         return
     alone = rank.world_size == 1
     choose_interface("127.0.0.1" if alone else rank.master_addr)
@@ -54,7 +55,11 @@ def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int) -> N
         HashStore() if alone else open_store(rank.master_addr, rank.master_port, rank.world_size, host=rank.rank == 0)
     )
     dist.init_process_group(device.backend, store=store, rank=rank.rank, world_size=rank.world_size)
-    mpu.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False)
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel,
+        expert_model_parallel_size=expert_parallel,
+        create_gloo_process_groups=False,
+    )
     seed_everything(seed, device)
 
 
@@ -109,6 +114,31 @@ def tensor_parallel_group() -> dist.ProcessGroup:
     return mpu.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
 
 
+def expert_parallel_rank() -> int:
+    """Which share of the experts this rank has."""
+    return int(mpu.get_expert_model_parallel_rank())
+
+
+def expert_parallel_size() -> int:
+    """Into how many shares the experts are split."""
+    return int(mpu.get_expert_model_parallel_world_size())
+
+
+def expert_parallel_group() -> dist.ProcessGroup:
+    """Data-parallel ranks that share out the experts."""
+    return mpu.get_expert_model_parallel_group()  # type: ignore[no-any-return]
+
+
+def is_shared_out(parameter: torch.nn.Parameter) -> bool:
+    """Whether it belongs to an expert that not every data-parallel rank has."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def replica_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    """Data-parallel ranks that hold the same slice of a parameter."""
+    return mpu.get_expert_data_parallel_group() if is_shared_out(parameter) else data_parallel_group()
+
+
 def is_output_rank() -> bool:
     """One rank per share of the samples: it alone writes what all ranks of its tensor-parallel group computed."""
     return tensor_parallel_rank() == 0
@@ -136,6 +166,12 @@ def sum_metrics(metrics: dict[str, float]) -> dict[str, float]:
 def gather_rows(rows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The rows of all data-parallel ranks on each of them; every row is on one rank, its tensors on the CPU."""
     return {row: tensor for share in gather(rows, data_parallel_group()) for row, tensor in share.items()}
+
+
+def passes_together(micro_batches: int) -> int:
+    """How many forward passes each rank makes: its own micro-batches, or as many as any rank has, where in every
+    layer tokens travel between ranks to their experts."""
+    return micro_batches if expert_parallel_size() == 1 else int(max_over_data_parallel(micro_batches))
 
 
 def _all_reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from relax_cli.backends.device import forget_peak_memory, peak_memory_bytes
 from relax_cli.backends.megatron import checkpointing, parallel, random_state, replicated, start_weights
-from relax_cli.backends.megatron.loaded import LoadedModel, run_batch
+from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_batch
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
 from relax_cli.backends.megatron.optimizer import Optimizer
 from relax_cli.backends.megatron.weight_buckets import Bucket
@@ -155,7 +155,8 @@ class TrainableModel(LoadedModel):
         """Leave the device's memory to others, where roles share it."""
         if self.device.shared_memory:
             self.optimizer.zero_grad()
-            self._park(self.optimizer.tensors(), scratch=[buffer.grad_data for buffer in self.ddp.buffers])
+            buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+            self._park(self.optimizer.tensors(), scratch=[b.grad_data for b in buffers])
 
     def wake(self) -> None:
         """Undo `sleep`, and reset the peak of memory."""
@@ -176,7 +177,8 @@ class TrainableModel(LoadedModel):
         return {"model": model, **self.optimizer.sharded_state(model)}
 
     def _forward_backward(self, batches: list[MicroBatch], loss_fn: LossFunction) -> dict[str, float]:
-        queue: Sequence[MicroBatch | None] = batches or [None]
+        passes = max(1, parallel.passes_together(len(batches)))
+        queue: Sequence[MicroBatch | None] = [*batches, *[None] * (passes - len(batches))]
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device.torch_device)
 
         def forward_step(iterator: Iterator[MicroBatch | None], _: Any) -> tuple[ModelOutput, Any]:
@@ -188,13 +190,13 @@ class TrainableModel(LoadedModel):
                 loss, metrics = loss_fn(output, batch)
                 return loss, no_tokens, metrics
 
-            return run_batch(self.ddp, batch or _idle_batch(self.device.torch_device)), loss_and_metrics
+            return run_batch(self.ddp, batch or idle_batch(self.device.torch_device)), loss_and_metrics
 
         reported = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(queue),
             model=[self.ddp],
-            num_microbatches=max(len(batches), 1),
+            num_microbatches=passes,
             seq_length=0,  # used by pipelines only
             micro_batch_size=0,
             forward_only=False,
@@ -212,9 +214,3 @@ def _sum_gradients(
     """Megatron's final reduction without its division by a token count: losses carry their denominators."""
     finalize_model_grads(model, None, **kwargs)
     replicated.sum_gradients(partly_used)
-
-
-def _idle_batch(device: torch.device) -> MicroBatch:
-    """Something to run for a rank without samples: it must still join the reductions."""
-    one_B = torch.ones(1, dtype=torch.int64, device=device)
-    return MicroBatch(torch.zeros(1, 2, dtype=torch.int64, device=device), one_B, one_B)

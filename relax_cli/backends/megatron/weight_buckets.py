@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.experts import of_an_expert_here, owner_of
 from relax_cli.checkpoint.store import gather
 from relax_cli.models.convert import hf_tensors, is_sharded, megatron_names, merge_shards
 from relax_cli.models.spec import ModelSpec
@@ -78,8 +79,20 @@ def hf_buckets(
     """
     value = read or shards.__getitem__
     names = megatron_names(spec)
-    sizes = {key: hf.nbytes for name in names for key, hf in hf_tensors(name, _outline(name, shards[name]), spec)}
-    named = (pair for name in names for pair in hf_tensors(name, unsharded(name, value(name)), spec))
+    # Experts of other ranks have the shape of those here.
+    alike = {name: shards[name if name in shards else of_an_expert_here(name, spec)] for name in names}
+    sizes = {key: hf.nbytes for name in names for key, hf in hf_tensors(name, _outline(name, alike[name]), spec)}
+
+    def everywhere(name: str) -> Tensor:
+        owner = owner_of(name, spec)
+        if owner is None:
+            return unsharded(name, value(name))
+        whole = value(name).contiguous() if name in shards else torch.empty_like(alike[name])
+        group = parallel.expert_parallel_group()
+        dist.broadcast(whole, dist.get_global_rank(group, owner), group=group)
+        return whole
+
+    named = (pair for name in names for pair in hf_tensors(name, everywhere(name), spec))
     return as_buckets(named, sizes, limit)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from relax_cli.config.schema import CriticSection, ModelSection, ParallelSection
-from relax_cli.models.spec import MOE_FAMILIES
+from relax_cli.models.families import DEFAULTS, MOE_FAMILIES
 from relax_cli.preflight.inputs import RunInputs
-from relax_cli.preflight.rules.registry import Finding, Found, rule
+from relax_cli.preflight.rules.registry import Finding, Found, largest_divisor, rule
+from relax_cli.preflight.rules.resources import THEME, TRAINED_ROLES
 
 
 @rule("moe-lora-targets", "Model", option="--lora-targets", needs="files")
@@ -44,6 +47,31 @@ def moe_transformer_engine(parallel: ParallelSection, inputs: RunInputs) -> Foun
             expected="auto or local, which are Megatron's own layers for these models",
             fix="--transformer-impl auto",
         )
+
+
+@rule("expert-parallel-size", THEME, option="--expert-model-parallel-size", needs="files")
+def expert_parallel_size(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """`--expert-model-parallel-size` must divide the number of experts, and the data-parallel ranks of every trained
+    role, which share them out. A model without experts has 1."""
+    size, experts = parallel.expert_model_parallel_size, 1
+    if size == 1 or not inputs.model_config:
+        return
+    if _has_experts(inputs):
+        found = inputs.model_count("num_local_experts") or inputs.model_count("num_experts")
+        experts = found or DEFAULTS[inputs.model_config["model_type"]]["num_experts"]
+    ranks = {role: devices for role, (_, devices) in parallel.resource.items() if role in TRAINED_ROLES and devices > 0}
+    common = math.gcd(experts, *ranks.values())
+    if common % size:
+        shares = [f"{experts} experts", *(f"{count} ranks of {role}" for role, count in ranks.items())]
+        yield Finding(
+            f"{size} expert-parallel ranks cannot share out the model's experts evenly" if experts > 1 else NO_EXPERTS,
+            got=f"{size} for {', '.join(shares)}" if experts > 1 else str(size),
+            expected=f"a divisor of {common}" if experts > 1 else "1",
+            fix=f"--expert-model-parallel-size {largest_divisor(common, size)}",
+        )
+
+
+NO_EXPERTS = "the model has no experts to share out"
 
 
 def _has_experts(inputs: RunInputs) -> bool:
