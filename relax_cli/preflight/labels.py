@@ -10,11 +10,13 @@ from relax_cli.config.data_section import RewardSection, shares_of
 from relax_cli.config.names import nearest
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards.builtin import BUILTINS, REMOTE
+from relax_cli.data.rewards.code import suite_of
 from relax_cli.data.rewards.math_answers import is_usable, is_word
 from relax_cli.data.rewards.patterns import pattern_fault, schema_fault
 from relax_cli.data.rewards.text import LETTER
 from relax_cli.data.rewards.types import answers_of
 from relax_cli.data.rows import bad_row
+from relax_cli.data.sandbox.outside import sandbox_fault
 from relax_cli.data.values import Unusable, shown
 from relax_cli.errors import Problem, problem_kind
 
@@ -25,7 +27,7 @@ LABEL_UNUSABLE = problem_kind(
     "label-unusable",
     "Data",
     "The reward cannot compare with this label: it is blank (`exact`, `f1`), not mathematics (`math`), not a letter"
-    " (`multiple_choice`), a regular expression (`regex`) or a schema (`json_schema`).",
+    " (`multiple_choice`), a regular expression (`regex`), a schema (`json_schema`) or tests (`code`).",
     option="--label-key",
 )
 LABEL_METADATA = problem_kind(
@@ -181,7 +183,20 @@ def _schema(prompt: Prompt) -> Problem | None:
     return _bad_label(prompt, fault, "a JSON schema: an object, or its text") if fault else None
 
 
+def _tests(prompt: Prompt) -> Problem | None:
+    expected = "tests in a form of docs/rewards.md"
+    try:
+        if prompt.label is not None:
+            suite_of(prompt.label)
+    except ValueError as error:
+        return _bad_label(prompt, str(error), expected)
+    # A run whose --rm-type is code is refused by a rule, before rows are read.
+    fault = sandbox_fault() if prompt.reward else ""
+    return _bad_label(prompt, f"the row is judged by code, but {fault}", expected) if fault else None
+
+
 CHECKS: dict[str, LabelCheck] = {
+    "code": _tests,
     "exact": _words,
     "f1": _words,
     "json_schema": _schema,

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from relax_cli.data.sandbox.outside import sandbox_fault
+
 UNLIMITED = 1 << 60
 """A control group's limit above this is none."""
 NVIDIA_SMI_SECONDS = 20
@@ -111,6 +113,8 @@ class Machine:
     """Bytes of its smallest GPU, read only where a run uses GPUs."""
     ray_address: str = field(default_factory=lambda: os.environ.get("RAY_ADDRESS", ""))
     """A cluster that the run would join: its GPUs and memory are not those of this machine."""
+    sandbox_fault: Callable[[], str] = sandbox_fault
+    """Why programs cannot be judged on it, found out only where a run does so."""
     allocator: str = field(default_factory=allocator_settings)
     """How torch's allocator of device memory is set."""
 

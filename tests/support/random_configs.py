@@ -27,7 +27,7 @@ WORK = {"rollout_batch_size", "n_samples_per_prompt", "n_samples_per_eval_prompt
         "num_steps_per_rollout", "over_sampling_batch_size", "dynamic_sampling_max_rounds"}  # fmt: skip
 """Options that multiply the work of a run: it would train, for years."""
 TEXTS = {"input_key": ["input", "label"], "label_key": ["label"], "metadata_key": ["metadata"],
-         "rm_type": ["exact", "reasoning_gym", "remote"], "reward_key": ["score", "correct"],
+         "rm_type": ["exact", "reasoning_gym", "remote", "code"], "reward_key": ["score", "correct"],
          "dump_rollouts": ["all", "none", "1"], "keep_best": ["eval/h/reward/mean"],
          "tools_key": ["tools", "label"], "curriculum": ["learnability"], "system_prompt": ["Add."]}  # fmt: skip
 TUPLES = {

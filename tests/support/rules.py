@@ -22,6 +22,7 @@ UNKNOWN = Machine(
     ray_address="",
     allocator="",
     shared_memory=None,
+    sandbox_fault=lambda: "",
 )
 """A machine of two cores of which nothing else is known."""
 WITH_GPUS = replace(UNKNOWN, gpus=8, cores=64)

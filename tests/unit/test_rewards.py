@@ -24,6 +24,7 @@ from relax_cli.data.rewards.custom import check_custom, find_custom
 from relax_cli.data.rewards.math_answers import compare, is_usable
 from relax_cli.data.rewards.pool import PooledReward
 from relax_cli.data.rewards.reasoning_gym import extract_answer
+from relax_cli.data.rewards.reasoning_gym import judge as reasoning_gym
 from relax_cli.errors import ConfigError, Problem, RelaxError, RunError
 from relax_cli.plugin import apart
 
@@ -613,34 +614,29 @@ def entry(task: str) -> dict[str, Any]:
 def test_reasoning_gym_rewards_full_scores_only() -> None:
     facts = entry("chain_sum")
     right, wrong = f"so it is {facts['answer']}.", f"so it is {facts['answer']}1."
-    reward = load_reward(RewardSection(rm_type="reasoning_gym"), {})
-    good, bad = reward([sample(right, **facts), sample(wrong, **facts)])
-    assert good == RewardResult(1.0, {"score": 1.0, "correct": 1.0})
-    assert (bad.reward, bad.parts["correct"]) == (0.0, 0.0)
+    assert reasoning_gym(sample(right, **facts)) == {"reward": 1.0, "score": 1.0, "correct": 1.0}
+    bad = reasoning_gym(sample(wrong, **facts))
+    assert (bad["reward"], bad["correct"]) == (0.0, 0.0)
 
 
 def test_reasoning_gym_gives_partial_credit_when_asked() -> None:
     facts = entry("word_sorting")
-    half = facts["answer"].rpartition(",")[0]
-    plain = load_reward(RewardSection(rm_type="reasoning_gym"), {})
+    half = sample(facts["answer"].rpartition(",")[0], **facts)
+    score = reasoning_gym(half)["score"]
+    assert 0.0 < score < 1.0
     partial = load_reward(RewardSection(rm_type="reasoning_gym", reward_key="score"), {})
-    (result,) = plain([sample(half, **facts)])
-    assert result.reward == 0.0
-    assert 0.0 < result.parts["score"] < 1.0
-    assert rewards(partial([sample(half, **facts)])) == [result.parts["score"]]
+    assert partial([half]) == [RewardResult(score, {"score": score, "correct": 0.0, "unjudged": 0.0})]
+    partial.close()
 
 
 def test_an_answer_that_the_task_cannot_parse_is_wrong() -> None:
-    reward = load_reward(RewardSection(rm_type="reasoning_gym"), {})
-    assert rewards(reward([sample("hello world", **entry("prime_factorization"))])) == [0.0]
+    assert reasoning_gym(sample("hello world", **entry("prime_factorization")))["reward"] == 0.0
 
 
 def test_a_broken_reasoning_gym_entry_is_an_error() -> None:
     facts = {**entry("prime_factorization"), "answer": "not a number"}
-    reward = load_reward(RewardSection(rm_type="reasoning_gym"), {})
-    assert "refuses its own answer" in problem_of(RunError, reward, [sample("x", **facts)]).message
+    assert "refuses its own answer" in problem_of(RunError, reasoning_gym, sample("x", **facts)).message
 
 
 def test_reasoning_gym_refuses_prompts_from_elsewhere() -> None:
-    reward = load_reward(RewardSection(rm_type="reasoning_gym"), {})
-    assert "not from reasoning-gym" in problem_of(RunError, reward, [sample("12")]).message
+    assert "not from reasoning-gym" in problem_of(RunError, reasoning_gym, sample("12")).message

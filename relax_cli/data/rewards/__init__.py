@@ -74,8 +74,9 @@ def _function(name: str, section: RewardSection, named: Mapping[str, str]) -> tu
     if name in BUILTINS and BUILTINS[name].apart:
         from relax_cli.data.rewards.pool import UNJUDGED, PooledReward
 
-        parts = [part for part in BUILTINS[name].parts or () if part not in (REWARD, UNJUDGED)]
-        return PooledReward(name, reference, parts), name
+        builtin = BUILTINS[name]
+        parts = [part for part in builtin.parts or () if part not in (REWARD, UNJUDGED)]
+        return PooledReward(name, reference, parts, deadline=builtin.deadline), name
     return _load(name, reference), name
 
 

@@ -21,10 +21,13 @@ class Builtin:
     """What `--reward-key` may pick; None: known once it has judged."""
     needs_label: bool = True
     apart: bool = False
-    """Whether the function judges one sample, in worker processes with a deadline each."""
+    """Whether the function, or an instance of the class, judges one sample, in worker processes with a deadline."""
+    deadline: float = 5.0
+    """Seconds for a sample, where it is judged apart."""
 
 
 BUILTINS: Mapping[str, Builtin] = {
+    "code": Builtin(f"{HERE}.code:CodeJudge", ("reward", "passed", "timed_out", "unjudged"), apart=True, deadline=15.0),
     "exact": Builtin(f"{HERE}.text:exact"),
     "f1": Builtin(f"{HERE}.text:f1", ("reward", "exact")),
     "format": Builtin(f"{HERE}.text:tagged", needs_label=False),
@@ -32,7 +35,10 @@ BUILTINS: Mapping[str, Builtin] = {
     "math": Builtin(f"{HERE}.math:judge", ("reward", "correct", "unjudged"), apart=True),
     "multiple_choice": Builtin(f"{HERE}.text:multiple_choice", ("reward", "answered")),
     "reasoning_gym": Builtin(
-        f"{HERE}.reasoning_gym:ReasoningGymReward", ("reward", "score", "correct"), needs_label=False
+        f"{HERE}.reasoning_gym:judge",
+        ("reward", "score", "correct", "unjudged"),
+        needs_label=False,
+        apart=True,
     ),
     "regex": Builtin(f"{HERE}.patterns:regex", ("reward", "unjudged"), apart=True),
     REMOTE: Builtin(f"{HERE}.remote:RemoteReward", None, needs_label=False),

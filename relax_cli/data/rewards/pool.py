@@ -1,6 +1,6 @@
 """Rewards that judge one sample at a time in worker processes, which have a deadline and are replaced when they die.
 
-For what can take for ever or exhaust memory in code that no exception stops: sympy, regular expressions.
+For what can take for ever or exhaust memory in code that no exception stops: sympy, regular expressions, programs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PooledReward:
         self, name: str, function: str, parts: Sequence[str] = (), *, deadline: float = 5.0, workers: int | None = None
     ) -> None:
         """Args:
-        function: `"module:function"`, from a sample to its score.
+        function: `"module:function"`, from a sample to its score, or a class of such.
         parts: what the function returns besides the reward.
         deadline: seconds for a sample.
         """
@@ -140,7 +140,8 @@ class _Worker:
 def _serve(pipe: Connection, function: str, deadline: float) -> None:
     # Imports take seconds, which no sample should pay for.
     module, _, name = function.partition(":")
-    judge: Any = getattr(import_module(module), name)
+    target: Any = getattr(import_module(module), name)
+    judge = target() if isinstance(target, type) else target
     # Ctrl-C reaches the whole process group; the parent decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe.send("ready")

@@ -7,13 +7,15 @@ number of the response; else the whole response. Parts: `score` (the task's own,
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from relax_cli.data.reasoning_gym import INSTALL, MISSING
-from relax_cli.data.rewards.types import RewardInput, RewardResult
-from relax_cli.errors import ConfigError, RunError, problem_kind
+from reasoning_gym import get_score_answer_fn
+
+from relax_cli.data.rewards.types import REWARD, RewardInput
+from relax_cli.errors import RunError, problem_kind
 
 ENTRY = problem_kind(
     "reasoning-gym-entry",
@@ -22,71 +24,52 @@ ENTRY = problem_kind(
     option="--rm-type",
 )
 
-Scorer = Callable[[str, dict[str, Any]], float]
-
 # A minus right after a digit or a bracket subtracts (`7-5`), it does not negate.
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-class ReasoningGymReward:
-    """Judges responses to prompts of `--prompt-data reasoning-gym:TASK`.
+def judge(sample: RewardInput) -> dict[str, float]:
+    """1.0 where the task gives a response to a prompt of `--prompt-data reasoning-gym:TASK` its full score.
 
     Raises:
-        ConfigError: the package is missing.
+        RunError: a prompt is not from reasoning-gym, or its task does not even accept its own answer.
     """
+    metadata = sample.metadata
+    if missing := {"source_dataset", "question", "answer"} - metadata.keys():
+        raise _error(
+            sample,
+            f"the prompt is not from reasoning-gym: its metadata lacks {', '.join(sorted(missing))}",
+        )
+    entry = {"question": metadata["question"], "answer": metadata["answer"], "metadata": metadata}
+    expected = None if entry["answer"] is None else str(entry["answer"])
+    score = _score(sample, extract_answer(sample.response, expected), entry)
+    correct = float(score >= 1.0)
+    return {REWARD: correct, "score": score, "correct": correct}
 
-    def __init__(self) -> None:
+
+def _score(sample: RewardInput, answer: str, entry: dict[str, Any]) -> float:
+    name = sample.metadata["source_dataset"]
+    try:
+        scorer = _scorer(name)
+    except ValueError as error:
+        raise _error(sample, f"reasoning-gym has no task {name!r}") from error
+    parse_errors = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError)
+    try:
+        return float(scorer(answer, entry))
+    # Some tasks raise on answers they cannot parse: a wrong answer, unless the entry itself is broken.
+    except parse_errors:
         try:
-            from reasoning_gym import get_score_answer_fn
-        except ImportError as error:
-            what = "the reasoning_gym package is not installed"
-            raise ConfigError(MISSING(what, option="--rm-type", got="reasoning_gym", fix=INSTALL)) from error
-        self._make_scorer: Callable[[str], Scorer] = get_score_answer_fn
-        self._scorers: dict[str, Scorer] = {}
+            scorer(entry["answer"], entry)
+        except parse_errors as error:
+            raise _error(sample, f"the task refuses its own answer: {error}") from error
+        return 0.0
 
-    def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
-        """Judge a batch.
 
-        Raises:
-            RunError: a prompt is not from reasoning-gym, or its task does not even accept its own answer.
-        """
-        return [self._judge(sample) for sample in samples]
-
-    def _judge(self, sample: RewardInput) -> RewardResult:
-        metadata = sample.metadata
-        if missing := {"source_dataset", "question", "answer"} - metadata.keys():
-            raise _error(
-                sample,
-                f"the prompt is not from reasoning-gym: its metadata lacks {', '.join(sorted(missing))}",
-            )
-        entry = {"question": metadata["question"], "answer": metadata["answer"], "metadata": metadata}
-        expected = None if entry["answer"] is None else str(entry["answer"])
-        score = self._score(sample, extract_answer(sample.response, expected), entry)
-        correct = float(score >= 1.0)
-        return RewardResult(correct, {"score": score, "correct": correct})
-
-    def _score(self, sample: RewardInput, answer: str, entry: dict[str, Any]) -> float:
-        scorer = self._scorer(sample)
-        parse_errors = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError)
-        try:
-            return float(scorer(answer, entry))
-        # Some tasks raise on answers they cannot parse: a wrong answer, unless the entry itself is broken.
-        except parse_errors:
-            try:
-                scorer(entry["answer"], entry)
-            except parse_errors as error:
-                raise _error(sample, f"the task refuses its own answer: {error}") from error
-            return 0.0
-
-    def _scorer(self, sample: RewardInput) -> Scorer:
-        name = sample.metadata["source_dataset"]
-        if name not in self._scorers:
-            try:
-                self._scorers[name] = self._make_scorer(name)
-            except ValueError as error:
-                raise _error(sample, f"reasoning-gym has no task {name!r}") from error
-        return self._scorers[name]
+@functools.cache
+def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+    scorer: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
+    return scorer
 
 
 def extract_answer(response: str, expected: str | None) -> str:

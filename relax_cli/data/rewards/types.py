@@ -52,7 +52,7 @@ class RewardInput:
         if isinstance(self.label, str):
             return self.label
         what = "a label" if self.label is None else "a text as its label"
-        raise self._no_label(f"the reward {reward} needs {what}", "a text for every prompt")
+        raise self.no_label(f"the reward {reward} needs {what}", "a text for every prompt")
 
     def answers(self, reward: str) -> list[str]:
         """What the reward accepts: the label, or each item of a label that is a list.
@@ -65,10 +65,11 @@ class RewardInput:
                 return found
         except Unusable as error:
             what, expected = f"the label for the reward {reward} {error}", "a text, a number or a list of them"
-            raise self._no_label(what, expected) from error
-        raise self._no_label(f"the reward {reward} needs a label", "a label for every prompt")
+            raise self.no_label(what, expected) from error
+        raise self.no_label(f"the reward {reward} needs a label", "a label for every prompt")
 
-    def _no_label(self, message: str, expected: str) -> RunError:
+    def no_label(self, message: str, expected: str) -> RunError:
+        """The error that the label is not what the reward needs."""
         got = "no label" if self.label is None else shown(self.label)
         return RunError(NEEDS_LABEL(message, where=self.describe(), got=got, expected=expected, fix="--label-key KEY"))
 

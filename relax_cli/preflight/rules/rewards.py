@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from relax_cli.config.names import nearest
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import AlgorithmSection, DataSection, EpisodeSection, RewardSection, RolloutSection
-from relax_cli.data.reasoning_gym import REASONING_GYM
+from relax_cli.data.reasoning_gym import INSTALL, MISSING, REASONING_GYM
 from relax_cli.data.rewards import REWARD_UNKNOWN
 from relax_cli.data.rewards.builtin import BUILTINS, REMOTE, url_fault
+from relax_cli.data.rewards.code import CODE_SANDBOX
 from relax_cli.data.rewards.types import NEEDS_LABEL
+from relax_cli.data.sandbox.outside import sandbox_fix
 from relax_cli.preflight.labels import share_faults
+from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Reward"
@@ -123,6 +128,20 @@ def reward_needs_label(reward: RewardSection, data: DataSection) -> Found:
             expected="a key of the rows of --prompt-data",
             fix="add --label-key label",
         )
+
+
+@rule(MISSING, needs="machine")
+def reasoning_gym_missing(reward: RewardSection) -> Found:
+    """The reasoning-gym package is not installed."""
+    if "reasoning_gym" in dict(reward.shares) and find_spec("reasoning_gym") is None:
+        yield Finding("the reasoning_gym package is not installed", INSTALL, "reasoning_gym", option="--rm-type")
+
+
+@rule(CODE_SANDBOX, needs="machine")
+def code_sandbox(reward: RewardSection, machine: Machine) -> Found:
+    """`--rm-type code` runs what a model writes, which needs a sandbox that holds. This machine has none."""
+    if reward.custom_rm_path is None and "code" in dict(reward.shares) and (fault := machine.sandbox_fault()):
+        yield Finding(f"--rm-type code cannot run programs here: {fault}", sandbox_fix(), got=reward.rm_type or "")
 
 
 @rule("overlong-penalty-buffer", THEME, option="--overlong-penalty")

@@ -1,0 +1,1 @@
+"""Runs Python that nobody trusts; `inside` says of what the sandbox consists."""
