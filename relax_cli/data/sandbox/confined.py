@@ -93,7 +93,7 @@ def enter_root(paths: list[str]) -> None:
 def make_file(path: str) -> None:
     """An empty file, to be mounted on."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w"):
+    with open(path, "wb"):
         pass
 
 
@@ -143,7 +143,7 @@ def in_program(given: int, writing: int, function: Callable[[], None]) -> None:
         for end, place in ((given, 0), (writing, 1), (silent, 2)):
             os.dup2(end, place)
         os.closerange(3, 4096)
-        sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), "rww")
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(end, mode, encoding="utf-8") for end, mode in enumerate("rww"))
         confine()
         function()
         sys.stdout.flush()

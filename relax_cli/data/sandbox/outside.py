@@ -162,9 +162,9 @@ def _map_users(keeper: int) -> None:
     folder = Path("/proc", str(keeper))
     is_root = os.geteuid() == 0
     try:
-        folder.joinpath("setgroups").write_text("deny")
+        folder.joinpath("setgroups").write_text("deny", "ascii")
         for name, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
-            folder.joinpath(name).write_text(f"{NOBODY} {NOBODY} 1\n0 0 1" if is_root else f"{NOBODY} {own} 1")
+            folder.joinpath(name).write_text(f"{NOBODY} {NOBODY} 1\n0 0 1" if is_root else f"{NOBODY} {own} 1", "ascii")
     except OSError as error:
         raise SandboxError(f"a user namespace gets no user: {error}") from error
 
@@ -190,7 +190,7 @@ def sandbox_fault() -> str:
     try:
         with TemporaryDirectory() as folder:
             secret = Path(folder, "secret")
-            secret.write_text("secret")
+            secret.write_text("secret", "ascii")
             # So that nothing but the sandbox protects it.
             Path(folder).chmod(0o755)
             printed = sandbox.run(PROBE, [str(secret)], [], 20.0).outputs
@@ -209,7 +209,7 @@ def sandbox_fix() -> str:
     """What to do where the sandbox does not work."""
     for name, bad, command in SETTINGS:
         with suppress(OSError):
-            if Path("/proc/sys", name).read_text().strip() == bad:
+            if Path("/proc/sys", name).read_text("ascii").strip() == bad:
                 return command
     return (
         "run on Linux 5.12 or later, outside of a container that forbids user namespaces, or judge by --rm-type remote"
