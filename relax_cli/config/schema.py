@@ -260,6 +260,12 @@ class ParallelSection(Section):
     expert_model_parallel_size: int = Field(
         1, ge=1, description="expert-parallel size: data-parallel ranks that share out the experts"
     )
+    moe_aux_loss_coeff: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="mixture of experts: weight of the loss that evens out the load of experts; 0: none",
+    )
     moe_router_dtype: Literal["fp32", "fp64"] = Field(
         "fp32", description="mixture of experts: type in which tokens are matched with experts"
     )

@@ -178,11 +178,16 @@ class TrainingRole(ModelRole[TrainableModel]):
             self.seen = {row: values for row, values in found.items() if row < self.dumped} | self.seen
         if result.skipped and self.on_nan_grad == "stop":
             raise self._not_finite(share.rollout_id, step, result.grad_norm)
-        return result.metrics | {
-            f"{self.name}/grad_norm": result.grad_norm,
-            f"{self.name}/lr": result.lr,
-            f"{self.name}/skipped_steps": float(result.skipped),
-        }
+        balance = result.load_balancing_loss
+        return (
+            result.metrics
+            | ({} if balance is None else {f"{self.name}/load_balancing_loss": balance})
+            | {
+                f"{self.name}/grad_norm": result.grad_norm,
+                f"{self.name}/lr": result.lr,
+                f"{self.name}/skipped_steps": float(result.skipped),
+            }
+        )
 
     def _not_finite(self, rollout_id: int, step: int, grad_norm: float) -> RunError:
         return RunError(

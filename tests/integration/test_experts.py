@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelOutput
 from tests.support.tiny_models import on_ranks, save_tiny_model
-from tests.support.training_runs import Run, train
+from tests.support.training_runs import PROMPT_LENS, RESPONSE_LENS, ROWS, Run, build, micro_batches, samples, train
 
 EP2 = {"expert_model_parallel_size": 2}
 
@@ -64,3 +66,50 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(dense: list[int], tmp_path:
         np.testing.assert_allclose(found, expected[name], atol=1e-5, err_msg=name)
     for name, weights in expected["state"].items():
         np.testing.assert_allclose(again["state"][name], weights, atol=1e-5, err_msg=name)
+
+
+def nothing(output: ModelOutput, _: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return output.log_probs_BT.sum() * 0.0, {}
+
+
+def test_the_auxiliary_loss_equals_its_formula(tmp_path: Path) -> None:
+    reference = save_tiny_model(tmp_path, "qwen3_moe")
+    model = build(Run("policy", tmp_path, layout={"moe_aux_loss_coeff": 0.1}))
+    tokens = sum(PROMPT_LENS) + sum(RESPONSE_LENS) - len(ROWS)
+    losses = []
+    for batch in micro_batches(4, ROWS):
+        end_B = batch.prompt_lens_B + batch.response_lens_B - 1
+        here_BS = torch.arange(batch.tokens_BS.size(1)) < end_B[:, None]
+        # Only states that predict response tokens reach the last layer's experts.
+        last_BS = here_BS & (torch.arange(batch.tokens_BS.size(1)) >= batch.prompt_lens_B[:, None] - 1)
+        logits = reference(batch.tokens_BS, output_router_logits=True).router_logits
+        for scores, mask in zip(logits, (here_BS, last_BS), strict=True):
+            probs_NE = scores.softmax(-1)[mask.flatten()]
+            used_NE = torch.zeros_like(probs_NE).scatter(1, probs_NE.topk(2).indices, 1.0)
+            losses.append(4 * (used_NE.mean(0) / 2 * probs_NE.mean(0)).sum() * end_B.sum() / tokens)
+    (0.1 * sum(losses)).backward()
+    step = model.train_step(micro_batches(4, ROWS), nothing)
+    assert step.load_balancing_loss == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
+    ours = {name: p.main_grad for name, p in model.model.named_parameters()}
+    for layer in range(2):
+        theirs = reference.model.layers[layer].mlp.gate.weight.grad
+        torch.testing.assert_close(ours[f"decoder.layers.{layer}.mlp.router.weight"], theirs, atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(
+        ours["embedding.word_embeddings.weight"], reference.model.embed_tokens.weight.grad, atol=1e-7, rtol=1e-4
+    )
+
+
+def test_the_auxiliary_loss_does_not_depend_on_ranks(moe: Path) -> None:
+    # Of single samples: the loss of a micro-batch is about its own tokens.
+    balanced = {"moe_aux_loss_coeff": 0.1}
+    run = Run("policy", moe, micro_batch_size=1, layout=balanced)
+    alone, ranks = train(0, 1, 0, run), on_ranks(2, train, replace(run, layout=balanced | EP2))
+    same(alone, ranks[0])
+    assert alone["grad_norms"] != train(0, 1, 0, replace(run, layout={}))["grad_norms"]
+
+
+def test_the_router_can_be_more_exact(moe: Path) -> None:
+    exact, usual = (build(Run("policy", moe, layout={"moe_router_dtype": dtype})) for dtype in ("fp64", "fp32"))
+    one, other = (model.forward([samples(ROWS)])[0].log_probs_BT for model in (exact, usual))
+    torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+    assert one.dtype == other.dtype == torch.float32

@@ -36,3 +36,14 @@ def test_what_experts_do_not_support_is_refused(
     assert rule not in found("qwen3_moe", allowed)
     assert (rule in found("qwen3", refused)) == (rule == "expert-parallel-size")
     assert rule not in found("qwen3", allowed | {"parallel": {}})
+
+
+def test_a_loss_of_experts_does_nothing_without_them(tmp_path: Path) -> None:
+    def found(family: str, coeff: float) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        config = {"model": {"hf_checkpoint": str(tmp_path)}, "parallel": {"moe_aux_loss_coeff": coeff}}
+        problems = problems_of(Config.model_validate(config))
+        return [problem.severity for problem in problems if problem.id == "moe-option-unused"]
+
+    assert found("qwen3", 0.01) == ["warning"]
+    assert found("qwen3", 0) == found("qwen3_moe", 0.01) == []

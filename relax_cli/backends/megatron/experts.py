@@ -6,14 +6,17 @@ number of tokens none is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.micro_batch import MicroBatch
 from relax_cli.config.schema import ParallelSection
 from relax_cli.models.convert import EXPERTS
 from relax_cli.models.spec import ModelSpec, MoeSpec
@@ -30,7 +33,8 @@ def expert_settings(spec: ModelSpec, layout: ParallelSection) -> dict[str, Any]:
         # The softmax over the best experts alone is the one over all, divided by the sum of the best.
         "moe_router_pre_softmax": not spec.normalized_routing,
         "moe_router_dtype": layout.moe_router_dtype,
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "aux_loss" if layout.moe_aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": layout.moe_aux_loss_coeff,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": layout.expert_model_parallel_size,
         # Layers that differ are not stored as one tensor.
@@ -39,12 +43,59 @@ def expert_settings(spec: ModelSpec, layout: ParallelSection) -> dict[str, Any]:
 
 
 class ExpertRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router; its own matrix product needs CUDA or TransformerEngine."""
+    """Megatron's router; its own matrix product needs CUDA or TransformerEngine.
+
+    Its auxiliary loss (arXiv:2101.03961) is `experts · Σ f·P` over the experts of a layer: `f` is the part of a
+    micro-batch's assignments that an expert got, `P` its mean probability. Padding does not count.
+    """
+
+    share = 0.0
+    """Part of the optimizer step's tokens, over all ranks, in the micro-batch that comes next."""
+    reported: Tensor | float = 0.0
+    """The auxiliary losses of an optimizer step, weighted by their shares."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Scores of the experts `[S, B, experts]` in the router's type."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
         return F.linear(input.to(dtype), self.weight.to(dtype))
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
+        """Has the backward pass add the gradient of `aux_loss`; losses here carry their denominators themselves."""
+        self.reported = self.reported + aux_loss.detach() * (self.share / aux_loss_coeff)
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * self.share)  # type: ignore[no-any-return]
+
+
+class Balance:
+    """The auxiliary losses of a model in one optimizer step."""
+
+    def __init__(self, model: torch.nn.Module, batches: Sequence[MicroBatch]) -> None:
+        """Every rank makes one, where any does."""
+        self._routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
+        self._total = max(1.0, parallel.sum_over_data_parallel([sum(map(_tokens, batches))])[0])
+        for router in self._routers:
+            router.reported = 0.0
+
+    def weigh(self, batch: MicroBatch | None) -> None:
+        """Say which micro-batch goes through the layers now; None: one that does not count."""
+        for router in self._routers:
+            router.share = 0.0 if batch is None else _tokens(batch) / self._total
+
+    def mean(self) -> float:
+        """Over layers and this rank's tokens; those of all ranks add up."""
+        return float(sum(router.reported for router in self._routers)) / len(self._routers)
+
+
+def padding(states_N: Tensor, samples: int, positions: int) -> Tensor:
+    """Positions `[B, S]` of right-padded samples behind the last state that predicts a response token."""
+    last_B = states_N.new_zeros(samples).scatter_reduce(0, states_N % samples, states_N // samples, "amax")
+    return torch.arange(positions, device=states_N.device) > last_B[:, None]
+
+
+def _tokens(batch: MicroBatch) -> float:
+    # The last token of a sample predicts nothing.
+    return float((batch.prompt_lens_B + batch.response_lens_B - 1).sum())
 
 
 def number_over_all_ranks(name: str, spec: ModelSpec) -> str:

@@ -136,3 +136,5 @@ class TrainStep:
     """Learning rate of this step."""
     skipped: bool
     """The gradient was not finite, so nothing was updated."""
+    load_balancing_loss: float | None = None
+    """Of a mixture of experts with `--moe-aux-loss-coeff`: 1 where all experts get equally many tokens."""

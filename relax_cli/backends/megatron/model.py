@@ -20,7 +20,7 @@ from torch import Tensor
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
-from relax_cli.backends.megatron.experts import expert_settings, number_over_all_ranks
+from relax_cli.backends.megatron.experts import expert_settings, number_over_all_ranks, padding
 from relax_cli.backends.megatron.heads import ValueHead, in_chunks, token_statistics
 from relax_cli.backends.megatron.layers import block_spec, layer_kind, local_name
 from relax_cli.backends.megatron.lora import adapted_layers, freeze_all_but_adapters, is_adapter
@@ -106,8 +106,10 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
             ranks = self.config.tensor_model_parallel_size
             tokens_BS = F.pad(tokens_BS, (0, -tokens_BS.size(1) % ranks))
             states_N = F.pad(states_N, (0, -states_N.numel() % ranks if states_N.numel() else ranks))
+        balanced = self.config.num_moe_experts and self.config.moe_aux_loss_coeff
+        more = {"padding_mask": padding(states_N, *tokens_BS.shape)} if balanced else {}
         output: ModelOutput = super().forward(
-            tokens_BS, None, None, labels=response, extra_block_kwargs={"context": states_N}
+            tokens_BS, None, None, labels=response, extra_block_kwargs={"context": states_N}, **more
         )
         return output
 

@@ -21,13 +21,16 @@ from torch import Tensor
 
 from relax_cli.backends.device import forget_peak_memory, peak_memory_bytes
 from relax_cli.backends.megatron import checkpointing, parallel, random_state, replicated, start_weights
+from relax_cli.backends.megatron.experts import Balance
 from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_batch
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
 from relax_cli.backends.megatron.optimizer import Optimizer
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.checkpoint.layout import FileEntry
 from relax_cli.config.schema import OptimizerSection
+from relax_cli.models.spec import MOE_FAMILIES
 
+LOAD_BALANCING = "load_balancing_loss"
 EXPORT_BYTES = 256 << 20
 """Device memory that exporting takes besides the weights, unless one tensor needs more."""
 
@@ -60,6 +63,7 @@ class TrainableModel(LoadedModel):
         """
         super().__init__(kind, model_folder, build)
         config = self.model.config
+        self.balanced = self.spec.family in MOE_FAMILIES and build.layout.moe_aux_loss_coeff > 0
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model)
         config.finalize_model_grads_func = partial(_sum_gradients, replicated.partly_used(self.model, config))
         self.optimizer = Optimizer(self.ddp, optimizer, lr, warmup_iters, decay_iters)
@@ -77,8 +81,9 @@ class TrainableModel(LoadedModel):
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         metrics = self._forward_backward(batches, loss_fn)
+        balance = metrics.pop(LOAD_BALANCING, None)
         grad_norm, lr, skipped = self.optimizer.step()
-        return TrainStep(metrics, grad_norm, lr, skipped)
+        return TrainStep(metrics, grad_norm, lr, skipped, balance)
 
     @property
     def optimizer_steps(self) -> int:
@@ -179,6 +184,7 @@ class TrainableModel(LoadedModel):
     def _forward_backward(self, batches: list[MicroBatch], loss_fn: LossFunction) -> dict[str, float]:
         passes = max(1, parallel.passes_together(len(batches)))
         queue: Sequence[MicroBatch | None] = [*batches, *[None] * (passes - len(batches))]
+        balance = Balance(self.model, batches) if self.balanced else None
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device.torch_device)
 
         def forward_step(iterator: Iterator[MicroBatch | None], _: Any) -> tuple[ModelOutput, Any]:
@@ -190,6 +196,8 @@ class TrainableModel(LoadedModel):
                 loss, metrics = loss_fn(output, batch)
                 return loss, no_tokens, metrics
 
+            if balance is not None:
+                balance.weigh(batch)
             return run_batch(self.ddp, batch or idle_batch(self.device.torch_device)), loss_and_metrics
 
         reported = get_forward_backward_func()(
@@ -201,7 +209,7 @@ class TrainableModel(LoadedModel):
             micro_batch_size=0,
             forward_only=False,
         )
-        sums: dict[str, float] = {}
+        sums: dict[str, float] = {} if balance is None else {LOAD_BALANCING: balance.mean()}
         for metrics in reported:
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)

@@ -71,6 +71,18 @@ def expert_parallel_size(parallel: ParallelSection, inputs: RunInputs) -> Found:
         )
 
 
+@rule("moe-option-unused", "Options without effect", option="--moe-aux-loss-coeff", needs="files", severity="warning")
+def moe_option_unused(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """`--moe-aux-loss-coeff` only works with a mixture of experts."""
+    if parallel.moe_aux_loss_coeff and inputs.model_config and not _has_experts(inputs):
+        yield Finding(
+            "--moe-aux-loss-coeff changes nothing: it evens out the load of experts, which the model has not",
+            got=str(parallel.moe_aux_loss_coeff),
+            expected="0 for this model",
+            fix="drop --moe-aux-loss-coeff",
+        )
+
+
 NO_EXPERTS = "the model has no experts to share out"
 
 
