@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from relax_cli.backends.megatron.trainer import MicroBatch
+from relax_cli.backends.megatron.micro_batch import MicroBatch
 from relax_cli.config.schema import BatchSection
 
 Columns: TypeAlias = dict[str, dict[int, Tensor]]

@@ -21,9 +21,10 @@ Fields of one sample in the queue (all torch tensors):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SampleQueue(Protocol):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import relax_cli
 
 ROOT = Path(relax_cli.__file__).parent
@@ -99,10 +101,22 @@ def test_only_the_engine_knows_ray_and_transfer_queue() -> None:
     assert users["transfer_queue"] == {"engine/transfer.py"}
 
 
-def test_the_driver_imports_no_torch_before_it_launches() -> None:
-    code = (
-        "import sys, relax_cli.engine.run, relax_cli.engine.summary;"
-        "print(sorted({'torch', 'ray', 'megatron', 'transformers', 'sglang'} & set(sys.modules)))"
-    )
+HEAVY = ("torch", "ray", "megatron", "transformers", "sglang", "torch._dynamo")
+PROCESSES = {
+    "the driver before it launches": ("import relax_cli.engine.run, relax_cli.engine.summary", set()),
+    "the driver of a run on Ray": ("import relax_cli.engine.ray.launch", {"ray"}),
+    "a role without a model on Ray": (
+        "from relax_cli.engine.ray.worker_setup import import_transfer_queue; import_transfer_queue();"
+        "import relax_cli.roles.advantages",
+        {"ray", "torch"},
+    ),
+}
+"""What each process of a run imports, and what of `HEAVY` that takes: each of them costs a second or more."""
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_process_imports_only_what_it_needs(process: str) -> None:
+    code, needed = PROCESSES[process]
+    code += f"; import sys; print(*(name for name in {HEAVY} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert set(done.stdout.split()) == needed

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from relax_cli.config.placement import needed_cpus, object_store_bytes, rollout_engine, shared_bundles
+from relax_cli.engine.ray import worker_setup
 from relax_cli.engine.ray.problems import check_reachable, not_local, start_failed, too_few_cpus, too_few_gpus
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.files import weight_bytes
@@ -27,6 +28,8 @@ def start_ray(plan: LaunchPlan) -> None:
         EnvironmentFault: Ray did not start.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Every worker has an environment of its own, so those that Ray starts in advance are never used.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     address = os.environ.get("RAY_ADDRESS")
     if address:
         _init_ray(address)
@@ -39,6 +42,7 @@ def start_ray(plan: LaunchPlan) -> None:
         num_cpus=config.parallel.ray_num_cpus or needed_cpus(config.parallel, config.sglang),
         include_dashboard=False,
         object_store_memory=object_store_bytes(engine, weight_bytes(plan.model_folder)),
+        runtime_env={"worker_process_setup_hook": worker_setup.HOOK},
     )
     at = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(at).is_loopback:
