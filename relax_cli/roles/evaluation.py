@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import comb, fsum, sqrt
 
+from relax_cli.data.rewards.answers import majority_sizes
 from relax_cli.roles.spread import Spread
 
 NORMAL_95 = 1.959964
@@ -62,8 +63,10 @@ def _passed(groups: Sequence[Sequence[Outcome]], pass_reward: float) -> Iterator
     while k <= fewest:
         yield f"pass@{k}", Spread.of(pass_at(k, samples, passed) for samples, passed in counts).mean
         k *= 2
-    if fewest > 1 and all(o.answer is not None for group in groups for o in group):
-        yield f"majority@{fewest}", Spread.of(_majority(group).reward >= pass_reward for group in groups).mean
+    if all(o.answer is not None for group in groups for o in group):
+        votes = [_votes(group, pass_reward) for group in groups]
+        for k in majority_sizes(fewest):
+            yield f"majority@{k}", Spread.of(majority_at(k, each) for each in votes).mean
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
@@ -71,7 +74,50 @@ def pass_at(k: int, samples: int, passed: int) -> float:
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 
 
-def _majority(group: Sequence[Outcome]) -> Outcome:
-    """The first response with the answer that most have; of answers equally often given, that of the earlier one."""
-    ((answer, _),) = Counter(outcome.answer for outcome in group).most_common(1)
-    return next(outcome for outcome in group if outcome.answer == answer)
+def _votes(group: Sequence[Outcome], pass_reward: float) -> list[tuple[int, float]]:
+    """Of each answer: how many responses give it, and the share of them that passes."""
+    passed: dict[str | None, list[bool]] = {}
+    for outcome in group:
+        passed.setdefault(outcome.answer, []).append(outcome.reward >= pass_reward)
+    return sorted((len(each), sum(each) / len(each)) for each in passed.values())
+
+
+def majority_at(k: int, votes: Sequence[tuple[int, float]]) -> float:
+    """Chance that the most frequent answer of k responses passes; answers that tie share it evenly.
+
+    With n responses, c_a of them with the answer a, of which the share p_a passes, the mean over all subsets of k is
+
+        Σ_a p_a Σ_t C(c_a, t) Σ_j N_a(t, j) / (j + 1) / C(n, k)
+
+    where a is given t times, and N_a(t, j) counts the choices of k - t others among which j answers are given t times
+    and none more often. Unbiased, since it is the mean over the choices of k.
+    """
+    samples = sum(count for count, _ in votes)
+    won = 0.0
+    for place, (count, passed) in enumerate(votes):
+        if passed:
+            others = [other for at, (other, _) in enumerate(votes) if at != place]
+            ways = sum(comb(count, t) * _shared(k - t, t, others) for t in range(1, min(k, count) + 1))
+            won += passed * float(ways / comb(samples, k))
+    return won
+
+
+def _shared(chosen: int, most: int, counts: Sequence[int]) -> Fraction:
+    """Σ_j N(most, j) / (j + 1) for answers given `counts` times, of which `chosen` responses are drawn."""
+    if most > chosen:
+        return Fraction(comb(sum(counts), chosen))
+    free = sum(count for count in counts if count < most)
+    ways = {(0, 0): 1}
+    """By responses drawn of the answers that may tie, and by ties."""
+    for count in counts:
+        if count >= most:
+            found: dict[tuple[int, int], int] = {}
+            for (drawn, ties), number in ways.items():
+                for more in range(min(most, chosen - drawn) + 1):
+                    key = drawn + more, ties + (more == most)
+                    found[key] = found.get(key, 0) + number * comb(count, more)
+            ways = found
+    by_ties: dict[int, int] = {}
+    for (drawn, ties), number in ways.items():
+        by_ties[ties] = by_ties.get(ties, 0) + number * comb(free, chosen - drawn)
+    return sum((Fraction(number, ties + 1) for ties, number in by_ties.items()), Fraction())

@@ -230,7 +230,7 @@ class RolloutRole:
                 parts=j.result.parts,
                 response_len=len(j.generation.tokens),
                 truncated=j.generation.finish_reason == "length",
-                answer=comparable_answer(self.compared, j.last_response),
+                answer=comparable_answer(j.prompt.reward or self.compared, j.last_response, j.prompt.label, j.result),
             )
             for j in judged
         ]

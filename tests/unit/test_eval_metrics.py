@@ -9,8 +9,9 @@ import pytest
 
 from relax_cli.config.held_out import EvalSection, sampling_of_set, section_of_set
 from relax_cli.config.schema import RolloutSection
-from relax_cli.data.rewards.answers import comparable_answer
-from relax_cli.roles.evaluation import Outcome, eval_metrics, pass_at
+from relax_cli.data.rewards.answers import comparable_answer, is_compared, majority_sizes
+from relax_cli.data.rewards.types import RewardResult
+from relax_cli.roles.evaluation import Outcome, eval_metrics, majority_at, pass_at
 
 
 def outcomes(*prompts: str) -> list[Outcome]:
@@ -42,7 +43,7 @@ def test_metrics_of_a_set_are_means_over_prompts() -> None:
     assert found["eval/h/pass@1"] == pytest.approx(3 / 12)
     assert found["eval/h/pass@2"] == pytest.approx((5 / 6 + 1 / 2 + 0) / 3)
     assert found["eval/h/pass@4"] == pytest.approx(2 / 3)
-    # Two of four say A; in the second set b wins and fails; in the third the first of four counts.
+    # Two of four say A; in the second set b wins and fails; in the third four answers tie, and none passes.
     assert found["eval/h/majority@4"] == pytest.approx(1 / 3)
     means = [0.5, 0.25, 0.0]
     assert found["eval/h/reward/ci95"] == pytest.approx(1.959964 * 0.25 / math.sqrt(len(means)))
@@ -63,19 +64,63 @@ def test_what_passes_is_a_matter_of_the_threshold() -> None:
     assert "eval/h/reward/ci95" not in eval_metrics("h", rows, 0.5), "of one prompt"
 
 
+@pytest.mark.parametrize("letters", ["A", "Ab", "AAbbc", "AAAbbbcc", "Abcdefg", "AAABBBcd", "aaab", "AbbccddE"])
+def test_majority_at_k_is_its_mean_over_subsets(letters: str) -> None:
+    votes = [(letters.count(letter), float(letter.isupper())) for letter in sorted(set(letters))]
+    for k in range(1, len(letters) + 1):
+        found = []
+        for subset in combinations(letters, k):
+            counts = {letter: subset.count(letter) for letter in subset}
+            winners = [letter for letter, count in counts.items() if count == max(counts.values())]
+            found.append(sum(letter.isupper() for letter in winners) / len(winners))
+        assert majority_at(k, votes) == pytest.approx(sum(found) / len(found), abs=1e-15)
+    assert majority_at(1, votes) == pytest.approx(sum(letter.isupper() for letter in letters) / len(letters))
+
+
+def test_majorities_of_many_samples_are_exact() -> None:
+    assert majority_at(256, [(200, 1.0), (824, 0.0)]) < 1e-12 < majority_at(4, [(200, 1.0), (824, 0.0)])
+    votes = [(500, 1.0), (300, 0.0), (224, 0.0)]
+    assert majority_at(64, votes) + majority_at(64, [(c, 1.0 - p) for c, p in votes]) == pytest.approx(1.0, abs=1e-14)
+
+
+def test_majorities_are_counted_of_powers_of_two_and_of_all() -> None:
+    assert [majority_sizes(n) for n in (1, 2, 4, 6, 16)] == [[], [2], [4], [4, 6], [4, 8, 16]]
+    found = eval_metrics("h", outcomes("AAAbbb", "Abbbbb"), 1.0)
+    assert {name for name in found if "majority" in name} == {"eval/h/majority@4", "eval/h/majority@6"}
+    assert found["eval/h/majority@6"] == 0.25, "one tie of two answers"
+
+
 @pytest.mark.parametrize(
-    ("rm_type", "response", "answer"),
+    ("reward", "response", "answer"),
     [
-        ("exact", " 42\n", "42"),
-        ("math", "so x = 5, hence \\boxed{ \\frac{1}{2} }", "\\frac{1}{2}"),
-        ("math", "First 3. The answer is: 1,234", "1,234"),
-        ("math", "yes", "yes"),
-        ("other", "42", None),
+        ("exact", " 42\n", "exact:42"),
+        ("exact=1,format=0.1", " 42\n", "exact:42"),
+        ("f1", "The Eiffel tower.", "f1:eiffel tower"),
+        ("multiple_choice", "The answer is (b).", "multiple_choice:B"),
+        ("multiple_choice", "I do not know", "multiple_choice:"),
+        ("math", "so x = 5, hence \\boxed{ \\frac{1}{2} }", "math:1/2"),
+        ("math", "\\boxed{0.5}", "math:1/2"),
+        ("math", "\\boxed{ x + 1 }", "math:x+1"),
+        ("math", "First 3. The answer is: 1,234", "math:1234"),
+        ("math", "yes", "math:yes"),
+        ("math,exact", "42", None),
+        ("format", "42", None),
         (None, "42", None),
     ],
 )
-def test_answers_are_compared_where_the_reward_says_how(rm_type: str | None, response: str, answer: str | None) -> None:
-    assert comparable_answer(rm_type, response) == answer
+def test_answers_are_compared_where_the_reward_says_how(reward: str | None, response: str, answer: str | None) -> None:
+    wrong = RewardResult(0.0, {"exact": 0.0})
+    assert comparable_answer(reward, response, "7", wrong) == answer
+    assert is_compared(reward) is (answer is not None)
+
+
+def test_all_that_is_right_is_one_answer_of_one_label() -> None:
+    right = RewardResult(1.0, {"correct": 1.0})
+    spellings = ["\\boxed{\\sqrt{4}}", "2"]
+    assert len({comparable_answer("math", text, "2", right) for text in spellings}) == 1
+    assert len({comparable_answer("math", text, ["2", "\\sqrt{4}"], right) for text in spellings}) == 2
+    weighted = RewardResult(1.1, {"math": 1.0, "math/correct": 1.0, "format": 1.0})
+    assert comparable_answer("math=1,format=0.1", "2", "2", weighted) == comparable_answer("math", "2", "2", right)
 
 
 def test_a_set_follows_its_own_sampling_then_that_of_all() -> None:

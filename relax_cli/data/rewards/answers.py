@@ -3,20 +3,65 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
+from fractions import Fraction
 
+from relax_cli.config.data_section import shares_of
 from relax_cli.data.rewards.math_answers import final_answer
+from relax_cli.data.rewards.text import chosen_letter, words_of
+from relax_cli.data.rewards.types import RewardResult
+from relax_cli.data.rows import Label
 
-COMPARED = frozenset({"exact", "math"})
-"""Rewards whose answers are compared."""
+RIGHT = "right"
 NUMBER = re.compile(r"-?\d+(?:[.,/]\d+)*")
+FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
 
 
-def comparable_answer(rm_type: str | None, response: str) -> str | None:
-    """What `exact` compares; for `math` the text in the last box, or the last number; None for other rewards."""
-    if rm_type == "exact":
-        return response.strip()
-    if rm_type == "math":
-        answer = final_answer(response)
-        numbers = [] if "\\boxed" in response else NUMBER.findall(answer)
-        return str(numbers[-1]) if numbers else "".join(answer.split())
-    return None
+def is_compared(reward: str | None) -> bool:
+    """Whether the answers of responses to a reward, or a sum of rewards, can be compared."""
+    return _compared(reward) is not None
+
+
+def majority_sizes(samples: int) -> list[int]:
+    """Of how many responses majorities are counted: 4, 8, 16 … of n, and n. That of 2 would be pass@1."""
+    smaller = [1 << power for power in range(2, samples.bit_length()) if 1 << power < samples]
+    return [*smaller, samples] if samples > 1 else []
+
+
+def _compared(reward: str | None) -> str | None:
+    names = [name for name, _ in shares_of(reward or "") if name in _ANSWERS]
+    return names[0] if len(names) == 1 else None
+
+
+def comparable_answer(reward: str | None, response: str, label: Label, result: RewardResult) -> str | None:
+    """The answer of a judged response; None where the reward compares none.
+
+    All that the reward finds equal to the same label share one answer, however they are spelled.
+    """
+    name = _compared(reward)
+    if name is None:
+        return None
+    if result.parts.get(name, result.reward) == 1.0 and not isinstance(label, list):
+        return RIGHT
+    return f"{name}:{_ANSWERS[name](response)}"
+
+
+def _math(response: str) -> str:
+    """The value of the number in the last box, or of the last number; else the text of the answer."""
+    answer = FRACTION.sub(r"\1/\2", final_answer(response))
+    numbers = NUMBER.findall(answer)
+    text = "".join(answer.split()).strip("$")
+    if numbers and "\\boxed" not in response:
+        text = numbers[-1]
+    with suppress(ValueError, ZeroDivisionError):
+        return str(Fraction(text.replace(",", "")))
+    return text
+
+
+_ANSWERS: dict[str, Callable[[str], str]] = {
+    "exact": str.strip,
+    "f1": lambda response: " ".join(words_of(response)),
+    "math": _math,
+    "multiple_choice": lambda response: chosen_letter(response) or "",
+}

@@ -48,8 +48,8 @@ def f1(samples: Sequence[RewardInput]) -> list[Score]:
 
 
 def _best_f1(sample: RewardInput) -> Score:
-    given = _words(sample.response)
-    answers = [_words(answer) for answer in sample.answers("f1")]
+    given = words_of(sample.response)
+    answers = [words_of(answer) for answer in sample.answers("f1")]
     return {
         "reward": max(_f1(given, answer) for answer in answers),
         "exact": float(any(given == answer for answer in answers)),
@@ -61,7 +61,8 @@ def _f1(given: list[str], answer: list[str]) -> float:
     return 2 * common / (len(given) + len(answer)) if given and answer else float(given == answer)
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """The words of a text in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_NOT_WORDS)).split()
 
 
