@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.curriculum import check_curriculum
@@ -66,7 +68,14 @@ class RunInputs:
         """Longest prompt and response: the limits, or what was seen where there is none."""
         section = config.rollout
         prompt = section.rollout_max_prompt_len or self.longest_prompt or ASSUMED_PROMPT
-        return Lengths(prompt, section.rollout_max_response_len)
+        return Lengths(prompt, section.rollout_max_response_len, max(self._evaluated(config), default=0))
+
+    def _evaluated(self, config: Config) -> Iterator[int]:
+        """Longest prompt and response together of each held-out set."""
+        for name, _ in config.eval.sets:
+            prompt, _ = self.longest_by_set.get(name, (config.rollout.rollout_max_prompt_len or ASSUMED_PROMPT, ""))
+            with suppress(ValueError):  # eval-sampling tells of it.
+                yield prompt + sampling_of_set(config.eval, name, config.rollout).rollout_max_response_len
 
     def rollouts(self, config: Config) -> int | None:
         """How many rollouts the run has; None where that depends on data that were not read."""

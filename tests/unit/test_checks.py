@@ -270,5 +270,5 @@ def test_a_problem_is_a_plain_record(make: Callable[..., Config]) -> None:
         fix="--rm-type exact",
         option="--rm-type",
         got="exakt",
-        expected="exact, f1, format, json_schema, math, multiple_choice, reasoning_gym, regex, remote",
+        expected="code, exact, f1, format, json_schema, math, multiple_choice, reasoning_gym, regex, remote",
     )

@@ -128,6 +128,28 @@ def test_the_engine_cache_is_bounded_unless_a_row_needs_more(tmp_path: Path) -> 
     assert memory.engine_rows(found, 1000, 1_000_000) == 1
 
 
+def test_the_engine_has_room_for_the_longest_of_evaluations(tmp_path: Path) -> None:
+    found, seen = spec(tmp_path, QWEN3_4B), RunInputs(prompt_lens=(50,), longest_by_set={"b": (90, "b:1")})
+    sets = {"eval__eval_prompt_data": ["a=a.jsonl", "b=b.jsonl"]}
+    limits = {"rollout__rollout_max_prompt_len": 60, "rollout__rollout_max_response_len": 100}
+
+    def cache(**changes: Any) -> int:
+        settings = config(**limits, rollout__rollout_engine="embedded", **changes)
+        lengths = seen.lengths_for(settings)
+        (rollout,) = memory.roles_memory(settings, ("rollout",), found, lengths)
+        rows = rollout.working["KV cache"] // memory.kv_cache_bytes(found, 1, lengths.generated)
+        assert rollout.working["KV cache"] == memory.kv_cache_bytes(found, rows, lengths.generated)
+        assert (lengths.prompt, lengths.response) == (60, 100)
+        return lengths.generated
+
+    assert cache() == cache(eval__eval_max_response_len=500) == 160, "there are no sets"
+    assert cache(**sets) == 190, "the longest prompt of b"
+    assert cache(**sets, eval__eval_max_response_len=50) == 160
+    assert cache(**sets, eval__eval_max_response_len=500) == 590
+    assert cache(**sets, eval__eval_sampling=["a:max_response_len=300"]) == 360
+    assert cache(**sets, eval__eval_sampling=["a:nonsense"]) == 190
+
+
 def test_a_checkpoint_has_weights_and_both_moments(tmp_path: Path) -> None:
     found = spec(tmp_path, QWEN3_4B)
     assert memory.checkpoint_bytes(config(checkpoint__save="a"), found) == 12 * found.parameters

@@ -228,7 +228,7 @@ class _Sizes:
 
     def _generation(self, ranks: int) -> dict[str, int]:
         spec, lengths, batch = self.spec, self.lengths, self.config.batch
-        columns = lengths.prompt + lengths.response
+        columns = lengths.generated
         requests = -(-batch.prompts_per_round // ranks) * batch.n_samples_per_prompt
         rows = engine_rows(spec, requests, columns)
         tokens = min(max(PREFILL_TOKENS, lengths.prompt), rows * lengths.prompt)

@@ -223,7 +223,7 @@ def _cache(section: SglangSection, spec: ModelSpec, lengths: Lengths, gpu: int, 
     size = int(fraction * gpu) - server_weights(section, spec)
     heads = -(-spec.num_kv_heads // ranks)
     token = 2 * 2 * spec.cached_layers * heads * spec.head_dim
-    sequence = token * (lengths.prompt + lengths.response) + -(-spec.state_bytes // ranks)
+    sequence = token * lengths.generated + -(-spec.state_bytes // ranks)
     return Cache(gpu, size, max(0, size // sequence))
 
 

@@ -89,6 +89,13 @@ class Lengths:
 
     prompt: int
     response: int
+    evaluated: int = 0
+    """Prompt and response of a held-out set together."""
+
+    @property
+    def generated(self) -> int:
+        """The longest sequence that an engine makes."""
+        return max(self.prompt + self.response, self.evaluated)
 
 
 def in_bytes(size: int) -> str:
