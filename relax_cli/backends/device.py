@@ -23,7 +23,8 @@ class Device:
 
     kind: Literal["cpu", "cuda"]
     torch_device: torch.device
-    backend: Literal["gloo", "nccl"]
+    backend: Literal["gloo", "nccl", "fake"]
+    """`fake`: there are no other ranks, only their number."""
     training_dtype: torch.dtype
     """Parameter type of a model in training."""
     shared_memory: bool

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from relax_cli.cli.console import Output
 from relax_cli.cli.lines import wrapped
+from relax_cli.cli.memory_text import simulation_lines
 from relax_cli.cli.plan_text import plan_lines
 from relax_cli.cli.problem_text import problem_lines, problems_data, problems_text
 from relax_cli.config.layers import Layers
 from relax_cli.config.text import in_json
+from relax_cli.engine.simulate import simulate
 from relax_cli.errors import ConfigError, ExitCode
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
@@ -34,8 +36,16 @@ def report(
     show_origin: bool = False,
     skip_files: bool = False,
     here: bool = False,
+    simulates: bool = False,
 ) -> ExitCode:
-    """Check a run, print everything that is known about it, and return the exit code."""
+    """Check a run, print everything that is known about it, and return the exit code.
+
+    Args:
+        simulates: run a training step of each role on tensors without memory.
+
+    Raises:
+        EnvironmentFault: that is not possible here.
+    """
     try:
         with reading_progress(output) as progress:
             checked = check_run(plugins, layers, skip_files=skip_files, here=here, progress=progress)
@@ -44,9 +54,14 @@ def report(
         empty: dict[str, Any] = {"changes": [], "config": {}, "origins": {}, "plan": None}
         output.result({"ok": False, "problems": problems_data(error.problems), **empty}, problems_text(error.problems))
         return ExitCode.USAGE
+    data, more = as_dict(checked), ""
+    if simulates:
+        with output.err.status("simulating") as screen:
+            data["simulation"] = simulate(checked, screen.update)
+        more = "\n".join(simulation_lines(data["simulation"], checked.plan))
     # The last lines are what a person at a terminal sees first.
     text = as_text(checked, show_origin=show_origin, problems_last=output.is_terminal)
-    output.result(as_dict(checked), text)
+    output.result(data, f"{more}\n\n{text}".strip() if output.is_terminal else f"{text}\n{more}".strip())
     return ExitCode.USAGE if checked.errors else ExitCode.OK
 
 

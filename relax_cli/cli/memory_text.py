@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from relax_cli.cli.console import table
 from relax_cli.cli.lines import wrapped
@@ -20,6 +20,22 @@ def memory_lines(plan: Plan) -> list[str]:
     lines += wrapped(f"  parameters: {parameters}")
     lines += _on_cpu(plan) if plan.gpu is None else _on_gpus(plan, plan.gpu)
     return lines + [line for text in plan.assumptions for line in wrapped(f"  - {text}")]
+
+
+def simulation_lines(simulation: Mapping[str, Mapping[str, Mapping[str, int]]], plan: Plan | None) -> list[str]:
+    """The peaks of a simulated step next to what the plan has for its role."""
+    planned = {m.role: m.model_bytes + sum(m.working.values()) for m in (() if plan is None else plan.memory)}
+    rows = [
+        (f"  {role}, {phase}", in_bytes(sum(parts.values())), _size(planned.get(role, 0)))
+        for role, phases in simulation.items()
+        for phase, parts in phases.items()
+    ]
+    lines = ["", "memory of a training step (simulated, one process)"]
+    lines += table(("  peak of", "simulated", "plan of the role"), rows).splitlines()
+    for role, phases in simulation.items():
+        for phase, parts in phases.items():
+            lines += _parts(f"  {role}, {phase}", dict(sorted(parts.items(), key=lambda part: -part[1])))
+    return lines
 
 
 def _on_cpu(plan: Plan) -> list[str]:

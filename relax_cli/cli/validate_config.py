@@ -21,6 +21,14 @@ Here = Annotated[
     bool,
     typer.Option("--here", help="what this machine lacks is an error, as for `train`", rich_help_panel=LAYERS_PANEL),
 ]
+Simulate = Annotated[
+    bool,
+    typer.Option(
+        "--simulate",
+        help="run a training step of each role on tensors without memory, and show its peaks (minutes; no GPU)",
+        rich_help_panel=LAYERS_PANEL,
+    ),
+]
 
 
 def register(app: typer.Typer, plugins: Plugins) -> None:
@@ -34,9 +42,12 @@ def register(app: typer.Typer, plugins: Plugins) -> None:
         show_origin: ShowOrigin = False,
         skip_files: SkipFiles = False,
         here: Here = False,
+        simulate: Simulate = False,
     ) -> ExitCode:
         """Check a configuration without Ray or a GPU, and show what its run will do.
 
         The checks are those of `train`. All problems are reported together; exit code 0, or 2 where there are errors.
         """
-        return report(plugins, layers, output, show_origin=show_origin, skip_files=skip_files, here=here)
+        return report(
+            plugins, layers, output, show_origin=show_origin, skip_files=skip_files, here=here, simulates=simulate
+        )

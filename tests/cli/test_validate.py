@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
+from relax_cli.cli import checked_text
 from relax_cli.cli.option_docs import recipe_schema
 from relax_cli.config.model import options_by_name
 from relax_cli.config.recipes import bundled_recipes
@@ -321,3 +322,20 @@ def test_bundled_recipes_fit_the_schema_for_editors(plugins: Plugins) -> None:
 
 def test_the_schema_is_one_json_object(invoke: Invoke) -> None:
     assert json.loads(invoke("recipes", "schema").stdout)["title"] == "relax recipe"
+
+
+def test_a_simulation_is_shown_next_to_the_plan(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {"actor": {"train": {"weights": 2_000_000, "logits": 9_000_000}}}
+    monkeypatch.setattr(checked_text, "simulate", lambda checked, status: peaks)
+    assert report(invoke, "--simulate")["simulation"] == peaks
+    text = invoke(*TINY, "--simulate").stdout
+    assert "actor, train  11.0 MB" in text
+    assert "actor, train: logits 9.0 MB, weights 2.0 MB" in text
+
+
+def test_what_cannot_be_built_here_is_not_simulated(invoke: Invoke) -> None:
+    result = invoke("validate-config", "--recipe", "qwen35-9B-8xgpu-ppo", "--simulate", "--format", "json")
+    assert result.exit_code != 0
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert problem["id"] == "not-simulated"
+    assert "Megatron-Bridge" in problem["message"]

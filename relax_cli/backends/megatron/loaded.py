@@ -32,8 +32,11 @@ class LoadedModel:
         self.device = build.device
         self.spec = read_any_spec(model_folder)
         self.model = build_model(kind, model_folder, self.spec, build)
-        self.model.load_hf(HfWeights(model_folder), self.spec)
+        self._read_weights(model_folder)
         self._parking = Parking()
+
+    def _read_weights(self, folder: Path) -> None:
+        self.model.load_hf(HfWeights(folder), self.spec)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
         """Outputs of each micro-batch, without gradient."""

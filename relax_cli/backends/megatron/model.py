@@ -228,7 +228,8 @@ def build_model(
         model = PolicyModel(spec, config, block, build)
     else:
         model = ValueModel(spec, config, block, build.value_head_std, build.seed)
-    model.to(build.device.torch_device)
+    if build.device.kind == "cuda":
+        model.to(build.device.torch_device)
     if build.lora is not None:
         freeze_all_but_adapters(model, build.seed)
         if kind == "value":

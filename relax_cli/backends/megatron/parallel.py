@@ -49,7 +49,7 @@ def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int, *, e
         wanted = (rank.rank, rank.world_size, tensor_parallel, expert_parallel, device.backend)
         assert here == wanted, f"this process already is rank/ranks/TP/EP/backend {here}, not {wanted}"
         return
-    alone = rank.world_size == 1
+    alone = rank.world_size == 1 or device.backend == "fake"
     choose_interface("127.0.0.1" if alone else rank.master_addr)
     store = (
         HashStore() if alone else open_store(rank.master_addr, rank.master_port, rank.world_size, host=rank.rank == 0)

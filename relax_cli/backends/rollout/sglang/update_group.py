@@ -20,7 +20,7 @@ class UpdateGroup:
     """Rank 0 of a group besides the role's own; the servers are told to join by `/init_weights_update_group`."""
 
     def __init__(
-        self, name: str, address: str, port: int, ranks: int, backend: Literal["gloo", "nccl"], timeout: float
+        self, name: str, address: str, port: int, ranks: int, backend: Literal["gloo", "nccl", "fake"], timeout: float
     ) -> None:
         """Waits until all `ranks` have joined.
 

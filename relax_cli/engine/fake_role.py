@@ -1,0 +1,131 @@
+"""One training role on tensors without memory: `python -m relax_cli.engine.fake_role`, a request and an answer in JSON.
+
+The role, its model, its optimizer and its step are those of a run; the sample queue is full of the longest samples.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+
+from relax_cli.backends.device import Device
+from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.fake_step import Accounts, FakeTrainable
+from relax_cli.config.schema import Config
+from relax_cli.engine.build import RoleBuilder, WorkerSpec
+from relax_cli.engine.transfer import LocalQueue
+from relax_cli.models.lora import lora_of
+from relax_cli.preflight.memory.activations import largest_pass
+from relax_cli.preflight.memory.sizes import Lengths
+
+MICRO_BATCHES = 2
+"""Of a rank: with the second one, what the first has left is there."""
+
+
+class FakeBuilder(RoleBuilder):
+    """Builds the first rank of a role without memory, with a group that has no other ranks."""
+
+    def __init__(self, spec: WorkerSpec, lengths: Lengths, accounts: Accounts) -> None:
+        super().__init__(spec)
+        self.accounts = accounts
+        data_parallel = max(1, spec.ranks // self.config.parallel.tensor_model_parallel_size)
+        self.config = smaller(self.config, lengths, data_parallel)
+
+    def _join_ranks(self) -> Device:
+        spec, section = self.spec, self.config.parallel
+        dtype = torch.bfloat16 if section.device == "cuda" else torch.float32
+        device = Device("cpu", torch.device("cpu"), "fake", dtype, shared_memory=False)
+        ranks = parallel.Rank(spec.rank, spec.ranks)
+        parallel.initialize(ranks, section.tensor_model_parallel_size, device, self.config.run.seed)
+        return device
+
+    def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:
+        return FakeTrainable(
+            self.accounts,
+            kind,
+            self.spec.model_folder,
+            self._how_to_build(lora_of(self.config, self.spec.role)),
+            self.config.optimizer,
+            lr=lr,
+            warmup_iters=warmup_iters,
+            decay_iters=decay_iters,
+        )
+
+
+def smaller(config: Config, lengths: Lengths, data_parallel: int) -> Config:
+    """A rollout of one optimizer step with few micro-batches; the largest of them is that of the run."""
+    batch = config.batch
+    samples = min(
+        batch.samples_per_step, MICRO_BATCHES * largest_pass(batch, lengths, data_parallel).samples * data_parallel
+    )
+    changes = {
+        "rollout_batch_size": -(-samples // batch.n_samples_per_prompt),
+        "num_steps_per_rollout": 1,
+        "global_batch_size": None,
+        "num_rollout": 1,
+    }
+    # It is taken off rewards, which no memory of a device depends on.
+    algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})
+    return config.model_copy(update={"batch": batch.model_copy(update=changes), "algorithm": algorithm})
+
+
+def longest_samples(builder: RoleBuilder, lengths: Lengths) -> LocalQueue:
+    """The queue of a rollout whose samples are all as long as allowed."""
+    queue, batch = LocalQueue(builder.graph), builder.config.batch
+    rows = range(batch.samples_per_rollout)
+    per_token = torch.zeros(lengths.response)
+    same = {name: per_token for role in builder.graph.roles for name in role.writes} | {
+        "tokens": torch.zeros(lengths.prompt + lengths.response, dtype=torch.int64),
+        "prompt_lens": torch.tensor(lengths.prompt),
+        "response_lens": torch.tensor(lengths.response),
+        "response_mask": torch.ones(lengths.response, dtype=torch.int64),
+        "rewards": torch.tensor(0.0),
+        "truncated": torch.tensor(0),
+        "bootstrap_values": torch.tensor(0.0),
+    }
+    groups = [torch.tensor(row // batch.n_samples_per_prompt) for row in rows]
+    queue.put(0, rows, {name: [value] * len(rows) for name, value in same.items()} | {"group_ids": groups})
+    return queue
+
+
+def simulate(spec: WorkerSpec, lengths: Lengths) -> dict[str, dict[str, int]]:
+    """Peak memory of each phase of the first rank, in bytes by kind."""
+    with Accounts() as accounts:
+        builder = FakeBuilder(spec, lengths, accounts)
+        role = builder.build(longest_samples(builder, lengths))
+        role.wake()
+        if spec.role == "critic":
+            role.predict(0)
+            role.update()
+        else:
+            role.train(0)
+        found: dict[str, dict[str, int]] = role.model.peaks
+        return found
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    request = json.load(sys.stdin)
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(request["model"]))
+        spec = WorkerSpec(
+            role=request["role"],
+            rank=0,
+            ranks=request["ranks"],
+            threads=1,
+            config=request["config"],
+            model_folder=Path(folder),
+            run_dir=Path(folder),
+            load_from=None,
+        )
+        found = simulate(spec, Lengths(**request["lengths"]))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

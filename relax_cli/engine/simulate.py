@@ -1,0 +1,84 @@
+"""`--simulate`: the peak memory of a training step of each role, by running it on tensors without memory elsewhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from relax_cli.config.placement import ranks_of
+from relax_cli.config.schema import Config
+from relax_cli.errors import MACHINE_THEME, EnvironmentFault, problem_kind
+from relax_cli.preflight.check_run import CheckedRun
+from relax_cli.preflight.inputs import RunInputs
+
+NOT_SIMULATED = problem_kind(
+    "not-simulated",
+    MACHINE_THEME,
+    "`validate-config --simulate` builds the model that a run would build. What cannot be built here, as models of "
+    "Megatron-Bridge without a GPU, cannot be simulated.",
+)
+
+TRAINED = ("critic", "actor")
+SECONDS = 1800.0
+"""Deadline of one role; a model of 8 billion parameters takes about a minute."""
+
+Peaks = dict[str, dict[str, int]]
+"""Bytes by phase, and by what they are for at its peak."""
+
+
+def simulate(checked: CheckedRun, status: Callable[[str], None], roles: Sequence[str] = TRAINED) -> dict[str, Peaks]:
+    """The first rank of every role that trains.
+
+    Args:
+        roles: those of interest.
+        status: told which role is being simulated.
+
+    Raises:
+        EnvironmentFault: a role cannot be simulated here.
+    """
+    if checked.graph is None or checked.inputs.model is None:
+        raise _refused("it is not known what the run would build", "the problems above", "a valid configuration")
+    if checked.inputs.needs_bridge:
+        raise _refused(
+            "models of Megatron-Bridge are not simulated",
+            checked.inputs.model.family,
+            "a model that relax builds itself",
+        )
+    found = {}
+    for role in (name for name in roles if name in checked.graph):
+        status(f"simulating a step of the {role}")
+        found[role] = _simulate_role(role, checked.config, checked.inputs)
+    return found
+
+
+def _simulate_role(role: str, config: Config, inputs: RunInputs) -> Peaks:
+    """In a process of its own: it needs torch and a process group."""
+    request = {
+        "role": role,
+        "ranks": ranks_of(config.parallel, role),
+        "config": config.model_dump(mode="json"),
+        "model": dict(inputs.model_config),
+        "lengths": asdict(inputs.lengths_for(config)),
+    }
+    command = [sys.executable, "-m", "relax_cli.engine.fake_role"]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=SECONDS)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise _refused(f"a step of the {role} does not run on tensors without memory", lines[-1], "a step")
+    peaks: Peaks = json.loads(done.stdout.splitlines()[-1])
+    return peaks
+
+
+def _refused(what: str, got: str, expected: str) -> EnvironmentFault:
+    return EnvironmentFault(
+        NOT_SIMULATED(
+            what,
+            where="--simulate",
+            got=got,
+            expected=expected,
+            fix="leave --simulate out: the plan is arithmetic alone",
+        )
+    )

@@ -1,0 +1,56 @@
+"""A training step on tensors without memory, against the memory that the same step takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_cli.config.layers import Layers
+from relax_cli.engine.simulate import simulate
+from relax_cli.plugin.manager import load_plugins
+from relax_cli.preflight.check_run import CheckedRun, check_run
+from relax_cli.quickstart.task import prepare
+from tests.support.real_step import ENVIRONMENT
+
+
+def checked(folder: Path, recipe: str, *overrides: str) -> CheckedRun:
+    """A recipe on the quickstart's files."""
+    prepare(folder, seed=1, steps=2)
+    run = check_run(load_plugins(), Layers([recipe], {"TINY_DIR": str(folder)}, overrides))
+    assert not run.errors
+    return run
+
+
+def real_peak(run: CheckedRun, role: str) -> int:
+    """The most that the tensors of a real step take."""
+    lengths = run.inputs.lengths_for(run.config)
+    request = {
+        "role": role,
+        "config": run.config.model_dump(mode="json"),
+        "folder": run.config.model.hf_checkpoint,
+        "lengths": vars(lengths),
+    }
+    command = [sys.executable, "-m", "tests.support.real_step"]
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found["held"] + found["step"]
+
+
+def peak(phases: dict[str, dict[str, int]]) -> int:
+    """The largest of the simulated ones."""
+    return max(sum(parts.values()) for parts in phases.values())
+
+
+@pytest.mark.parametrize("role", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
+def test_a_simulated_step_takes_what_a_real_one_takes(tmp_path: Path, role: str) -> None:
+    run = checked(tmp_path, "tiny-ppo-cpu")
+    found = simulate(run, lambda _: None, [role])[role]
+    assert found["train"]["weights"] == found["train"]["gradients"] == found["train"]["Adam moments"] / 2
+    assert peak(found) == pytest.approx(real_peak(run, role), rel=0.1)
