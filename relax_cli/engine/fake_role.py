@@ -112,7 +112,7 @@ def main() -> None:
     """Answer the request on standard input."""
     request = json.load(sys.stdin)
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(request["model"]))
+        (Path(folder) / "config.json").write_text(json.dumps(request["model"]), "utf-8")
         spec = WorkerSpec(
             role=request["role"],
             rank=0,

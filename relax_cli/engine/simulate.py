@@ -64,7 +64,8 @@ def _simulate_role(role: str, config: Config, inputs: RunInputs) -> Peaks:
         "lengths": asdict(inputs.lengths_for(config)),
     }
     command = [sys.executable, "-m", "relax_cli.engine.fake_role"]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=SECONDS)
+    sent = json.dumps(request)
+    done = subprocess.run(command, input=sent, capture_output=True, encoding="utf-8", timeout=SECONDS)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise _refused(f"a step of the {role} does not run on tensors without memory", lines[-1], "a step")
