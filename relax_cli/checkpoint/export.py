@@ -21,8 +21,8 @@ from relax_cli.checkpoint import layout, safe_load
 from relax_cli.checkpoint.adapters import adapters_in
 from relax_cli.checkpoint.align import examine
 from relax_cli.checkpoint.fingerprint import folder_differences
+from relax_cli.checkpoint.folders import storage_failed
 from relax_cli.checkpoint.layout import CheckpointMeta
-from relax_cli.checkpoint.store import storage_failed
 from relax_cli.errors import ConfigError, ResumeError, problem_kind
 from relax_cli.models.convert import EXPERTS, hf_tensors, hf_to_megatron, megatron_to_hf, merged, rank_tensors
 from relax_cli.models.hf import HfWeights, write_hf

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import set_crc32_options
 
 from relax_cli.checkpoint.layout import FileEntry
 
@@ -48,15 +48,9 @@ class HashingFileSystem(FileSystem):
         self._entries[Path(new_path)] = FileEntry(Path(new_path).name, entry.size, entry.sha256)
 
 
-@contextmanager
-def without_crc32() -> Iterator[None]:
-    """While this lasts, `torch.save` leaves out the check sums inside its files: the sha256 covers them whole."""
-    before = get_crc32_options()
+def leave_out_crc32() -> None:
+    """From now on `torch.save` of this process leaves out the check sums inside its files: sha256 covers them whole."""
     set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 class _FollowedFile(io.BufferedWriter):

@@ -100,7 +100,7 @@ NEEDS = (
         "num-epoch-unused", "without --num-rollout, which already sets the length of the run", "drop --num-rollout",
     ),
     _need(
-        "keep_checkpoints keep_best on_save_error", "save", _on,
+        "keep_checkpoints keep_best on_save_error async_save", "save", _on,
         "save-option-unused", "where checkpoints are saved", "--save DIR",
     ),
     _need(

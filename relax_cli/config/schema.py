@@ -311,6 +311,7 @@ class CheckpointSection(Section):
         None,
         description="metric eval/NAME/METRIC: the pair of its highest value is saved and never removed",
     )
+    async_save: bool = Field(False, description="write checkpoints during the next step, from a copy in host memory")
     on_save_error: Literal["stop", "continue"] = Field(
         "stop", description="when a checkpoint cannot be written: end the run, or warn and continue"
     )

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from relax_cli.backends.rollout.targets import WeightTarget
-    from relax_cli.checkpoint.layout import Best
     from relax_cli.roles.actor import ActorRole
     from relax_cli.roles.advantages import AdvantagesRole
     from relax_cli.roles.critic import CriticRole
@@ -201,7 +200,7 @@ class AdvantagesGroup(RoleGroup):
 
 
 class TrainedGroup(SleepingGroup):
-    """A model that learns. Every rank writes its part of a checkpoint; the first one names, moves and removes it."""
+    """A model that learns. Every rank writes its part of a checkpoint."""
 
     ranks: Ranks[TrainingRole]
 
@@ -209,25 +208,13 @@ class TrainedGroup(SleepingGroup):
         """See `TrainingRole.write_checkpoint`, on every rank."""
         self.ranks.all(lambda role: role.write_checkpoint(iteration, meta))
 
-    def commit_checkpoint(self, iteration: int) -> None:
-        """See `TrainingRole.commit_checkpoint`."""
-        self.ranks.on(0, lambda role: role.commit_checkpoint(iteration))
+    def copy_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
+        """See `TrainingRole.copy_checkpoint`, on every rank."""
+        self.ranks.all(lambda role: role.copy_checkpoint(iteration, meta))
 
-    def publish_checkpoint(self, iteration: int) -> None:
-        """See `TrainingRole.publish_checkpoint`."""
-        self.ranks.on(0, lambda role: role.publish_checkpoint(iteration))
-
-    def rotate_checkpoints(self, current: int, keep: int | None, protected: Collection[int] = ()) -> None:
-        """See `TrainingRole.rotate_checkpoints`."""
-        self.ranks.on(0, lambda role: role.rotate_checkpoints(current, keep, protected))
-
-    def mark_best(self, best: Best) -> None:
-        """See `TrainingRole.mark_best`."""
-        self.ranks.on(0, lambda role: role.mark_best(best))
-
-    def withdraw_checkpoint(self, iteration: int) -> None:
-        """See `TrainingRole.withdraw_checkpoint`."""
-        self.ranks.on(0, lambda role: role.withdraw_checkpoint(iteration))
+    def finish_checkpoint(self) -> None:
+        """See `TrainingRole.finish_checkpoint`, on every rank."""
+        self.ranks.all(lambda role: role.finish_checkpoint())
 
 
 class ActorGroup(TrainedGroup):

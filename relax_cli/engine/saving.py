@@ -1,37 +1,37 @@
 """Saving actor and critic as a pair, so that at every instant the previous pair or the new one is complete.
 
-    prepare   both write under temporary names, then both get their final names
+    prepare   both write under temporary names; with `--async-save` a copy of the state, while training continues
+    complete  both are written and get their final names
     publish   both trackers move; then checkpoints beyond `--keep-checkpoints` go
 
-The loop writes the step's metrics between the two: a resume finds the metrics of every step before it.
+The loop writes the metrics and samples of all steps so far before the last: a resume finds them.
 """
 
 from __future__ import annotations
 
 import math
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from relax_cli.checkpoint import layout
+from relax_cli.checkpoint import folders, layout
 from relax_cli.checkpoint.layout import Best
-from relax_cli.config.schema import CheckpointSection
+from relax_cli.config.schema import Config
 from relax_cli.engine.groups import TrainedGroup
-from relax_cli.errors import RunError
+from relax_cli.errors import ProcessLost, RunError
+
+PATIENCE = 600.0
+"""Seconds for which a run that has failed waits for a pair that is being written."""
 
 
 class PairSaver:
     """Saves the trained roles of a run; without `--save` it does nothing."""
 
     def __init__(
-        self,
-        roles: list[TrainedGroup],
-        section: CheckpointSection,
-        meta: dict[str, Any],
-        *,
-        warn: Callable[[str], None],
+        self, roles: list[TrainedGroup], config: Config, meta: dict[str, Any], *, warn: Callable[[str], None]
     ) -> None:
         """Save nothing yet.
 
@@ -40,7 +40,10 @@ class PairSaver:
             warn: shows what went wrong while the run continues.
         """
         self.roles = roles
-        self.section = section
+        self.section = config.checkpoint
+        saves = {"actor": config.checkpoint.save, "critic": config.critic.critic_save}
+        named = (saves[role.ranks.name] for role in roles)
+        self.folders = [Path(folder) for folder in named if folder is not None and config.checkpoint.save is not None]
         self.meta = meta
         self.saved: int | None = None
         """Iteration of the newest pair of this run that counts."""
@@ -51,10 +54,12 @@ class PairSaver:
         self.best: Best | None = None
         """What `--keep-best` keeps."""
         self.warn = warn
-        self._prepared: int | None = None
+        self.pending: int | None = None
+        """Iteration of a pair that is written or being written and does not count yet."""
+        self._being_written = False
 
     def prepare(self, iteration: int, position: Mapping[str, Any] | None = None) -> None:
-        """Write the pair of `iteration`; it does not count yet.
+        """Write the pair of `iteration`, or begin to; it does not count yet.
 
         Args:
             position: see `Sampling.position`.
@@ -62,44 +67,82 @@ class PairSaver:
         Raises:
             RunError: the disk refused and `--on-save-error` is `stop`; the previous pair counts.
         """
+        assert self.pending is None, "one pair at a time"
         if self.section.save is None:
             return
         with self._undone_on_failure(iteration):
             # One name for both halves tells a pair from two checkpoints that only have the iteration in common.
             meta = {**self.meta, "save_id": uuid.uuid4().hex, **(position or {})}
+            self.pending, self._being_written = iteration, self.section.async_save
             for role in self.roles:
                 with role.awake():
-                    role.write_checkpoint(iteration, meta)
-            for role in self.roles:
-                role.commit_checkpoint(iteration)
-            self._prepared = iteration
+                    (role.copy_checkpoint if self._being_written else role.write_checkpoint)(iteration, meta)
+            if not self._being_written:
+                self._commit()
+
+    def _commit(self) -> None:
+        assert self.pending is not None
+        for folder in self.folders:
+            folders.commit(folder, self.pending)
+        self._being_written = False
+
+    def _written(self) -> list[bool | None]:
+        """Whether each half is written; None where the disk refused it."""
+        assert self.pending is not None
+        halves = [layout.temporary_folder(folder, self.pending) for folder in self.folders]
+        return [(half / layout.META_FILE).exists() or (False if half.exists() else None) for half in halves]
 
     @property
-    def is_prepared(self) -> bool:
-        """Whether a pair is written that does not count yet."""
-        return self._prepared is not None
+    def is_written(self) -> bool:
+        """Whether there is a pair whose roles have ended writing."""
+        return self.pending is not None and not (self._being_written and False in self._written())
 
-    def publish(self) -> None:
-        """Let the pair that was prepared count; does nothing when there is none.
+    def complete(self) -> None:
+        """Wait until the pair is written, and give it its final names.
 
         Raises:
             RunError: see `prepare`.
         """
-        iteration, self._prepared = self._prepared, None
+        if self.pending is not None and self._being_written:
+            with self._undone_on_failure(self.pending):
+                wait_for_all([role.finish_checkpoint for role in self.roles])
+                self._commit()
+
+    def outlast(self) -> None:
+        """`complete` after a failure: roles may not answer any more, but the files tell whether they have written.
+
+        Raises:
+            RunError: the disk refused.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while self.pending is not None and not self.is_written and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self.pending is not None and self._being_written:
+            if all(self._written()):
+                self._commit()
+            else:
+                self.pending = None
+
+    def publish(self) -> None:
+        """Let the completed pair count; does nothing when there is none.
+
+        Raises:
+            RunError: see `prepare`.
+        """
+        iteration, self.pending = self.pending, None
         if iteration is None:
             return
         with self._undone_on_failure(iteration):
-            for role in self.roles:
-                role.publish_checkpoint(iteration)
+            for folder in self.folders:
+                folders.publish(folder, iteration)
             self.saved = iteration
         if self.saved == iteration:
             self.rotate(iteration)
 
     def abandon(self) -> None:
         """Take back a pair that was prepared, since it shall not count."""
-        if self._prepared is not None:
-            self._withdraw(self._prepared)
-            self._prepared = None
+        if self.pending is not None:
+            self._withdraw(self.pending)
 
     def take_over_best(self, done: int) -> None:
         """Continue with the best pair that a resumed run has in its folder, up to iteration `done`."""
@@ -122,8 +165,8 @@ class PairSaver:
             return
         best = Best(self.section.keep_best, float(metrics[self.section.keep_best]), iteration)
         try:
-            for role in self.roles:
-                role.mark_best(best)
+            for folder in self.folders:
+                folders.mark_best(folder, best)
         except RunError as error:
             self.warn(f"{best}, but it cannot be noted: {storage_failure(error)}")
         self.best = best
@@ -138,8 +181,8 @@ class PairSaver:
             return
         kept = {self.good if self.keeps_good else None, self.best.iteration if self.best else None} - {None}
         try:
-            for role in self.roles:
-                role.rotate_checkpoints(current, self.section.keep_checkpoints, [i for i in kept if i is not None])
+            for folder in self.folders:
+                folders.rotate(folder, current, self.section.keep_checkpoints, [i for i in kept if i is not None])
         except RunError as error:
             self.warn(f"old checkpoints could not be removed: {storage_failure(error)}")
 
@@ -157,11 +200,33 @@ class PairSaver:
             )
 
     def _withdraw(self, iteration: int) -> None:
-        for role in self.roles:
+        if self._being_written:
+            with suppress(RunError):
+                wait_for_all([role.finish_checkpoint for role in self.roles])
+        self.pending, self._being_written = None, False
+        for folder in self.folders:
             try:
-                role.withdraw_checkpoint(iteration)
+                folders.withdraw(folder, iteration)
             except RunError as error:
                 self.warn(f"what was written of iteration {iteration} could not be removed: {storage_failure(error)}")
+
+
+def wait_for_all(waits: Sequence[Callable[[], object]]) -> None:
+    """Wait for all roles, also after one has failed: what is being written cannot be taken back.
+
+    Raises:
+        RelaxError: the first failure.
+    """
+    failures: list[RunError] = []
+    for wait in waits:
+        try:
+            wait()
+        except ProcessLost:
+            raise
+        except RunError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def storage_failure(error: RunError) -> str:

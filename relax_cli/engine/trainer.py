@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
 from relax_cli.engine.step import StepRecord, run_step
 from relax_cli.engine.stopping import StopRequest
-from relax_cli.errors import RunError
+from relax_cli.errors import ProcessLost, RelaxError
 from relax_cli.roles.evaluation import eval_metrics
 from relax_cli.tracking.symptoms import HealthWatch, Warned
 
@@ -89,7 +90,7 @@ class Trainer:
         self.stop = stop
         self.sets = [name for name, _ in config.eval.sets]
         self.recorded = recorded
-        self.saver = PairSaver(session.roles.trained, config.checkpoint, checkpoint_meta, warn=watcher.warn)
+        self.saver = PairSaver(session.roles.trained, config, checkpoint_meta, warn=watcher.warn)
         self.saver.take_over_best(first)
         self.sampling = sampling or Sampling()
         self.report = RunReport(first=first)
@@ -103,6 +104,18 @@ class Trainer:
             OSError: metrics or samples could not be written.
             KeyboardInterrupt: see `StopRequest`; what was not saved is lost.
         """
+        try:
+            self._run()
+        except ProcessLost:
+            raise
+        except (RelaxError, OSError):
+            with suppress(RelaxError):
+                self.saver.outlast()
+                self._publish()
+            raise
+        return self.report
+
+    def _run(self) -> None:
         self.session.publish_weights(version=self.first)
         self._begin()
         if self.first == self.last:
@@ -117,7 +130,7 @@ class Trainer:
                 critic_only_steps=self.config.critic.num_critic_only_steps,
                 overlap_updates=self.config.parallel.overlap_updates,
                 dump_fields=self.dump_fields,
-                starts_phase=self.watcher.phase,
+                starts_phase=self._start_phase,
             )
             self._end_step(record, started)
             done = rollout_id + 1
@@ -131,8 +144,14 @@ class Trainer:
             if self.stop.requested_stop is not None:
                 self._save_late(done)
                 break
+        self._publish()
         self.session.roles.rollout.finish_dump()
-        return self.report
+
+    def _start_phase(self, name: str) -> None:
+        """Between two phases no role is busy: a pair that was written meanwhile counts from now on."""
+        if self.saver.is_written:
+            self._publish()
+        self.watcher.phase(name)
 
     def _begin(self) -> None:
         """Evaluate before the first step, or what a run that was killed has left."""
@@ -154,29 +173,36 @@ class Trainer:
         saves = self.config.checkpoint.save is not None
         if saves and (self.stop.requested_stop is not None or self._due(self.config.checkpoint.save_interval, done)):
             with record.phase("checkpoint"):
+                self._publish()
                 self.watcher.status(f"saving iteration {done}")
                 self.saver.prepare(done, self.sampling.position())
         try:
             self._finish_step(record, time.perf_counter() - started)
         except OSError:
-            self.saver.abandon()
+            if self.saver.pending == done:
+                self.saver.abandon()
             raise
-        self._publish()
+        if self.saver.is_written:
+            self._publish()
 
     def _save_late(self, done: int) -> None:
         """Save a step that was recorded before the stop was requested; does nothing when it is saved."""
-        if self.report.saved_iteration != done:
+        if done not in (self.report.saved_iteration, self.saver.pending):
+            self._publish()
             self.watcher.status(f"saving iteration {done}")
             self.saver.prepare(done, self.sampling.position())
-            self._publish()
+        self._publish()
 
     def _publish(self) -> None:
-        """Let a prepared pair count, once the samples of all its steps are on the disk."""
-        if not self.saver.is_prepared:
+        """Let a prepared pair count, once it is written and the samples of all its steps are on the disk."""
+        if self.saver.pending is not None and not self.saver.is_written:
+            self.watcher.status(f"saving iteration {self.saver.pending}")
+        self.saver.complete()
+        if self.saver.pending is None:
             return
         try:
             self.session.roles.rollout.finish_dump()
-        except RunError:
+        except RelaxError:
             self.saver.abandon()
             raise
         self.saver.publish()

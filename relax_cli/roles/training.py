@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,7 +16,6 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import LossFunction, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.checkpoint import store
 from relax_cli.checkpoint.fingerprint import data_position
-from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Aggregation, BatchSection
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.roles.batching import Columns, make_micro_batch, micro_batch_rows, plan_rows, unpad
@@ -126,6 +126,9 @@ class TrainingRole(ModelRole[TrainableModel]):
         self.longest_response = context.config.rollout.rollout_max_response_len
         self.on_nan_grad = context.config.optimizer.on_nan_grad
         self._save_dir = save_dir
+        self._group: store.Group = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
         self.dumped = context.config.run.dumped_numbers
         self.seen: dict[int, Tensor] = {}
         """What the model said of each own row when it learned from it."""
@@ -205,37 +208,33 @@ class TrainingRole(ModelRole[TrainableModel]):
         """Samples, trainable tokens or longest responses of the whole optimizer step, the same on every rank."""
         return loss_denominator(self.aggregation, self.batch, share.step_tokens[step], self.longest_response)
 
-    @property
-    def save_dir(self) -> Path:
-        """Where checkpoints go."""
-        assert self._save_dir is not None, "a run without a save folder writes no checkpoint"
-        return Path(self._save_dir).absolute()
-
     def write_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
         """Write everything of `iteration` under a temporary name."""
+        self._prepared(iteration, meta, copied=False)()
+
+    def copy_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
+        """Copy everything of `iteration`, and begin to write the copy under a temporary name."""
+        assert self._writing is None, "one checkpoint at a time"
+        if self._writer is None:
+            self._writer, self._group = ThreadPoolExecutor(1, "checkpoint"), store.own_group()
+        self._writing = self._writer.submit(self._prepared(iteration, meta, copied=True))
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the copy is written.
+
+        Raises:
+            RunError: the disk refused.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _prepared(self, iteration: int, meta: dict[str, Any], *, copied: bool) -> Callable[[], None]:
+        assert self._save_dir is not None, "a run without a save folder writes no checkpoint"
         seen = meta.get("prompts_drawn", iteration * self.batch.rollout_batch_size)
-        position = data_position(iteration, seen, meta.get("prompts"))
-        store.write(self.model, self.save_dir, iteration, self.name, meta | {"data_position": position})
-
-    def commit_checkpoint(self, iteration: int) -> None:
-        """Give the written checkpoint its final name."""
-        store.commit(self.save_dir, iteration)
-
-    def publish_checkpoint(self, iteration: int) -> None:
-        """Move the tracker to `iteration`."""
-        store.publish(self.save_dir, iteration)
-
-    def rotate_checkpoints(self, current: int, keep: int | None, protected: Collection[int] = ()) -> None:
-        """Drop the checkpoints beyond the newest `keep`."""
-        store.rotate(self.save_dir, current, keep, protected)
-
-    def mark_best(self, best: Best) -> None:
-        """Note in the save folder which checkpoint is the best."""
-        store.mark_best(self.save_dir, best)
-
-    def withdraw_checkpoint(self, iteration: int) -> None:
-        """Take back what was written of `iteration`, since a part of the pair could not be saved."""
-        store.withdraw(self.save_dir, iteration)
+        meta = meta | {"data_position": data_position(iteration, seen, meta.get("prompts"))}
+        folder = Path(self._save_dir).absolute()
+        return store.prepare(self.model, folder, iteration, self.name, meta, copied=copied, group=self._group)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Restore model, optimizer, schedule and random state; returns what the checkpoint says of itself."""

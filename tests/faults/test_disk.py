@@ -74,11 +74,14 @@ def small_disk(tmp_path: Path) -> Iterator[Folders]:
     subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [*((part, []) for part in PARTS), *((part, ["--async-save"]) for part in ("actor-shards", "critic-relax-json"))],
+)
 def test_a_full_disk_in_a_save_keeps_the_previous_pair(
-    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders, part: str
+    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders, part: str, options: list[str]
 ) -> None:
-    keep_one = ["--keep-checkpoints", "1", "--on-save-error", "continue"]
+    keep_one = ["--keep-checkpoints", "1", "--on-save-error", "continue", *options]
     fault = (f"fill {small_disk.root / 'saves' / 'filler'}", *PARTS[part])
     ended = zygote.run(small_disk.root, arguments(fault_task, small_disk, *keep_one, "--num-rollout", "3"), fault=fault)
     assert ended.code == 0, ended.err
@@ -89,12 +92,20 @@ def test_a_full_disk_in_a_save_keeps_the_previous_pair(
     assert_as_straight(small_disk, straight, steps=3, unsaved=[2])
 
 
-@pytest.mark.parametrize("part", ["actor-common", "actor-relax-json", "critic-shards", "critic-tracker"])
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        *((part, []) for part in ("actor-common", "actor-relax-json", "critic-shards", "critic-tracker")),
+        ("critic-shards", ["--async-save"]),
+        ("critic-tracker", ["--async-save"]),
+    ],
+)
 def test_a_broken_disk_in_a_save_ends_with_the_previous_pair(
-    zygote: Zygote, fault_task: Path, tmp_path: Path, part: str
+    zygote: Zygote, fault_task: Path, tmp_path: Path, part: str, options: list[str]
 ) -> None:
     folders = Folders(tmp_path)
-    ended = zygote.run(tmp_path, arguments(fault_task, folders, "--num-rollout", "3"), fault=("eio", *PARTS[part]))
+    argv = arguments(fault_task, folders, "--num-rollout", "3", *options)
+    ended = zygote.run(tmp_path, argv, fault=("eio", *PARTS[part]))
     assert_four_parts(ended, folders, "Input/output error")
     assert_pair(folders, 1)
 

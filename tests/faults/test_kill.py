@@ -38,14 +38,14 @@ def killed_at_random(
     return zygote.run(root, argv, kill_after=delay).code, f"after {delay:.2f} s"
 
 
-def campaign(zygote: Zygote, task: Path, straight: Folders, out: Path, *, kills: int, seed: int) -> None:
+def campaign(zygote: Zygote, task: Path, straight: Folders, out: Path, *options: str, kills: int, seed: int) -> None:
     """Kill runs, each the resumption of the one before, until `kills` have died; every chain ends as `straight` did."""
     rng, chains, killed = random.Random(seed), 0, 0
     history: list[str] = []
     folders = Folders(out / "0")
     undisturbed = (straight.root / "stdout").stat().st_mtime - (straight.root / "started").stat().st_mtime
     while killed < kills or history:
-        argv = arguments(task, folders, *(["--keep-checkpoints", "1"] if chains % 2 else []))
+        argv = arguments(task, folders, *options, *(["--keep-checkpoints", "1"] if chains % 2 else []))
         if killed < kills and len(history) < CHAIN:
             code, how = killed_at_random(zygote, argv, folders.root, rng, undisturbed)
         else:
@@ -72,16 +72,17 @@ INSTANTS = {
 """Path of the file operation that the kill comes before, how manieth, and the iteration that resumes."""
 
 
+@pytest.mark.parametrize("options", [[], ["--async-save"]], ids=["", "async"])
 @pytest.mark.parametrize("instant", INSTANTS)
 def test_a_kill_at_an_instant_of_its_own(
-    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, instant: str
+    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, instant: str, options: list[str]
 ) -> None:
     where, number, iteration = INSTANTS[instant]
     folders = Folders(tmp_path)
-    ended = zygote.run(tmp_path, arguments(fault_task, folders), fault=("kill", where, number))
+    ended = zygote.run(tmp_path, arguments(fault_task, folders, *options), fault=("kill", where, number))
     assert ended.code == -signal.SIGKILL
     assert assert_resumable(folders, instant) == iteration
-    assert zygote.run(tmp_path, arguments(fault_task, folders)).code == 0
+    assert zygote.run(tmp_path, arguments(fault_task, folders, *options)).code == 0
     assert_equal(folders, straight, [instant])
 
 
@@ -91,11 +92,20 @@ def test_thirty_kills_lose_no_finished_step_and_change_no_number(
     campaign(zygote, fault_task, straight, tmp_path, kills=30, seed=1)
 
 
+def test_kills_while_a_thread_writes_lose_no_finished_step(
+    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path
+) -> None:
+    campaign(zygote, fault_task, straight, tmp_path, "--async-save", kills=8, seed=1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("options", [[], ["--async-save"]], ids=["", "async"])
 @pytest.mark.parametrize("seed", range(2, 7))
-def test_forty_more_kills(zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, seed: int) -> None:
-    campaign(zygote, fault_task, straight, tmp_path, kills=40, seed=seed)
+def test_forty_more_kills(
+    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, seed: int, options: list[str]
+) -> None:
+    campaign(zygote, fault_task, straight, tmp_path, *options, kills=40, seed=seed)
 
 
 def test_what_a_kill_after_the_last_save_left_is_finished(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from relax_cli.backends.megatron import parallel
-from relax_cli.checkpoint import layout, store
+from relax_cli.checkpoint import folders, layout, store
 from relax_cli.checkpoint.export import UNFINISHED, export_hf
 from relax_cli.cli.app import build_app
 from relax_cli.errors import RunError
@@ -35,8 +35,8 @@ def save_trained(
         model.train_step(micro_batches(3, ROWS), loss_fn)
     store.write(model, save_dir, 1, role, META | (extra or {}))
     if rank == 0:
-        store.commit(save_dir, 1)
-        store.publish(save_dir, 1)
+        folders.commit(save_dir, 1)
+        folders.publish(save_dir, 1)
     state = model.hf_state() if run.kind == "policy" else None
     if ranks > 1:
         parallel.shutdown()

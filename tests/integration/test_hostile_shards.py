@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from relax_cli.backends.megatron import checkpointing, random_state
-from relax_cli.checkpoint import layout, safe_load, store
+from relax_cli.checkpoint import folders, layout, safe_load, store
 from relax_cli.errors import ResumeError
 from tests.support.tiny_models import save_tiny_model
 from tests.support.training_runs import META, Run, build
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def clean(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_dir = tmp_path_factory.mktemp("clean")
     store.write(model, save_dir, 1, "actor", META)
-    store.commit(save_dir, 1)
+    folders.commit(save_dir, 1)
     return layout.iteration_folder(save_dir, 1)
 
 
@@ -134,7 +134,7 @@ def test_an_object_among_the_shards_is_read_as_plain_values(tmp_path: Path) -> N
     """Our own checkpoints hold none; those of other programs do."""
     folder, marker = tmp_path / "objects", tmp_path / "it ran"
     folder.mkdir()
-    checkpointing.save(objects({"step": 3}), folder)
+    checkpointing.prepare(objects({"step": 3}), copied=False)(folder, None)
     assert checkpointing.load(objects(None), folder)["thing"] == {"step": 3}
     plant(folder, "thing/shard_0_1", [Exploit(marker)])
     with pytest.raises(ResumeError) as caught:
@@ -150,7 +150,7 @@ def test_what_a_layer_would_unpickle_itself_is_refused(tmp_path: Path) -> None:
     for number, value in enumerate([torch.empty(0, dtype=torch.uint8), None, hidden]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        checkpointing.save(objects(value, "layer._extra_state"), folder)
+        checkpointing.prepare(objects(value, "layer._extra_state"), copied=False)(folder, None)
         if value is not hidden:
             checkpointing.load(objects(None, "layer._extra_state"), folder)
             continue

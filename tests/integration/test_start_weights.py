@@ -57,7 +57,7 @@ def write_release(model: Any, save_dir: Path) -> Path:
     folder = save_dir / "release"
     folder.mkdir(parents=True)
     state = model.model.sharded_state_dict(metadata=checkpointing.sharding_metadata())
-    checkpointing.save({"model": state, "args": {"num_layers": 2}}, folder)
+    checkpointing.prepare({"model": state, "args": {"num_layers": 2}}, copied=False)(folder, None)
     (save_dir / layout.TRACKER_FILE).write_text("release\n")
     return folder
 
@@ -69,9 +69,8 @@ def save_weights(run: Run, save_dir: Path) -> Path:
 def save_on_rank(rank: int, ranks: int, port: int, run: Run, save_dir: Path) -> None:
     model = build(run, rank, ranks, port)
     (save_dir / "release").mkdir(parents=True, exist_ok=True)
-    checkpointing.save(
-        {"model": model.model.sharded_state_dict(metadata=checkpointing.sharding_metadata())}, save_dir / "release"
-    )
+    state = model.model.sharded_state_dict(metadata=checkpointing.sharding_metadata())
+    checkpointing.prepare({"model": state}, copied=False)(save_dir / "release", None)
 
 
 def outputs_from(rank: int, ranks: int, port: int, run: Run, folder: Path | None) -> np.ndarray[Any, Any]:
@@ -210,7 +209,7 @@ def save_padded(model: Any, folder: Path, rows: int) -> Path:
         new[: min(rows, len(old))] = old[:rows]
         state[name].data = new
         state[name].local_shape = state[name].global_shape = tuple(new.shape)
-    checkpointing.save({"model": state}, folder)
+    checkpointing.prepare({"model": state}, copied=False)(folder, None)
     return folder
 
 

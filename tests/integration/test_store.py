@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from relax_cli.backends.device import Parking, peak_memory_bytes, select_device
-from relax_cli.checkpoint import layout, safe_load, store
+from relax_cli.checkpoint import folders, layout, safe_load, store
 from relax_cli.checkpoint.hashing import THREAD, HashingFileSystem
 from relax_cli.checkpoint.layout import Tracker
 from relax_cli.errors import ResumeError, RunError
@@ -53,7 +54,7 @@ def assert_bitwise(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 def test_a_resumed_run_continues_bit_by_bit(kind: str, qwen3: Path, tmp_path: Path) -> None:
     straight = trained(kind, qwen3)
     store.write(straight, tmp_path, 2, "actor", META)
-    store.commit(tmp_path, 2)
+    folders.commit(tmp_path, 2)
     random_at_save = torch.rand(3)
     resumed = build(Run(kind, qwen3))  # type: ignore[arg-type]
     torch.manual_seed(999)
@@ -70,7 +71,7 @@ def test_a_resumed_run_continues_bit_by_bit(kind: str, qwen3: Path, tmp_path: Pa
 def test_a_model_that_has_not_trained_yet_is_saved_and_resumed(qwen3: Path, tmp_path: Path) -> None:
     waiting = trained("policy", qwen3, steps=0)
     store.write(waiting, tmp_path, 1, "actor", META)
-    store.commit(tmp_path, 1)
+    folders.commit(tmp_path, 1)
     resumed = build(Run("policy", qwen3))
     store.load(resumed, layout.iteration_folder(tmp_path, 1))
     one, other = (model.train_step(micro_batches(3, ROWS), loss_fn) for model in (waiting, resumed))
@@ -80,7 +81,7 @@ def test_a_model_that_has_not_trained_yet_is_saved_and_resumed(qwen3: Path, tmp_
 
 def test_options_of_the_new_command_line_win_over_the_checkpoint(qwen3: Path, tmp_path: Path) -> None:
     store.write(trained("policy", qwen3), tmp_path, 2, "actor", META)
-    store.commit(tmp_path, 2)
+    folders.commit(tmp_path, 2)
     resumed = build(Run("policy", qwen3, lr=5e-4))
     store.load(resumed, layout.iteration_folder(tmp_path, 2))
     assert resumed.train_step(micro_batches(3, ROWS), loss_fn).lr == 5e-4
@@ -102,22 +103,35 @@ def test_a_checkpoint_loads_at_another_tensor_parallel_size(
     np.testing.assert_allclose(resumed["grid"], straight["grid"], atol=2e-5)
 
 
-def test_two_ranks_write_one_checkpoint(qwen3: Path, tmp_path: Path) -> None:
-    on_ranks(2, write_on_rank, Run("policy", qwen3), tmp_path)
+@pytest.mark.parametrize("copied", [False, True])
+def test_two_ranks_write_one_checkpoint(qwen3: Path, tmp_path: Path, copied: bool) -> None:
+    at_the_save = on_ranks(2, write_on_rank, Run("policy", qwen3), tmp_path, copied)[0]
     folder = layout.iteration_folder(tmp_path, 3)
     assert layout.is_complete(folder)
     assert layout.read_meta(folder).parallel == {"tensor_parallel": 1, "data_parallel": 2}
     resumed = build(Run("policy", qwen3))
     store.load(resumed, folder)
-    assert float(next(iter(resumed.optimizer.adam.state.values()))["step"]) == 1
+    assert_bitwise(everything(resumed), [torch.from_numpy(array) for array in at_the_save])
 
 
-def write_on_rank(rank: int, ranks: int, port: int, run: Run, save_dir: Path) -> None:
+def write_on_rank(rank: int, ranks: int, port: int, run: Run, save_dir: Path, copied: bool = False) -> list[np.ndarray]:  # type: ignore[type-arg]
+    """What is saved; a copy is written while the ranks train and talk to each other."""
     model = build(run, rank, ranks, port)
-    model.train_step(micro_batches(3, ROWS[rank::ranks]), loss_fn)
-    store.write(model, save_dir, 3, "actor", META)
+    batch = micro_batches(3, ROWS[rank::ranks])
+    model.train_step(batch, loss_fn)
+    before = [tensor.numpy() for tensor in everything(model)]
+    group = store.own_group() if copied else None
+    write = store.prepare(model, save_dir, 3, "actor", META, copied=copied, group=group)
+    with ThreadPoolExecutor(1) as thread:
+        if copied:
+            model.train_step(batch, loss_fn)
+        written = thread.submit(write)
+        for _ in range(4 * copied):
+            model.train_step(batch, loss_fn)
+        written.result()
     if rank == 0:
-        store.commit(save_dir, 3)
+        folders.commit(save_dir, 3)
+    return before
 
 
 def test_final_names_come_at_commit_and_the_tracker_moves_last(qwen3: Path, tmp_path: Path) -> None:
@@ -125,10 +139,10 @@ def test_final_names_come_at_commit_and_the_tracker_moves_last(qwen3: Path, tmp_
     store.write(model, tmp_path, 1, "actor", META)
     assert layout.list_iterations(tmp_path) == []
     assert layout.is_complete(layout.temporary_folder(tmp_path, 1))
-    store.commit(tmp_path, 1)
+    folders.commit(tmp_path, 1)
     assert layout.list_iterations(tmp_path) == [1]
     assert layout.read_tracker(tmp_path) == Tracker(None)
-    store.publish(tmp_path, 1)
+    folders.publish(tmp_path, 1)
     assert layout.read_tracker(tmp_path) == Tracker(1)
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", layout.TRACKER_FILE}
 
@@ -137,14 +151,14 @@ def test_old_checkpoints_go_after_the_new_one_counts(qwen3: Path, tmp_path: Path
     model = trained("policy", qwen3, steps=0)
     for iteration in (1, 2, 3):
         store.write(model, tmp_path, iteration, "actor", META)
-        store.commit(tmp_path, iteration)
-        store.publish(tmp_path, iteration)
-        store.rotate(tmp_path, iteration, keep=2)
+        folders.commit(tmp_path, iteration)
+        folders.publish(tmp_path, iteration)
+        folders.rotate(tmp_path, iteration, keep=2)
     assert layout.list_iterations(tmp_path) == [2, 3]
     assert layout.read_tracker(tmp_path) == Tracker(3)
-    store.rotate(tmp_path, 3, keep=1, protected=[2])
+    folders.rotate(tmp_path, 3, keep=1, protected=[2])
     assert layout.list_iterations(tmp_path) == [2, 3]
-    store.rotate(tmp_path, 3, keep=1, protected=[1])
+    folders.rotate(tmp_path, 3, keep=1, protected=[1])
     assert layout.list_iterations(tmp_path) == [3]
 
 
@@ -152,7 +166,7 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(qwen3: Path, tmp_path: P
     model = trained("policy", qwen3, steps=0)
     for version in (1, 2):
         store.write(model, tmp_path, 5, "actor", META | {"weight_version": version})
-        store.commit(tmp_path, 5)
+        folders.commit(tmp_path, 5)
     assert layout.read_meta(layout.iteration_folder(tmp_path, 5)).weight_version == 2
 
 
@@ -207,8 +221,8 @@ def test_a_tracker_with_garbage_names_the_problem(tmp_path: Path, content: str) 
 def test_a_disk_that_refuses_leaves_the_old_checkpoint(qwen3: Path, tmp_path: Path) -> None:
     model = trained("policy", qwen3, steps=0)
     store.write(model, tmp_path, 1, "actor", META)
-    store.commit(tmp_path, 1)
-    store.publish(tmp_path, 1)
+    folders.commit(tmp_path, 1)
+    folders.publish(tmp_path, 1)
     layout.temporary_folder(tmp_path, 2).write_text("a file where the folder should be")
     with pytest.raises(RunError) as caught:
         store.write(model, tmp_path, 2, "actor", META)
@@ -263,7 +277,7 @@ def test_every_generator_goes_on_where_it_was(qwen3: Path, tmp_path: Path) -> No
 
     draw()  # leaves the second half of a pair of normal numbers behind
     store.write(model, tmp_path, 1, "actor", META)
-    store.commit(tmp_path, 1)
+    folders.commit(tmp_path, 1)
     expected = draw()
     draw()
     store.load(model, layout.iteration_folder(tmp_path, 1))

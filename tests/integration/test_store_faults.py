@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relax_cli.checkpoint import layout, store
+from relax_cli.checkpoint import folders, layout, store
 from relax_cli.errors import RunError
 from tests.support.tiny_models import on_ranks, save_tiny_model
 from tests.support.training_runs import Run, build, loss_fn, micro_batches
@@ -50,5 +50,5 @@ def save_twice(rank: int, ranks: int, port: int, run: Run, save_dir: Path, broke
             faults[0] = False
             continue
         if rank == 0:
-            store.commit(save_dir, iteration)
+            folders.commit(save_dir, iteration)
     return said

@@ -319,7 +319,7 @@ def two_halves(rank: int, ranks: int, port: int, first: Run, second: Run, folder
     model = build(first, rank, ranks, port)
     batches = micro_batches(2, rows_of_rank(first))
     steps = [model.train_step(batches, loss_fn) for _ in range(2)]
-    model.save(folder, {})
+    model.prepare_save({}, copied=False)(folder, None)
     resumed = build(second, rank, ranks, port)
     resumed.load(folder)
     steps += [resumed.train_step(batches, loss_fn) for _ in range(2)]

@@ -116,7 +116,7 @@ def train(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
     results = []
     for step in range(run.steps):
         if run.save and step == run.save_after:
-            model.save(run.save, {"note": "kept"})
+            model.prepare_save({"note": "kept"}, copied=False)(run.save, None)
         results.append(model.train_step(micro_batches(run.micro_batch_size, rows_of_rank(run)), loss_fn))
     outputs = model.forward(micro_batches(6, list(range(6))))[0]
     state = model.hf_state() if run.kind == "policy" else None

@@ -46,6 +46,7 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("num-epoch-unused", {"num_epoch": "2", "num_rollout": "9"}, {"num_rollout": None}),
     ("save-option-unused", {"keep_checkpoints": "2"}, {"save": "actor"}),
     ("save-option-unused", {"on_save_error": "continue"}, {"save": "actor"}),
+    ("save-option-unused", {"async_save": ON}, {"save": "actor"}),
     ("eval-option-unused", {"n_samples_per_eval_prompt": "4"}, {"eval_prompt_data": ["h=x.jsonl"]}),
     ("eval-option-unused", {"eval_temperature": "0.5"}, {"eval_prompt_data": ["h=x.jsonl"]}),
     ("eval-option-unused", {"eval_pass_reward": "0.5"}, {"eval_prompt_data": ["h=x.jsonl"]}),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relax_cli.checkpoint import layout, store
+from relax_cli.checkpoint import folders, layout, store
 from relax_cli.checkpoint.layout import FileEntry
 from relax_cli.roles.sample_files import SampleWriter
 from relax_cli.tracking.writers import MetricsWriter
@@ -19,10 +19,13 @@ from tests.support.lossy_disk import LossyDisk
 class Model:
     """Writes two files, one of them hashed while it is written."""
 
-    def save(self, folder: Path, common: dict[str, Any]) -> list[FileEntry]:
-        (folder / "shard").write_text("weights")
-        (folder / "common.pt").write_text(str(common))
-        return [layout.describe_file(folder, Path("shard"))]
+    def prepare_save(self, common: dict[str, Any], *, copied: bool) -> Callable[[Path, Any], list[FileEntry]]:
+        def write(folder: Path, group: Any) -> list[FileEntry]:
+            (folder / "shard").write_text("weights")
+            (folder / "common.pt").write_text(str(common))
+            return [layout.describe_file(folder, Path("shard"))]
+
+        return write
 
     def load(self, folder: Path) -> dict[str, Any]:
         raise NotImplementedError
@@ -39,8 +42,8 @@ class Model:
 
 def save(save_dir: Path) -> None:
     store.write(Model(), save_dir, 1, "actor", {})
-    store.commit(save_dir, 1)
-    store.publish(save_dir, 1)
+    folders.commit(save_dir, 1)
+    folders.publish(save_dir, 1)
 
 
 def nothing(*args: object) -> None:

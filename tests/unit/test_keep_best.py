@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from relax_cli.checkpoint import layout, store
+from relax_cli.checkpoint import layout
 from relax_cli.cli.app import build_app
-from relax_cli.config.schema import CheckpointSection
+from relax_cli.config.schema import CheckpointSection, Config, CriticSection
 from relax_cli.engine.groups import Ranks, TrainedGroup
 from relax_cli.engine.saving import PairSaver
 from relax_cli.plugin.manager import load_plugins
@@ -34,31 +34,25 @@ class OnDisk(Ranks[Any]):
         return lambda: [None]
 
     def on(self, rank: int, request: Callable[[Any], Any]) -> Any:
-        return request(self)
+        raise AssertionError
 
     def tell(self, request: Callable[[Any], Any]) -> None:
         raise AssertionError
 
     def wake(self) -> None: ...
     def sleep(self) -> None: ...
-    def commit_checkpoint(self, iteration: int) -> None: ...
-    def publish_checkpoint(self, iteration: int) -> None: ...
 
     def write_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
         checkpoints.save(self.folder, self.name, iteration, **meta)
-
-    def rotate_checkpoints(self, current: int, keep: int | None, protected: list[int]) -> None:
-        store.rotate(self.folder, current, keep, protected)
-
-    def mark_best(self, best: layout.Best) -> None:
-        store.mark_best(self.folder, best)
+        layout.iteration_folder(self.folder, iteration).rename(layout.temporary_folder(self.folder, iteration))
 
 
 def saver(root: Path, first: int = 0, metric: str = METRIC) -> PairSaver:
     """Of a run that continues after iteration `first` and keeps the newest pair."""
     roles = [TrainedGroup(OnDisk(role, root / role)) for role in ("actor", "critic")]
     section = CheckpointSection(save=str(root / "actor"), keep_checkpoints=1, keep_best=metric)
-    pair = PairSaver(roles, section, {}, warn=pytest.fail)
+    config = Config(checkpoint=section, critic=CriticSection(critic_save=str(root / "critic")))
+    pair = PairSaver(roles, config, {}, warn=pytest.fail)
     pair.take_over_best(first)
     return pair
 

@@ -148,6 +148,17 @@ def test_an_offloaded_optimizer_keeps_weights_on_the_gpu(spec: ModelSpec) -> Non
     assert on_cpu.host == {}
 
 
+def test_a_copy_to_save_is_in_host_memory(spec: ModelSpec) -> None:
+    saved = {"checkpoint__save": "actor", "checkpoint__async_save": True}
+    for device, parameter in (("cuda", 2 + 12), ("cpu", 4 + 8)):
+        on = {"parallel__device": device}
+        without, found = role(spec, **on), role(spec, **on, **saved)
+        copy = found.model_bytes + found.host_bytes - without.model_bytes - without.host_bytes
+        assert copy == parameter * spec.parameters
+        assert (found.host_bytes == without.host_bytes) == (device == "cpu")
+    assert role(spec, checkpoint__async_save=True) == role(spec)
+
+
 def gpu_plan(spec: ModelSpec, gpu: int | None = 80 * GB, gpus_here: int = 8, **changes: Any) -> memory_gpu.GpuMemory:
     settings = config(**changes)
     roles = memory.roles_memory(settings, NAMES, spec, LENGTHS)

@@ -127,6 +127,7 @@ def test_every_replacement_has_a_row_in_the_table() -> None:
         *((option, name) for _, option, _, left in PAIRS for name in left),
         ("save", "keep_checkpoints"),
         ("save", "on_save_error"),
+        ("save", "async_save"),
         ("save", "keep_best"),
         ("use_tis", "tis_clip_low"),
         ("env", "reward_on_error"),

@@ -6,13 +6,16 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from relax_cli.config.schema import BatchSection, CheckpointSection, Config, RunSection
+from relax_cli.checkpoint import folders, layout
+from relax_cli.config.schema import BatchSection, CheckpointSection, Config, CriticSection, RunSection
+from relax_cli.engine import saving
 from relax_cli.engine.groups import Ranks, Roles, TrainedGroup, recorded
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
@@ -24,63 +27,125 @@ from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.tracking.writers import MetricsWriter
 
 Calls = list[tuple[str, str]]
+FOLDER_STEPS = ("commit", "publish", "rotate", "withdraw")
+
+
+@dataclass
+class Disk:
+    """Notes what roles and folders are asked to do; `broken` fails."""
+
+    calls: Calls = field(default_factory=list)
+    broken: tuple[str, str] = ("", "")
+    """Role and step."""
+    rule: str = "storage-failed"
+
+    def do(self, role: str, step: str) -> None:
+        self.calls.append((role, step))
+        if (role, step) == self.broken:
+            raise RunError(Problem(self.rule, "writing failed", "make room", where="/disk"))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    watched = Disk()
+    for step in FOLDER_STEPS:
+        monkeypatch.setattr(folders, step, lambda folder, *_, step=step: watched.do(folder.name, step))
+    return watched
 
 
 class Recorded(Ranks[Any]):
-    """Notes what it is asked to do; `broken` fails."""
+    """A role that saves nothing."""
 
-    def __init__(self, name: str, calls: Calls, broken: str = "", rule: str = "storage-failed") -> None:
+    def __init__(self, name: str, disk: Disk) -> None:
         super().__init__(name, count=1)
-        self.calls, self.broken, self.rule = calls, broken, rule
+        self.disk = disk
         self.meta: list[dict[str, Any]] = []
 
     def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:
         call = recorded(request)
-        if call.method == "write_checkpoint":
+        if call.method in ("write_checkpoint", "copy_checkpoint"):
             self.meta.append(call.args[1])
         if call.method not in ("wake", "sleep"):
-            self.on(0, request)
+            self.disk.do(self.name, call.method.removesuffix("_checkpoint"))
         return lambda: [None]
 
     def tell(self, request: Callable[[Any], Any]) -> None:
         self.start(request)
 
     def on(self, rank: int, request: Callable[[Any], Any]) -> Any:
-        method = recorded(request).method
-        self.calls.append((self.name, method.removesuffix("_checkpoint").removesuffix("_checkpoints")))
-        if method == self.broken:
-            raise RunError(Problem(self.rule, "writing failed", "make room", where="/disk"))
+        self.start(request)
 
 
-def saver(calls: Calls, warnings: list[str], broken: str = "", asked: str = "stop", **kwargs: str) -> PairSaver:
-    roles = [TrainedGroup(Recorded("actor", calls)), TrainedGroup(Recorded("critic", calls, broken, **kwargs))]
-    section = CheckpointSection(save="actor", on_save_error=asked)  # type: ignore[arg-type]
-    return PairSaver(roles, section, {"seed": 1}, warn=warnings.append)
+def saver(disk: Disk, warnings: list[str], root: Path = Path(), **section: Any) -> PairSaver:
+    roles = [TrainedGroup(Recorded(name, disk)) for name in ("actor", "critic")]
+    checkpoint = CheckpointSection(save=str(root / "actor"), **section)
+    config = Config(checkpoint=checkpoint, critic=CriticSection(critic_save=str(root / "critic")))
+    return PairSaver(roles, config, {"seed": 1}, warn=warnings.append)
 
 
 def save(pair: PairSaver) -> None:
-    """Both halves of a save."""
+    """All of a save."""
     pair.prepare(3)
+    pair.complete()
     pair.publish()
 
 
-def test_both_are_complete_before_either_counts() -> None:
-    calls: Calls = []
-    pair = saver(calls, [])
+def both(*steps: str) -> Calls:
+    """What happens to the actor and then to the critic, step by step."""
+    return [(role, step) for step in steps for role in ("actor", "critic")]
+
+
+def test_both_are_complete_before_either_counts(disk: Disk) -> None:
+    pair = saver(disk, [])
     pair.prepare(3)
-    prepared = [("actor", "write"), ("critic", "write"), ("actor", "commit"), ("critic", "commit")]
-    assert calls == prepared
+    assert disk.calls == both("write", "commit")
     assert pair.saved is None
     pair.publish()
-    counted = [(role, step) for step in ("publish", "rotate") for role in ("actor", "critic")]
-    assert calls == prepared + counted
+    counted = both("write", "commit", "publish", "rotate")
+    assert disk.calls == counted
     assert pair.saved == 3
     pair.publish()
-    assert calls == prepared + counted, "there is nothing more to publish"
+    assert disk.calls == counted, "there is nothing more to publish"
 
 
-def test_both_halves_carry_one_name_and_another_save_another() -> None:
-    pair = saver([], [])
+def test_a_copied_pair_counts_when_both_halves_are_written(disk: Disk, tmp_path: Path) -> None:
+    pair = saver(disk, [], tmp_path, async_save=True)
+    halves = [layout.temporary_folder(folder, 3) for folder in pair.folders]
+    for half in halves:
+        half.mkdir(parents=True)
+    pair.prepare(3)
+    assert disk.calls == both("copy")
+    for half in halves:
+        assert not pair.is_written
+        (half / layout.META_FILE).touch()
+    assert pair.is_written
+    pair.complete()
+    assert pair.saved is None, "the metrics of its steps may not be on the disk yet"
+    pair.publish()
+    assert disk.calls == both("copy", "finish", "commit", "publish", "rotate")
+    assert pair.saved == 3
+
+
+@pytest.mark.parametrize("written", [1, 2])
+def test_after_a_failure_the_files_tell_whether_a_pair_is_whole(
+    disk: Disk, tmp_path: Path, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "PATIENCE", 0.1)
+    pair = saver(disk, [], tmp_path, async_save=True)
+    for number, folder in enumerate(pair.folders):
+        half = layout.temporary_folder(folder, 3)
+        half.mkdir(parents=True)
+        if number < written:
+            (half / layout.META_FILE).touch()
+    pair.prepare(3)
+    pair.outlast()
+    pair.publish()
+    assert pair.saved == (3 if written == 2 else None)
+    assert disk.calls == both("copy", *(["commit", "publish", "rotate"] if written == 2 else []))
+
+
+def test_both_halves_carry_one_name_and_another_save_another(disk: Disk) -> None:
+    pair = saver(disk, [])
     for iteration in (1, 2):
         pair.prepare(iteration)
         pair.publish()
@@ -90,13 +155,14 @@ def test_both_halves_carry_one_name_and_another_save_another() -> None:
     assert all(m["seed"] == 1 for m in actor)
 
 
-@pytest.mark.parametrize("broken", ["write_checkpoint", "commit_checkpoint", "publish_checkpoint"])
-@pytest.mark.parametrize("asked", ["stop", "continue"])
-def test_a_failure_takes_both_halves_back(broken: str, asked: str) -> None:
-    calls: Calls = []
+@pytest.mark.parametrize("broken", ["write", "copy", "finish", "commit", "publish"])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_failure_takes_both_halves_back(disk: Disk, broken: str, role: str, policy: str) -> None:
     warnings: list[str] = []
-    pair = saver(calls, warnings, broken, asked)
-    if asked == "stop":
+    disk.broken = (role, broken)
+    pair = saver(disk, warnings, on_save_error=policy, async_save=broken in ("copy", "finish"))
+    if policy == "stop":
         with pytest.raises(RunError):
             save(pair)
         assert not warnings
@@ -104,43 +170,42 @@ def test_a_failure_takes_both_halves_back(broken: str, asked: str) -> None:
         save(pair)
         assert len(warnings) == 1
         assert "iteration 3 is not saved" in warnings[0]
-    assert calls[-2:] == [("actor", "withdraw"), ("critic", "withdraw")]
+    assert disk.calls[-2:] == both("withdraw")
+    if pair.section.async_save:
+        assert disk.calls[-4:-2] == both("finish"), "nothing is taken back that is still being written"
     assert pair.saved is None
+    assert pair.pending is None
 
 
-def test_an_old_checkpoint_that_stays_is_a_warning_only() -> None:
+def test_an_old_checkpoint_that_stays_is_a_warning_only(disk: Disk) -> None:
     warnings: list[str] = []
-    pair = saver([], warnings, "rotate_checkpoints")
-    pair.prepare(3)
-    pair.publish()
+    disk.broken = ("critic", "rotate")
+    pair = saver(disk, warnings)
+    save(pair)
     assert pair.saved == 3
     assert len(warnings) == 1
     assert "old checkpoints" in warnings[0]
 
 
-def test_a_failure_other_than_the_disk_always_ends_the_run() -> None:
-    calls: Calls = []
+def test_a_failure_other_than_the_disk_always_ends_the_run(disk: Disk) -> None:
+    disk.broken, disk.rule = ("critic", "write"), "worker-failed"
     with pytest.raises(RunError, match="writing failed"):
-        saver(calls, [], "write_checkpoint", "continue", rule="worker-failed").prepare(3)
-    assert ("actor", "withdraw") not in calls
+        saver(disk, [], on_save_error="continue").prepare(3)
+    assert ("actor", "withdraw") not in disk.calls
 
 
-def test_an_abandoned_pair_is_taken_back_and_never_counts() -> None:
-    calls: Calls = []
-    pair = saver(calls, [])
+def test_an_abandoned_pair_is_taken_back_and_never_counts(disk: Disk) -> None:
+    pair = saver(disk, [])
     pair.prepare(3)
     pair.abandon()
     pair.publish()
-    assert calls[-2:] == [("actor", "withdraw"), ("critic", "withdraw")]
+    assert disk.calls[-2:] == both("withdraw")
     assert pair.saved is None
 
 
-def test_without_a_save_folder_nothing_happens() -> None:
-    calls: Calls = []
-    pair = PairSaver([TrainedGroup(Recorded("actor", calls))], CheckpointSection(), {}, warn=print)
-    pair.prepare(3)
-    pair.publish()
-    assert not calls
+def test_without_a_save_folder_nothing_happens(disk: Disk) -> None:
+    save(PairSaver([TrainedGroup(Recorded("actor", disk))], Config(), {}, warn=print))
+    assert not disk.calls
 
 
 class Quiet:
@@ -162,15 +227,9 @@ class Quiet:
     def phase(self, name: str) -> None: ...
 
 
-def trained(
-    rewards: list[tuple[float, float]],
-    calls: Calls,
-    watcher: Quiet,
-    role: Recorded | None = None,
-    **checkpoint: Any,
-) -> Trainer:
+def trained(rewards: list[tuple[float, float]], disk: Disk, watcher: Any, **checkpoint: Any) -> Trainer:
     """The trainer after one rollout for each (lowest, highest) reward."""
-    role = role or Recorded("actor", calls)
+    role = Recorded("actor", disk)
     section = CheckpointSection(save="actor", save_interval=1, **checkpoint)
     config = Config(batch=BatchSection(num_rollout=len(rewards)), checkpoint=section, run=RunSection(run_dir="run"))
     session = cast(Session, SimpleNamespace(roles=Roles.of({"rollout": role, "actor": role})))
@@ -185,15 +244,17 @@ def trained(
 
 
 @pytest.mark.parametrize("dies_after", [2, 3, None])
-def test_the_last_pair_of_a_living_policy_is_kept(dies_after: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_pair_of_a_living_policy_is_kept(
+    disk: Disk, dies_after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[int | None] = []
 
     def note(_: object, current: int, keep: int, protected: list[int]) -> None:
         kept.append(next(iter(protected), None))
 
-    monkeypatch.setattr(TrainedGroup, "rotate_checkpoints", note)
+    monkeypatch.setattr(folders, "rotate", note)
     watcher, alive = Quiet(), dies_after or 6
-    trained([(0.0, 1.0)] * alive + [(0.0, 0.0)] * (6 - alive), [], watcher, keep_checkpoints=2)
+    trained([(0.0, 1.0)] * alive + [(0.0, 0.0)] * (6 - alive), disk, watcher, keep_checkpoints=2)
     # Iteration N was seen alive by rollout N: the pair saved after the last such rollout is dead already.
     assert kept == [None] * alive + [alive - 1] * (6 - alive)
     assert [f"iteration {alive - 1} was saved before" in warning for warning in watcher.warnings] == [True] * (
@@ -217,26 +278,12 @@ class Full:
     def phase(self, name: str) -> None: ...
 
 
-def test_a_pair_whose_metrics_cannot_be_written_is_taken_back() -> None:
-    calls: Calls = []
-    role = Recorded("actor", calls)
-    config = Config(batch=BatchSection(num_rollout=2), checkpoint=CheckpointSection(save="actor", save_interval=1))
-    trainer = Trainer(
-        cast(Session, SimpleNamespace(roles=Roles.of({"rollout": role, "actor": role}))),
-        config,
-        Full(),
-        StopRequest(lambda _: None),
-        first=0,
-        dump_fields=[],
-        checkpoint_meta={},
-    )
-    record = StepRecord(
-        0, lambda _: None, {"tokens/total": 1.0, "tokens/response": 1.0, "reward/mean": 0.0}, {"rollout": 1.0}
-    )
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_pair_whose_metrics_cannot_be_written_is_taken_back(disk: Disk, async_save: bool) -> None:
     with pytest.raises(OSError, match="No space left"):
-        trainer._end_step(record, time.perf_counter())
-    assert calls == [("actor", "write"), ("actor", "commit"), ("actor", "withdraw")]
-    assert trainer.report.saved_iteration is None
+        trained([(0.0, 0.0)], disk, Full(), async_save=async_save)
+    written = ["copy", "finish"] if async_save else ["write", "commit"]
+    assert [step for _, step in disk.calls] == [*written, "withdraw"]
 
 
 def test_a_full_disk_under_the_run_folder_is_a_run_error() -> None:
@@ -282,15 +329,15 @@ def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         fail()
 
 
-@pytest.mark.parametrize("broken", ["", "finish_dump"])
-def test_a_pair_counts_once_its_samples_are_on_the_disk(broken: str) -> None:
-    calls: Calls = []
-    if not broken:
-        trained([(0.0, 1.0)], calls, Quiet())
-        made = [name for _, name in calls]
-        assert made.index("commit") < made.index("finish_dump") < made.index("publish")
-        return
-    role = Recorded("actor", calls, broken, "run-folder-failed")
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_pair_counts_once_its_samples_are_on_the_disk(disk: Disk, async_save: bool) -> None:
+    trained([(0.0, 1.0)], disk, Quiet(), async_save=async_save)
+    made = [name for _, name in disk.calls]
+    assert made.index("commit") < made.index("finish_dump") < made.index("publish")
+
+
+def test_a_pair_whose_samples_cannot_be_written_is_taken_back(disk: Disk) -> None:
+    disk.broken, disk.rule = ("actor", "finish_dump"), "run-folder-failed"
     with pytest.raises(RunError, match="writing failed"):
-        trained([(0.0, 1.0)], calls, Quiet(), role=role)
-    assert [name for _, name in calls] == ["write", "commit", "finish_dump", "withdraw"]
+        trained([(0.0, 1.0)], disk, Quiet())
+    assert [name for _, name in disk.calls] == ["write", "commit", "finish_dump", "withdraw"]

@@ -1,8 +1,8 @@
 """Sharded checkpoints of a training model in Megatron's format (`megatron.core.dist_checkpointing`, `torch_dist`).
 
-They load at another tensor- or data-parallel size. Files are written by this process: Megatron's own writer starts
-helper processes that each import torch, for asynchronous saving that is not used here. They are read without
-unpickling anything that could run (`checkpoint/safe_load.py`), which Megatron's own reader does.
+They load at another tensor- or data-parallel size. Files are written by this process, by another thread for
+`--async-save`: Megatron's own writer starts helper processes that each import torch. They are read without unpickling
+anything that could run (`checkpoint/safe_load.py`), which Megatron's own reader does.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from relax_cli.backends.megatron import parallel
 from relax_cli.checkpoint import safe_load
-from relax_cli.checkpoint.hashing import HashingFileSystem, without_crc32
+from relax_cli.checkpoint.folders import storage_failed
+from relax_cli.checkpoint.hashing import HashingFileSystem, leave_out_crc32
 from relax_cli.checkpoint.layout import FileEntry
-from relax_cli.checkpoint.store import on_first_rank, storage_failed
+from relax_cli.checkpoint.store import Group, on_first_rank
 
 FORMAT = ("torch_dist", 1)
 EXTRA_STATE = "_extra_state"
@@ -55,28 +56,33 @@ EXTRA_STATE = "_extra_state"
 only empty values are loaded."""
 
 
-def save(state: dict[str, Any], folder: Path) -> list[FileEntry]:
-    """Write sharded `state`; `folder` exists and is empty. Every rank takes part.
+def prepare(state: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], list[FileEntry]]:
+    """Take sharded `state`, as a copy in host memory if it may change meanwhile. Every rank takes part.
 
-    Returns:
-        The files that this rank wrote, hashed on the way, but for the small ones of the first rank.
-
-    Raises:
-        RunError: on every rank, when writing failed on any.
+    The returned function writes it into a folder that exists and is empty, in a group of all ranks; it returns the
+    files that this rank wrote, hashed on the way, but for the small ones of the first rank. It raises RunError on every
+    rank when writing failed on any.
     """
     sharded, common = save_preprocess(state)
-    on_first_rank(lambda: _save_common(common, folder))
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    writer = FileSystemWriter(folder, thread_count=1)
-    writer.fs = files = HashingFileSystem()
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    if copied:
+        for shard in (shard for shards in by_key.values() for shard in shards if isinstance(shard, ShardedTensor)):
+            shard.data = shard.data.detach().to("cpu", copy=True)
     tensors = mcore_to_pyt_state_dict(by_key, is_loading=False)
-    try:
-        with without_crc32():
-            save_sharded(tensors, storage_writer=writer, planner=planner)
-    except (OSError, CheckpointException) as error:
-        raise storage_failed(safe_load.root_of(error), folder) from error
-    return files.entries()
+
+    def write(folder: Path, group: Group) -> list[FileEntry]:
+        on_first_rank(lambda: _save_common(common, folder), group)
+        writer = FileSystemWriter(folder, thread_count=1)
+        writer.fs = files = HashingFileSystem()
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        try:
+            leave_out_crc32()
+            save_sharded(tensors, storage_writer=writer, planner=planner, process_group=group)
+        except (OSError, CheckpointException) as error:
+            raise storage_failed(safe_load.root_of(error), folder) from error
+        return files.entries()
+
+    return write
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:

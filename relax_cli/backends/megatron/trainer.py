@@ -27,6 +27,7 @@ from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind
 from relax_cli.backends.megatron.optimizer import Optimizer
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.checkpoint.layout import FileEntry
+from relax_cli.checkpoint.store import Group
 from relax_cli.config.schema import OptimizerSection
 from relax_cli.models.spec import MOE_FAMILIES
 
@@ -118,15 +119,12 @@ class TrainableModel(LoadedModel):
         assert self.kind == "value", "a policy has no value head"
         return self.model.output_layer.weight.detach().cpu().clone()
 
-    def save(self, folder: Path, common: dict[str, Any]) -> list[FileEntry]:
-        """Write model, optimizer, schedule and `common` (plain values, the same on all ranks).
-
-        `folder` exists and is empty. Returns what `checkpointing.save` does.
-        """
-        return checkpointing.save({**self._sharded_state(), "common": common}, folder)
+    def prepare_save(self, common: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], list[FileEntry]]:
+        """See `checkpointing.prepare`; `common` are plain values, the same on all ranks."""
+        return checkpointing.prepare({**self._sharded_state(), "common": common}, copied=copied)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore what `save` wrote, also at another parallel layout; returns its `common`."""
+        """Restore what `prepare_save` took, also at another parallel layout; returns its `common`."""
         loaded = checkpointing.load(self._sharded_state(), folder)
         with checkpointing.taken_over_from(folder):
             checkpointing.load_model(self.model, loaded["model"])

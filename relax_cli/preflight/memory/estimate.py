@@ -175,7 +175,19 @@ class _Sizes:
             if self.on_cpu and lora_of(self.config, role) is not None:
                 publishing["merged weights"] = self.precision.weights * self.spec.parameters
         resident, host = self._training_state(role, self._data_parallel(ranks))
+        copied = self._copy_to_save(role, ranks)
+        resident, host = (resident | copied, host) if self.on_cpu else (resident, host | copied)
         return RoleMemory(role, ranks, base | resident, working, publishing, keeps_freed=self.on_cpu, host=host)
+
+    def _copy_to_save(self, role: str, ranks: int) -> dict[str, int]:
+        """What `--async-save` writes while training continues, in host memory."""
+        section, precision = self.config.checkpoint, self.precision
+        if not section.async_save or section.save is None:
+            return {}
+        trained = trained_parameters(self.config, self.spec, role, self.tensor_parallel)
+        split = self._data_parallel(ranks) if self.config.optimizer.use_distributed_optimizer else 1
+        updated = (precision.master + precision.moments) * -(-trained // split)
+        return {"copy to save": precision.weights * trained + updated}
 
     def _training_state(self, role: str, data_parallel: int) -> tuple[dict[str, int], dict[str, int]]:
         """Memory of a rank of actor or critic: on its device while awake, and in host memory all the time."""

@@ -1,0 +1,124 @@
+"""What becomes of a checkpoint that all ranks have written: its final name, the tracker, and what is dropped.
+
+Knows neither torch nor a role, so the driver does it by itself, also where a role has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.layout import Best
+from relax_cli.errors import RunError, problem_kind
+
+STORAGE_FAILED = problem_kind(
+    "storage-failed",
+    "Folders and checkpoints",
+    "Writing a checkpoint failed. The previous one is intact, unless its folder was removed. `--on-save-error` decides "
+    "whether the run ends.",
+)
+
+
+def commit(save_dir: Path, iteration: int) -> None:
+    """Give the written checkpoint its final name; one of the same iteration from before a resume is replaced.
+
+    Raises:
+        RunError: the disk refused.
+    """
+    final = layout.iteration_folder(save_dir, iteration)
+    with disk_errors():
+        if final.exists():
+            layout.remove_checkpoint(final)
+        layout.temporary_folder(save_dir, iteration).rename(final)
+        layout.fsync_folder(save_dir)
+
+
+def publish(save_dir: Path, iteration: int) -> None:
+    """Point the tracker at `iteration`.
+
+    Raises:
+        RunError: the disk refused.
+    """
+    with disk_errors():
+        layout.write_tracker(save_dir, iteration)
+
+
+def withdraw(save_dir: Path, iteration: int) -> None:
+    """Undo a save of `iteration` that failed somewhere: the tracker goes back, and the disk gets its room back.
+
+    Raises:
+        RunError: the disk refused; a folder that the tracker still names stays.
+    """
+    with disk_errors():
+        _remove_leftovers(save_dir)
+        if layout.read_tracker(save_dir).iteration == iteration:
+            older = [i for i in layout.list_iterations(save_dir) if i < iteration]
+            complete = [i for i in older if layout.is_complete(layout.iteration_folder(save_dir, i))]
+            if complete:
+                layout.write_tracker(save_dir, complete[-1])
+            else:
+                (save_dir / layout.TRACKER_FILE).unlink()
+        final = layout.iteration_folder(save_dir, iteration)
+        if final.exists():
+            layout.remove_checkpoint(final)
+
+
+def rotate(save_dir: Path, current: int, keep: int | None, protected: Collection[int] = ()) -> None:
+    """Drop what is older than the newest `keep` complete checkpoints up to `current` (None: keep all).
+
+    What interrupted writes left goes in any case, the iterations `protected` in none.
+
+    Raises:
+        RunError: the disk refused.
+    """
+    with disk_errors():
+        _remove_leftovers(save_dir)
+        if keep is None:
+            return
+        assert keep >= 1, "the schema refuses less"
+        folders = [layout.iteration_folder(save_dir, i) for i in layout.list_iterations(save_dir) if i <= current]
+        complete = [folder for folder in folders if layout.is_complete(folder)]
+        if len(complete) > keep:
+            for folder in folders[: folders.index(complete[-keep])]:
+                if folder not in [layout.iteration_folder(save_dir, i) for i in protected]:
+                    layout.remove_checkpoint(folder)
+
+
+def mark_best(save_dir: Path, best: Best) -> None:
+    """Note which checkpoint is the best.
+
+    Raises:
+        RunError: the disk refused.
+    """
+    with disk_errors():
+        layout.write_best(save_dir, best)
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise storage_failed(error, Path(error.filename or ".")) from error
+
+
+def storage_failed(error: BaseException, where: Path) -> RunError:
+    """What to say when a checkpoint could not be written."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    fix = "make room or repair the permissions of the folder; the previous checkpoint is intact"
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        fix = "leave the save folder where it is during a run; something removed or renamed it, or a part of it"
+    return RunError(
+        STORAGE_FAILED(
+            f"writing the checkpoint failed: {reason}",
+            fix=fix,
+            where=str(where),
+        )
+    )
+
+
+def _remove_leftovers(save_dir: Path) -> None:
+    for leftover in layout.list_leftovers(save_dir):
+        layout.remove_tree(leftover)
