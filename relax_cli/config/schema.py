@@ -158,6 +158,9 @@ class BatchSection(Section):
     max_tokens_per_gpu: int | None = Field(
         None, ge=1, description="maximum tokens (prompt + response) per micro-batch on each rank"
     )
+    pack_sequences: bool | None = Field(
+        None, description="put samples of a micro-batch in one row instead of padding them; on CPUs when unset"
+    )
 
     @property
     def prompts_per_round(self) -> int:

@@ -71,12 +71,31 @@ def chunks_by_tokens(columns: Columns, rows: Sequence[int], budget: int) -> list
     return chunks
 
 
-def micro_batch_rows(columns: Columns, rows: Sequence[int], batch: BatchSection) -> list[list[int]]:
+def packed_by_tokens(columns: Columns, rows: Sequence[int], budget: int) -> list[list[int]]:
+    """Few chunks of at most `budget` tokens each, without padding: the longest first, into the first that has room.
+
+    A sample that is longer than the budget gets a chunk of its own.
+    """
+    tokens = columns.get("tokens", {})
+    chunks: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda row: (-tokens[row].numel(), row)):
+        size = tokens[row].numel()
+        place = next((i for i, left in enumerate(room) if size <= left), len(chunks))
+        if place == len(chunks):
+            chunks.append([])
+            room.append(budget)
+        chunks[place].append(row)
+        room[place] -= size
+    return chunks
+
+
+def micro_batch_rows(columns: Columns, rows: Sequence[int], batch: BatchSection, packed: bool) -> list[list[int]]:
     """The given rows as micro-batches, by samples or, with `--use-dynamic-batch-size`, by tokens."""
     if not batch.use_dynamic_batch_size:
         return chunks_by_length(columns, rows, batch.micro_batch_size)
     assert batch.max_tokens_per_gpu is not None, "checked before launch"
-    return chunks_by_tokens(columns, rows, batch.max_tokens_per_gpu)
+    return (packed_by_tokens if packed else chunks_by_tokens)(columns, rows, batch.max_tokens_per_gpu)
 
 
 def pad(rows: Sequence[Tensor], width: int) -> Tensor:
@@ -93,8 +112,10 @@ def stack(columns: Columns, name: str, rows: Sequence[int], width: int) -> Tenso
     return torch.stack(values) if values[0].dim() == 0 else pad(values, width)
 
 
-def make_micro_batch(columns: Columns, rows: Sequence[int], names: Sequence[str]) -> MicroBatch:
-    """The given rows, right-padded, with the named fields."""
+def make_micro_batch(
+    columns: Columns, rows: Sequence[int], names: Sequence[str], *, packed: bool = False
+) -> MicroBatch:
+    """The given rows with the named fields."""
     response_lens_B = stack(columns, "response_lens", rows, 0)
     width_T = int(response_lens_B.max())
     width_S = max(columns["tokens"][row].numel() for row in rows)
@@ -103,6 +124,7 @@ def make_micro_batch(columns: Columns, rows: Sequence[int], names: Sequence[str]
         prompt_lens_B=stack(columns, "prompt_lens", rows, 0),
         response_lens_B=response_lens_B,
         fields={name: stack(columns, name, rows, width_T) for name in names},
+        packed=packed,
     )
 
 

@@ -52,6 +52,9 @@ class RolloutShare:
 class Answers(Protocol):
     """A model on the device that it shares with other roles: `TrainableModel` or `LoadedModel`."""
 
+    packs: bool
+    """Whether samples are packed when `--pack-sequences` does not say."""
+
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
         """Outputs of each micro-batch, without gradient."""
 
@@ -75,6 +78,7 @@ class ModelRole(Generic[Model]):
         self.model = model
         self.queue = context.queue
         self.batch = context.config.batch
+        self.packed = model.packs if self.batch.pack_sequences is None else self.batch.pack_sequences
         self.awake = True
 
     def wake(self) -> None:
@@ -104,10 +108,17 @@ class ModelRole(Generic[Model]):
         counts = [float(sum(int(columns["response_mask"][row].sum()) for row in rows)) for rows in step_rows]
         return RolloutShare(rollout_id, columns, step_rows, parallel.sum_over_data_parallel(counts))
 
+    def micro_batches(
+        self, share: RolloutShare, rows: Sequence[int], fields: Sequence[str]
+    ) -> tuple[list[list[int]], list[MicroBatch]]:
+        """The given rows as micro-batches with the named fields, and which rows are in which."""
+        chunks = micro_batch_rows(share.columns, rows, self.batch, self.packed)
+        return chunks, [make_micro_batch(share.columns, chunk, fields, packed=self.packed) for chunk in chunks]
+
     def answers(self, share: RolloutShare, pick: Callable[[ModelOutput], Tensor]) -> dict[int, Tensor]:
         """One `[T]` grid of the model's output for each own row, without gradient, on the CPU."""
-        chunks = micro_batch_rows(share.columns, share.rows, self.batch)
-        outputs = self.model.forward([make_micro_batch(share.columns, chunk, ()) for chunk in chunks])
+        chunks, batches = self.micro_batches(share, share.rows, ())
+        outputs = self.model.forward(batches)
         found: dict[int, Tensor] = {}
         for rows, output in zip(chunks, outputs, strict=True):
             found |= unpad(pick(output).cpu(), rows, share.columns["response_lens"])
@@ -166,8 +177,7 @@ class TrainingRole(ModelRole[TrainableModel]):
         Raises:
             RunError: see `learn`; weights, moments and schedule are as they were before the step.
         """
-        chunks = micro_batch_rows(share.columns, share.step_rows[step], self.batch)
-        batches = [make_micro_batch(share.columns, chunk, ["response_mask", *fields]) for chunk in chunks]
+        chunks, batches = self.micro_batches(share, share.step_rows[step], ["response_mask", *fields])
         outputs: list[Tensor] = []
 
         def watched(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -30,8 +30,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def budget(tokens: int) -> tuple[str, ...]:
-    return "batch.use_dynamic_batch_size=true", f"batch.max_tokens_per_gpu={tokens}"
+def budget(tokens: int, packed: bool) -> tuple[str, ...]:
+    return (
+        "batch.use_dynamic_batch_size=true",
+        f"batch.max_tokens_per_gpu={tokens}",
+        f"batch.pack_sequences={str(packed).lower()}",
+    )
 
 
 def numbers(record: dict[str, Any]) -> dict[str, float]:
@@ -45,18 +49,22 @@ def test_metrics_are_the_same_for_any_budget(
     recipe: str, overrides: tuple[str, ...], task: Path, tmp_path: Path
 ) -> None:
     one_step = (*overrides, "batch.num_steps_per_rollout=1")
-    plain = train(task, tmp_path / "plain", recipe, *one_step, "batch.micro_batch_size=32")
+    whole = ("batch.micro_batch_size=32", "batch.pack_sequences=false")
+    plain = train(task, tmp_path / "plain", recipe, *one_step, *whole)
     expected = numbers(plain.metrics[0])
     assert {"pg_loss", "actor/grad_norm", "response_len/mean"} < expected.keys()
-    for tokens in (12, 45, 10_000):
-        run = train(task, tmp_path / str(tokens), recipe, *one_step, *budget(tokens))
+    for tokens, packed in ((12, False), (45, True), (10_000, False), (10_000, True)):
+        run = train(task, tmp_path / f"{tokens}-{packed}", recipe, *one_step, *budget(tokens, packed))
         found = numbers(run.metrics[0])
         assert found.keys() == expected.keys()
         for name, value in found.items():
             assert value == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
 
 
-def test_micro_batches_keep_to_the_token_budget(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_micro_batches_keep_to_the_token_budget(
+    packed: bool, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from relax_cli.backends.megatron.trainer import TrainableModel
 
     sizes: dict[str, list[int]] = {"forward": [], "train_step": []}
@@ -66,11 +74,12 @@ def test_micro_batches_keep_to_the_token_budget(task: Path, tmp_path: Path, monk
         def recording(
             self: Any, batches: Any, *args: Any, _original: Any = original, _seen: Any = seen, **kw: Any
         ) -> Any:
-            _seen += [batch.tokens_BS.numel() for batch in batches]
+            assert all(batch.packed is packed for batch in batches)
+            _seen += [batch.laid_out()[0].numel() for batch in batches]
             return _original(self, batches, *args, **kw)
 
         monkeypatch.setattr(TrainableModel, method, recording)
-    with deployed(task, tmp_path / "run", "tiny-ppo-cpu", *PPO, *budget(45)) as (_, roles):
+    with deployed(task, tmp_path / "run", "tiny-ppo-cpu", *PPO, *budget(45, packed)) as (_, roles):
         roles["rollout"].generate(0)
         roles["critic"].predict(0)
         roles["critic"].update()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from relax_cli.backends.megatron import cpu_support, layers, parallel
-from relax_cli.backends.megatron.micro_batch import ResponseIndex
 from relax_cli.backends.megatron.model import PolicyModel, ValueModel
 from relax_cli.backends.megatron.trainer import MicroBatch
 from relax_cli.errors import EnvironmentFault
@@ -92,7 +91,7 @@ def test_logits_equal_transformers(family: str, tied: bool, tmp_path: Path) -> N
     model.output_layer.register_forward_hook(lambda _, __, result: logits.append(result[0]))
     batch = every_next_token(tokens)
     with torch.no_grad():
-        model(tokens, ResponseIndex.of(batch))
+        model(*batch.laid_out())
         expected = reference(tokens).logits[:, :-1]
     assert (logits[0].view_as(expected) - expected).abs().max() <= 1e-5
 

@@ -6,7 +6,7 @@ around it, computed by torch, stand in its place: everything of ours that is spe
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
@@ -83,7 +84,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class DotProductAttention(torch.nn.Module):
-    """`TEDotProductAttention`: causal attention of `[S, B, n, d]`, with an extra state."""
+    """`TEDotProductAttention`: causal attention of `[S, B, n, d]`, or of packed `[t, n, d]`, with an extra state."""
 
     def __init__(
         self,
@@ -114,9 +115,39 @@ class DotProductAttention(torch.nn.Module):
         num_splits: int | None = None,
     ) -> Tensor:
         assert attn_mask_type.name == "causal"
+        if packed_seq_params is not None:
+            # The wrapper hands exactly these on, and makes the mask `padding_causal`.
+            packed = {field.name: getattr(packed_seq_params, field.name) for field in fields(PackedSeqParams)}
+            return self.packed(query, key, value, **{name: x for name, x in packed.items() if x is not None})
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        qkv_format: str,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_kv: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
+    ) -> Tensor:
+        """TransformerEngine's checks of `thd`, and attention under one mask for the whole row."""
+        assert qkv_format == "thd"
+        assert query.dim() == key.dim() == value.dim() == 3
+        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
+        lengths = cu_seqlens_q.diff()
+        assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
+        assert (int(cu_seqlens_q[0]), int(cu_seqlens_q[-1])) == (0, query.size(0))
+        assert max_seqlen_q == max_seqlen_kv == int(lengths.max())
+        sample_t = torch.arange(len(lengths)).repeat_interleave(lengths)
+        mask_tt = (sample_t[:, None] == sample_t).tril()
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_tt, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0)
@@ -178,13 +209,17 @@ def test_weights_load_into_and_come_out_of_its_layers_bitwise(family: str, engin
 
 
 @pytest.mark.parametrize("kind", ["policy", "value"])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_its_layers_learn_what_local_ones_learn(kind: str, family: str, engine: Any, tmp_path: Path) -> None:
+def test_its_layers_learn_what_local_ones_learn(
+    kind: str, family: str, packed: bool, engine: Any, tmp_path: Path
+) -> None:
     save_tiny_model(tmp_path, family, tied=False)
     run = Run(kind, tmp_path)  # type: ignore[arg-type]
     local, built = train(0, 1, 0, run), engine(run)
     assert isinstance(built.model.decoder.layers[0].self_attention.core_attention.inner, DotProductAttention)
-    steps = [built.train_step(micro_batches(run.micro_batch_size, list(range(6))), loss_fn) for _ in range(run.steps)]
+    batches = micro_batches(run.micro_batch_size, list(range(6)), packed)
+    steps = [built.train_step(batches, loss_fn) for _ in range(run.steps)]
     np.testing.assert_allclose([step.metrics["loss"] for step in steps], local["losses"], atol=1e-5)
     np.testing.assert_allclose([step.grad_norm for step in steps], local["grad_norms"], rtol=1e-4)
 

@@ -45,6 +45,7 @@ class Run:
     layout: dict[str, Any] = field(default_factory=dict)
     temperature: float = 0.7
     lora: Lora | None = None
+    packed: bool = False
 
 
 def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableModel:
@@ -86,9 +87,9 @@ def samples(rows: list[int]) -> MicroBatch:
     return MicroBatch(padded, prompt_lens, response_lens, {"target": target, "mask": mask})
 
 
-def micro_batches(size: int, rows: list[int]) -> list[MicroBatch]:
+def micro_batches(size: int, rows: list[int], packed: bool = False) -> list[MicroBatch]:
     """`rows` in micro-batches of at most `size`."""
-    return [samples(rows[first : first + size]) for first in range(0, len(rows), size)]
+    return [replace(samples(rows[first : first + size]), packed=packed) for first in range(0, len(rows), size)]
 
 
 def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -117,8 +118,8 @@ def train(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
     for step in range(run.steps):
         if run.save and step == run.save_after:
             model.prepare_save({"note": "kept"}, copied=False)(run.save, None)
-        results.append(model.train_step(micro_batches(run.micro_batch_size, rows_of_rank(run)), loss_fn))
-    outputs = model.forward(micro_batches(6, list(range(6))))[0]
+        results.append(model.train_step(micro_batches(run.micro_batch_size, rows_of_rank(run), run.packed), loss_fn))
+    outputs = model.forward(micro_batches(6, list(range(6)), run.packed))[0]
     state = model.hf_state() if run.kind == "policy" else None
     head = model.model.output_layer.weight.detach().numpy().copy() if run.kind == "value" else None
     if ranks > 1:

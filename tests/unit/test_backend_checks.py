@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from relax_cli.config.schema import Config, CriticSection, ModelSection, ParallelSection, RolloutSection, SglangSection
+from relax_cli.config.schema import (
+    BatchSection,
+    Config,
+    CriticSection,
+    ModelSection,
+    ParallelSection,
+    RolloutSection,
+    SglangSection,
+)
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine, allocator_settings
 from tests.support.rules import WITH_GPUS, machine_problems, problems_of
@@ -75,6 +83,18 @@ def test_bridged_models_take_no_chunks_of_logits(tmp_path: Path) -> None:
     assert rule in found("qwen3_5", 1024)
     assert rule not in found("qwen3_5", None)
     assert rule not in found("qwen3", 1024)
+
+
+def test_bridged_models_are_not_packed(tmp_path: Path) -> None:
+    def found(family: str, packed: bool | None) -> set[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        batch = BatchSection(pack_sequences=packed)
+        return ids(Config(model=ModelSection(hf_checkpoint=str(tmp_path)), batch=batch))
+
+    rule = "bridge-pack-sequences"
+    assert rule in found("qwen3_5", True)
+    assert rule not in found("qwen3_5", None)
+    assert rule not in found("qwen3", True)
 
 
 @pytest.mark.parametrize(

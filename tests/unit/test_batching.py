@@ -15,6 +15,7 @@ from relax_cli.roles.batching import (
     chunks_by_tokens,
     make_micro_batch,
     micro_batch_rows,
+    packed_by_tokens,
     pad,
     plan_rows,
     split_balanced,
@@ -183,9 +184,50 @@ def test_micro_batches_count_samples_or_tokens_by_option() -> None:
     batch = columns(0, [2, 2, 2, 8], [0, 0, 0, 2])
     rows = list(batch["tokens"])
     by_samples = BatchSection(micro_batch_size=3)
-    assert micro_batch_rows(batch, rows, by_samples) == [rows[:3], rows[3:]]
-    by_tokens = BatchSection(micro_batch_size=1, use_dynamic_batch_size=True, max_tokens_per_gpu=40)
-    assert micro_batch_rows(batch, rows, by_tokens) == [rows]
+    assert micro_batch_rows(batch, rows, by_samples, packed=False) == [rows[:3], rows[3:]]
+    by_tokens = BatchSection(micro_batch_size=1, use_dynamic_batch_size=True, max_tokens_per_gpu=16)
+    assert micro_batch_rows(batch, rows, by_tokens, packed=False) == [rows[:3], rows[3:]]
+    assert micro_batch_rows(batch, rows, by_tokens, packed=True) == [[rows[3], *rows[:3]]]
+
+
+@thorough
+@given(batch=samples(), budget=st.integers(1, 400), data=st.data())
+def test_packed_chunks_have_every_row_once_within_the_budget(batch: Columns, budget: int, data: st.DataObject) -> None:
+    rows = data.draw(st.permutations(list(batch["tokens"])))
+    chunks = packed_by_tokens(batch, rows, budget)
+    assert sorted(row for chunk in chunks for row in chunk) == sorted(rows)
+    sizes = [sum(batch["tokens"][row].numel() for row in chunk) for chunk in chunks]
+    assert all(size <= budget or len(chunk) == 1 for size, chunk in zip(sizes, chunks, strict=True))
+    # What goes through the layers stays below: the last token of a sample does not.
+    made = [make_micro_batch(batch, chunk, (), packed=True) for chunk in chunks]
+    passed = [micro.laid_out()[0].numel() for micro in made]
+    assert all(p <= max(size, 1) for p, size in zip(passed, sizes, strict=True))
+    # Two chunks that fit into one would have been one.
+    assert all(a + b > budget for a, b in itertools.combinations(sizes, 2))
+    assert chunks == packed_by_tokens(batch, sorted(rows), budget)
+
+
+@thorough
+@given(batch=samples(), packed=st.booleans())
+def test_the_states_of_a_row_predict_the_response_tokens(batch: Columns, packed: bool) -> None:
+    rows = list(batch["tokens"])
+    micro = make_micro_batch(batch, rows, (), packed=packed)
+    tokens, response = micro.laid_out()
+    # Hidden states are [S, B, H]; of a packed row B is 1.
+    following = torch.cat([tokens.T.flatten(), tokens.new_zeros(1)])
+    stride = 1 if packed else len(rows)
+    grid = response.to_grid(response.tokens_N)
+    for i, row in enumerate(rows):
+        prompt, length = int(batch["prompt_lens"][row]), int(batch["response_lens"][row])
+        assert grid[i, :length].tolist() == batch["tokens"][row][prompt:].tolist()
+        mine = response.states_N[response.cells_N // max(response.shape[1], 1) == i]
+        assert mine.tolist() == [int(mine[0]) + t * stride for t in range(length)] if length else not mine.numel()
+        # The state of token t - 1 predicts token t: what lies there is the token before.
+        assert following[mine].tolist() == batch["tokens"][row][prompt - 1 : prompt - 1 + length].tolist()
+    if packed:
+        lengths = [max(batch["tokens"][row].numel() - 1, 1) for row in rows]
+        assert response.lengths == tuple(sorted(lengths, reverse=True))
+        assert tokens.shape == (1, sum(lengths))
 
 
 @thorough

@@ -113,6 +113,9 @@ def test_a_token_budget_decides_the_samples_of_a_micro_batch(spec: ModelSpec) ->
     one, three = (activations(spec, **dynamic, batch__max_tokens_per_gpu=budget) for budget in (4000, 15999))
     assert one == activations(spec)
     assert three == 3 * one
+    # Packed, the budget is filled whatever the lengths are.
+    packed = activations(spec, **dynamic, batch__max_tokens_per_gpu=15999, batch__pack_sequences=True)
+    assert packed == pytest.approx(3.99975 * one, rel=1e-4)
 
 
 def test_moments_and_masters_are_split_over_data_parallel_ranks(spec: ModelSpec) -> None:

@@ -9,12 +9,15 @@ Legend: `S` positions, `B` samples, `H` hidden, `n` heads, `d` head size.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -147,6 +150,36 @@ class ResponseLayer(TransformerLayer):  # type: ignore[misc]
         return self._forward_mlp(picked_N1H), None
 
 
+@dataclass
+class PackedSamples(PackedSeqParams):  # type: ignore[misc]
+    """Where the samples of one row begin and end, for Megatron, TransformerEngine and the attention here."""
+
+    runs: tuple[tuple[int, int], ...] = ()
+    """Length and number of neighbours that are equally long."""
+    positions_S: Tensor | None = None
+    """Positions of the tokens in their samples."""
+    tables: tuple[Tensor, Tensor] | None = None
+    """Of rotary positions; made by the first layer."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], padding: int, device: torch.device) -> PackedSamples:
+        """Samples of the given lengths; `padding` tokens at the end of the row count to the last."""
+        lengths = [*lengths[:-1], lengths[-1] + padding]
+        lengths_B = torch.tensor(lengths, device=device)
+        ends_B = lengths_B.cumsum(0)
+        first_S = torch.repeat_interleave(ends_B - lengths_B, lengths_B, output_size=sum(lengths))
+        bounds = torch.nn.functional.pad(ends_B, (1, 0)).int()
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            runs=tuple((length, len(list(run))) for length, run in groupby(lengths)),
+            positions_S=torch.arange(first_S.numel(), device=device) - first_S,
+        )
+
+
 class RotaryTable:
     """Cosines and signed sines of rotary position embedding (arXiv:2104.09864), made once and shared by all layers."""
 
@@ -154,20 +187,29 @@ class RotaryTable:
         self._inv_freq = inverse_frequencies(spec)
         self._cos = self._sin = torch.empty(0)
 
-    def __call__(self, x_SBnd: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables `[S, 1, 1, d]` in fp32 on the device of `x_SBnd`: in bf16, neighbouring positions would look alike."""
-        length = x_SBnd.size(0)
+    def __call__(self, x_SBnd: Tensor, packed: PackedSamples | None = None) -> tuple[Tensor, Tensor]:
+        """Tables `[S, 1, 1, d]` in fp32 on the device of `x_SBnd`: in bf16, neighbouring positions would look alike.
+
+        Of packed samples, `[S, n, d]`, they are `[S, 1, d]`.
+        """
+        if packed is not None and packed.tables is not None:
+            return packed.tables
+        length = x_SBnd.size(0) if packed is None else packed.max_seqlen_q
         if self._cos.size(0) < length or self._cos.device != x_SBnd.device:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self._inv_freq)[:, None, None, :]
             self._cos = torch.cat([angles.cos(), angles.cos()], -1).to(x_SBnd.device)
             self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(x_SBnd.device)
-        return self._cos[:length], self._sin[:length]
+        if packed is None:
+            return self._cos[:length], self._sin[:length]
+        packed.tables = self._cos[packed.positions_S, 0], self._sin[packed.positions_S, 0]
+        return packed.tables
 
 
 class RotaryAttention(MegatronModule):  # type: ignore[misc]
-    """Megatron's `core_attention`: rotary positions 0, 1, … and causal attention over right-padded samples.
+    """Megatron's `core_attention`: rotary positions 0, 1, … and causal attention within each sample.
 
-    Right padding needs no mask: a causal position never sees what comes after it.
+    Right padding needs no mask: a causal position never sees what comes after it. Of packed samples, those of one
+    length are neighbours and so a batch without padding.
     """
 
     rotary: RotaryTable
@@ -185,17 +227,35 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
             )
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSamples | None = None,
+        **kwargs: Any,
     ) -> Tensor:
-        """`[S, B, n, d]` each (fewer heads in key and value) to `[S, B, n·d]`."""
+        """`[S, B, n, d]` each (fewer heads in key and value) to `[S, B, n·d]`; packed without the B."""
         assert attention_mask is None, "causal only"
-        assert kwargs.get("packed_seq_params") is None, "right-padded only"
-        cos, sin = self.rotary(query)
+        packed = packed_seq_params
+        cos, sin = self.rotary(query, packed)
         query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)  # type: ignore[no-untyped-call]
         if self.inner is not None:
-            return self.inner(query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-        q_BnSd, k_BnSd, v_BnSd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out_BnSd = F.scaled_dot_product_attention(
+            return self.inner(query, key, value, attention_mask, packed_seq_params=packed, **kwargs)  # type: ignore[no-any-return]
+        if packed is None:
+            batch = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._causal(*batch).permute(2, 0, 1, 3).flatten(2)
+        sizes = [length * count for length, count in packed.runs]
+        parts = []
+        for (length, count), *run in zip(
+            packed.runs, *(torch.split(x, sizes) for x in (query, key, value)), strict=True
+        ):
+            batch = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in run)
+            parts.append(self._causal(*batch).transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts).flatten(1)
+
+    def _causal(self, q_BnSd: Tensor, k_BnSd: Tensor, v_BnSd: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
             q_BnSd,
             k_BnSd,
             v_BnSd,
@@ -203,7 +263,6 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
             scale=self.softmax_scale,
             enable_gqa=q_BnSd.size(1) != k_BnSd.size(1),
         )
-        return out_BnSd.permute(2, 0, 1, 3).flatten(2)
 
 
 class _Rotate(torch.autograd.Function):

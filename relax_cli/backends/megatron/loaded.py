@@ -10,10 +10,11 @@ from torch import Tensor
 
 from relax_cli.backends.device import Parking, free_unused_memory
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, ResponseIndex
+from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput
 from relax_cli.backends.megatron.model import build_model
 from relax_cli.models.hf import HfWeights
 from relax_cli.models.hybrid import read_any_spec
+from relax_cli.models.spec import BRIDGE_FAMILIES
 
 
 class LoadedModel:
@@ -33,6 +34,8 @@ class LoadedModel:
         self.spec = read_any_spec(model_folder)
         self.model = build_model(kind, model_folder, self.spec, build)
         self._read_weights(model_folder)
+        self.packs = self.device.kind == "cpu" and self.spec.family not in BRIDGE_FAMILIES
+        """Whether samples are packed when `--pack-sequences` does not say."""
         self._parking = Parking()
 
     def _read_weights(self, folder: Path) -> None:
@@ -63,9 +66,7 @@ class LoadedModel:
 
 def run_batch(model: torch.nn.Module, batch: MicroBatch) -> ModelOutput:
     """What the model says about the response tokens of a micro-batch that is on its device."""
-    # The last token of the longest sample predicts nothing that was generated.
-    length = int((batch.prompt_lens_B + batch.response_lens_B).max()) - 1
-    output: ModelOutput = model(batch.tokens_BS[:, :length], ResponseIndex.of(batch))
+    output: ModelOutput = model(*batch.laid_out())
     return output
 
 

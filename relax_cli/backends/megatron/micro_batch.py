@@ -38,7 +38,7 @@ class Build:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward and backward pass, right-padded."""
+    """Samples of one forward and backward pass, here right-padded."""
 
     tokens_BS: Tensor
     """Prompt and response ids, int64; anything in the padding."""
@@ -47,6 +47,8 @@ class MicroBatch:
     response_lens_B: Tensor
     fields: dict[str, Tensor] = field(default_factory=dict)
     """What the loss needs, `[B, T]` (T the longest response here) or `[B]`."""
+    packed: bool = False
+    """The layers get the samples as one row without padding, the longest first."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same samples on `device`."""
@@ -55,7 +57,23 @@ class MicroBatch:
             self.prompt_lens_B.to(device),
             self.response_lens_B.to(device),
             {name: value.to(device) for name, value in self.fields.items()},
+            self.packed,
         )
+
+    def laid_out(self) -> tuple[Tensor, ResponseIndex]:
+        """The tokens that go through the layers, `[B, S]` or packed `[1, ΣS]`, and where they predict responses."""
+        rows, device = self.tokens_BS.size(0), self.tokens_BS.device
+        # The last token of a sample predicts nothing that was generated.
+        lengths_B = (self.prompt_lens_B + self.response_lens_B - 1).clamp(min=1)
+        longest = int(lengths_B.max())
+        if not self.packed:
+            first_B = torch.arange(rows, device=device)
+            return self.tokens_BS[:, :longest], ResponseIndex.of(self, first_B, rows)
+        order_B = lengths_B.argsort(descending=True, stable=True)
+        lengths_B = lengths_B[order_B]
+        tokens_1S = self.tokens_BS[order_B, :longest][torch.arange(longest, device=device) < lengths_B[:, None]][None]
+        first_B = (lengths_B.cumsum(0) - lengths_B)[order_B.argsort()]
+        return tokens_1S, ResponseIndex.of(self, first_B, 1, tuple(lengths_B.tolist()))
 
 
 @dataclass(frozen=True)
@@ -63,27 +81,37 @@ class ResponseIndex:
     """Where the states that predict response tokens are, in reading order; `N` response tokens of a micro-batch."""
 
     states_N: Tensor
-    """Positions in hidden states flattened from `[S, B, H]`."""
+    """Positions in hidden states flattened from `[S, B, H]`, where B is 1 for packed samples."""
     tokens_N: Tensor
     """The response tokens themselves."""
     cells_N: Tensor
     """Positions in a flattened `[B, T]` grid."""
     shape: tuple[int, int]
     """(B, T)."""
+    lengths: tuple[int, ...] | None = None
+    """Of packed samples: how many tokens each has, in the order they lie in their row."""
 
     @classmethod
-    def of(cls, batch: MicroBatch) -> ResponseIndex:
-        """Response token t of sample b is predicted by the state at `prompt_len + t − 1`."""
-        rows = batch.tokens_BS.size(0)
+    def of(
+        cls, batch: MicroBatch, first_B: Tensor, stride: int, lengths: tuple[int, ...] | None = None
+    ) -> ResponseIndex:
+        """Response token t of sample b is predicted by the state at `prompt_len + t − 1`.
+
+        Args:
+            first_B: positions of each sample's first state.
+            stride: from one state of a sample to the next.
+            lengths: see the field.
+        """
         width = int(batch.response_lens_B.max())
         mask_BT = torch.arange(width, device=batch.tokens_BS.device) < batch.response_lens_B[:, None]
         sample_N, step_N = mask_BT.nonzero(as_tuple=True)
         token_position_N = batch.prompt_lens_B[sample_N] + step_N
         return cls(
-            states_N=(token_position_N - 1) * rows + sample_N,
+            states_N=first_B[sample_N] + (token_position_N - 1) * stride,
             tokens_N=batch.tokens_BS[sample_N, token_position_N],
             cells_N=sample_N * width + step_N,
-            shape=(rows, width),
+            shape=(batch.tokens_BS.size(0), width),
+            lengths=lengths,
         )
 
     def to_grid(self, values_N: Tensor) -> Tensor:

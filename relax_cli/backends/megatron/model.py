@@ -22,7 +22,7 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
 from relax_cli.backends.megatron.experts import expert_settings, number_over_all_ranks, padding
 from relax_cli.backends.megatron.heads import ValueHead, in_chunks, token_statistics
-from relax_cli.backends.megatron.layers import block_spec, layer_kind, local_name
+from relax_cli.backends.megatron.layers import PackedSamples, block_spec, layer_kind, local_name
 from relax_cli.backends.megatron.lora import adapted_layers, freeze_all_but_adapters, is_adapter
 from relax_cli.backends.megatron.micro_batch import Build, ModelKind, ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
@@ -99,7 +99,7 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
         self.spec = spec
 
     def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput:
-        """Right-padded token ids to what the model says about the response tokens."""
+        """Right-padded token ids, or packed ones in one row, to what the model says about the response tokens."""
         states_N = response.states_N
         if self.config.sequence_parallel:
             # Positions and picked states are shared out evenly; `_postprocess` drops what is added here.
@@ -107,7 +107,10 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
             tokens_BS = F.pad(tokens_BS, (0, -tokens_BS.size(1) % ranks))
             states_N = F.pad(states_N, (0, -states_N.numel() % ranks if states_N.numel() else ranks))
         balanced = self.config.num_moe_experts and self.config.moe_aux_loss_coeff
-        more = {"padding_mask": padding(states_N, *tokens_BS.shape)} if balanced else {}
+        more: dict[str, Any] = {"padding_mask": padding(states_N, *tokens_BS.shape)} if balanced else {}
+        if response.lengths is not None:
+            filled = tokens_BS.size(1) - sum(response.lengths)
+            more["packed_seq_params"] = PackedSamples.of(response.lengths, filled, tokens_BS.device)
         output: ModelOutput = super().forward(
             tokens_BS, None, None, labels=response, extra_block_kwargs={"context": states_N}, **more
         )

@@ -16,26 +16,28 @@ from relax_cli.preflight.memory.sizes import Lengths
 class Pass:
     """A micro-batch of the longest samples."""
 
-    samples: int
+    samples: float
+    """Not whole where shorter ones fill a packed micro-batch up."""
     lengths: Lengths
 
     @property
     def tokens(self) -> int:
         """Tokens that go through the layers; the last one predicts nothing."""
-        return self.samples * (self.lengths.prompt + self.lengths.response - 1)
+        return int(self.samples * (self.lengths.prompt + self.lengths.response - 1))
 
     @property
     def answers(self) -> int:
         """Response tokens."""
-        return self.samples * self.lengths.response
+        return int(self.samples * self.lengths.response)
 
 
-def largest_pass(batch: BatchSection, lengths: Lengths, data_parallel: int) -> Pass:
+def largest_pass(batch: BatchSection, lengths: Lengths, data_parallel: int, *, packed: bool) -> Pass:
     """The largest micro-batch of a rank; one of more, but shorter samples has no more tokens."""
     per_rank = -(-batch.samples_per_step // max(1, data_parallel))
-    most = batch.micro_batch_size
+    most: float = batch.micro_batch_size
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is not None:
-        most = batch.max_tokens_per_gpu // (lengths.prompt + lengths.response)
+        most = batch.max_tokens_per_gpu / (lengths.prompt + lengths.response)
+        most = most if packed else int(most)
     return Pass(max(1, min(most, per_rank)), lengths)
 
 

@@ -257,4 +257,6 @@ class _Sizes:
         return max(1, ranks // self.tensor_parallel)
 
     def _pass(self, ranks: int) -> Pass:
-        return largest_pass(self.config.batch, self.lengths, self._data_parallel(ranks))
+        chosen = self.config.batch.pack_sequences
+        packed = self.on_cpu if chosen is None else chosen
+        return largest_pass(self.config.batch, self.lengths, self._data_parallel(ranks), packed=packed)

@@ -92,8 +92,8 @@ def token_budget_missing(batch: BatchSection, rollout: RolloutSection, algorithm
 def token_budget_too_small(
     batch: BatchSection, rollout: RolloutSection, algorithm: AlgorithmSection, inputs: RunInputs
 ) -> Found:
-    """Prompt and response of one sample may be longer than `--max-tokens-per-gpu`. Padding counts: a micro-batch costs
-    its number of samples × its longest one."""
+    """Prompt and response of one sample may be longer than `--max-tokens-per-gpu`. Padding counts: a micro-batch that
+    is not packed costs its number of samples × its longest one."""
     prompt = rollout.rollout_max_prompt_len or inputs.longest_prompt or 0
     longest = _longest_sample(prompt, rollout, algorithm)
     budget = batch.max_tokens_per_gpu

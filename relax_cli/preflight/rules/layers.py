@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax_cli.config.names import nearest
-from relax_cli.config.schema import CriticSection, ModelSection, ParallelSection
+from relax_cli.config.schema import BatchSection, CriticSection, ModelSection, ParallelSection
 from relax_cli.models.spec import BRIDGE_FAMILIES, INDIVISIBLE
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.rules.registry import Finding, Found, largest_divisor, rule
@@ -144,6 +144,19 @@ def bridge_log_probs_chunk(parallel: ParallelSection, inputs: RunInputs) -> Foun
             got=str(parallel.log_probs_chunk_size),
             expected="unset",
             fix="drop --log-probs-chunk-size, and lower --micro-batch-size or --max-tokens-per-gpu",
+        )
+
+
+@rule("bridge-pack-sequences", "Model", option="--pack-sequences", needs="files")
+def bridge_pack_sequences(batch: BatchSection, inputs: RunInputs) -> Found:
+    """A model that goes through Megatron-Bridge with `--pack-sequences`: Megatron-core's gated-delta layers raise
+    NotImplementedError on packed samples (0.16, 0.19)."""
+    if batch.pack_sequences and inputs.model_config.get("model_type") in BRIDGE_FAMILIES:
+        yield Finding(
+            "the gated-delta layers of Megatron-core take no packed samples",
+            got="on",
+            expected="off",
+            fix="--no-pack-sequences",
         )
 
 
