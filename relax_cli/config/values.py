@@ -102,7 +102,7 @@ def prepare(setting: Setting, field: FieldInfo) -> Any:
         return _mapping(setting, value)
     if kind is tuple and isinstance(value, str):
         value = (value,)
-    if kind is bool and not isinstance(value, bool):
+    if kind is bool and not isinstance(value, bool) and not (value is None and is_optional(field)):
         return _bad_value(setting, "true or false", f"write {setting.section}.{setting.key}: true (or false)")
     if kind in (int, float) and isinstance(value, bool):
         return _bad_value(setting, "a number", "write a number instead of true or false")

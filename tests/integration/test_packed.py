@@ -14,9 +14,19 @@ from relax_cli.backends.megatron.layers import PackedSamples
 from relax_cli.backends.megatron.loaded import run_batch
 from relax_cli.backends.megatron.trainer import MicroBatch, TrainableModel
 from relax_cli.models.lora import Lora
-from tests.integration.test_training_options import RECOMPUTE, assert_close
 from tests.support.tiny_models import on_ranks, save_tiny_model
-from tests.support.training_runs import PROMPT_LENS, RESPONSE_LENS, ROWS, Run, build, loss_fn, samples, train
+from tests.support.training_runs import (
+    PROMPT_LENS,
+    RECOMPUTE,
+    RESPONSE_LENS,
+    ROWS,
+    Run,
+    assert_close,
+    build,
+    loss_fn,
+    samples,
+    train,
+)
 
 KINDS = ("policy", "value")
 LAYOUTS = {

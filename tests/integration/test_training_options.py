@@ -15,9 +15,11 @@ from relax_cli.backends.megatron.loaded import run_batch
 from relax_cli.backends.megatron.trainer import MicroBatch, TrainableModel
 from tests.support.tiny_models import VOCAB, on_ranks, save_tiny_model
 from tests.support.training_runs import (
+    RECOMPUTE,
     RESPONSE_LENS,
     ROWS,
     Run,
+    assert_close,
     build,
     loss_fn,
     micro_batches,
@@ -51,39 +53,7 @@ def take_steps(model: TrainableModel, steps: int) -> list[Any]:
     return [model.train_step(micro_batches(3, ROWS), loss_fn) for _ in range(steps)]
 
 
-def assert_close(results: list[dict], alone: dict) -> None:
-    for result in results:
-        np.testing.assert_allclose(result["losses"], alone["losses"], atol=1e-5)
-        np.testing.assert_allclose(result["grad_norms"], alone["grad_norms"], rtol=1e-4)
-        np.testing.assert_allclose(result["grid"], alone["grid"], atol=2e-5)
-
-
 # Recomputation
-
-RECOMPUTE = {
-    "uniform": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "chunks of two": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 2,
-    },
-    "block": {
-        "recompute_granularity": "full",
-        "recompute_method": "block",
-        "recompute_num_layers": 1,
-    },
-    "attention": {"recompute_granularity": "selective"},
-    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
-    "both parts": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ("core_attn", "mlp"),
-        "recompute_num_layers": 1,  # of full recomputation: without effect
-    },
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,31 @@ RESPONSE_LENS = (4, 2, 6, 5, 1, 3)
 ROWS = list(range(6))
 META = {"weight_version": 4, "seeds": {"seed": 1}, "config_hash": "abc", "data_position": {"rollouts": 17}}
 """What a checkpoint says besides its tensors."""
+
+RECOMPUTE = {
+    "uniform": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "chunks of two": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    },
+    "block": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    },
+    "attention": {"recompute_granularity": "selective"},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "both parts": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("core_attn", "mlp"),
+        "recompute_num_layers": 1,  # of full recomputation: without effect
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -133,3 +159,11 @@ def train(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
         "head": head,
         "common": common,
     }
+
+
+def assert_close(results: list[dict], alone: dict) -> None:
+    """The same training, to rounding."""
+    for result in results:
+        np.testing.assert_allclose(result["losses"], alone["losses"], atol=1e-5)
+        np.testing.assert_allclose(result["grad_norms"], alone["grad_norms"], rtol=1e-4)
+        np.testing.assert_allclose(result["grid"], alone["grid"], atol=2e-5)

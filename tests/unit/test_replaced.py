@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_cli.config.layers import Layers, Loaded, load_config
-from relax_cli.config.model import flag, option_value, options_by_name
+from relax_cli.config.model import base_type, flag, option_value, options_by_name
 from relax_cli.config.paths import PATH_OPTIONS, expand_path
 from relax_cli.config.replaced import EVALUATED, REPLACEMENTS
 from relax_cli.config.schema import Config
@@ -148,7 +148,7 @@ def test_null_unsets_every_option(tmp_path: Path, name: str) -> None:
         "eps_clip": 0.3,
     }
     layers = [([], {}, [f"{OPTIONS[name][0]}.{name}=null"]), ([], {f"RELAX_{name.upper()}": "null"})]
-    if field.annotation is not bool and "tuple" not in str(field.annotation):
+    if base_type(field) is not bool and "tuple" not in str(field.annotation):
         layers.append(([], {}, (), {name: "null"}))
     for _, *layer in layers:
         config = load([recipe(tmp_path, **{k: v for k, v in given.items() if k == name})], *layer).config
