@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from relax_cli.backends.megatron import cpu_support, layers, parallel
+from relax_cli.backends.megatron.heads import ValueHead
 from relax_cli.backends.megatron.model import PolicyModel, ValueModel
 from relax_cli.backends.megatron.trainer import MicroBatch
 from relax_cli.errors import EnvironmentFault
@@ -257,6 +258,8 @@ def test_value_head_starts_from_the_seed_or_at_zero(qwen3: Path) -> None:
     assert torch.equal(head.weight, second.model.output_layer.weight)
     assert 0.01 < head.weight.std() < 0.03
     assert not head.bias.any()
+    at_zero = ValueHead(8, 0.0, seed=1)
+    assert not at_zero(torch.ones(3, 8))[0].any()
 
 
 def test_an_empty_response_has_no_columns_and_no_gradient(qwen3: Path) -> None:

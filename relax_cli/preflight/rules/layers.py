@@ -149,11 +149,11 @@ def bridge_log_probs_chunk(parallel: ParallelSection, inputs: RunInputs) -> Foun
 
 @rule("bridge-pack-sequences", "Model", option="--pack-sequences", needs="files")
 def bridge_pack_sequences(batch: BatchSection, inputs: RunInputs) -> Found:
-    """A model that goes through Megatron-Bridge with `--pack-sequences`: Megatron-core's gated-delta layers raise
-    NotImplementedError on packed samples (0.16, 0.19)."""
+    """A model that goes through Megatron-Bridge with `--pack-sequences`, not built for it: its gated-delta layers
+    take packed samples from megatron-core 0.19 on, and raise NotImplementedError before."""
     if batch.pack_sequences and inputs.model_config.get("model_type") in BRIDGE_FAMILIES:
         yield Finding(
-            "the gated-delta layers of Megatron-core take no packed samples",
+            "models of Megatron-Bridge, with gated-delta layers, are trained on padded samples",
             got="on",
             expected="off",
             fix="--no-pack-sequences",
