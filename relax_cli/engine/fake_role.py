@@ -60,10 +60,11 @@ class FakeBuilder(RoleBuilder):
 def smaller(config: Config, lengths: Lengths, data_parallel: int) -> Config:
     """A rollout of one optimizer step with few micro-batches; the largest of them is that of the run."""
     batch = config.batch
-    samples = min(
-        batch.samples_per_step, MICRO_BATCHES * largest_pass(batch, lengths, data_parallel).samples * data_parallel
-    )
+    largest = int(largest_pass(batch, lengths, data_parallel, packed=False).samples)
+    samples = min(batch.samples_per_step, MICRO_BATCHES * largest * data_parallel)
     changes = {
+        # All samples are equally long, so there is nothing to pad.
+        "pack_sequences": False,
         "rollout_batch_size": -(-samples // batch.n_samples_per_prompt),
         "num_steps_per_rollout": 1,
         "global_batch_size": None,
