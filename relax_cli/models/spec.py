@@ -104,6 +104,10 @@ class ModelSpec:
         """Policy parameters that a token uses."""
         return self.parameters
 
+    def mlp_numbers(self, tensor_parallel: int) -> int:
+        """Numbers that a layer's MLP keeps of one token on one rank for the backward pass, besides its input."""
+        return 3 * (self.ffn_hidden_size // tensor_parallel)
+
     def experts_in(self, layer: int) -> int:
         """Experts of a layer; 0 where it has one dense MLP."""
         return 0
@@ -160,6 +164,14 @@ class MoeSpec(ModelSpec):
     def ffn_size_in(self, layer: int) -> int:
         """See `ModelSpec`."""
         return self.expert_ffn_size if self.experts_in(layer) else self.ffn_hidden_size
+
+    def mlp_numbers(self, tensor_parallel: int) -> int:
+        """See `ModelSpec`; of a layer with experts, which get equally many tokens on every rank.
+
+        Each of a token's experts keeps its input and output, gate and up, the activation, and that weighed.
+        """
+        each = 2 * self.hidden_size + 4 * self.expert_ffn_size
+        return self.experts_per_token * each // tensor_parallel + 2 * self.num_experts
 
     def _backbone(self, tensor_parallel: int) -> int:
         dense = 3 * self.hidden_size * self.ffn_hidden_size // tensor_parallel

@@ -203,6 +203,8 @@ def _attributes(record: object, names: str) -> dict[str, Any]:
 
 def _parameters(config: Config, spec: ModelSpec, *, has_critic: bool) -> dict[str, int]:
     found = {"policy": spec.parameters}
+    if spec.active_parameters < spec.parameters:
+        found["used by a token"] = spec.active_parameters
     if has_critic:
         found["critic"] = spec.value_parameters
     for role, name in (("actor", "policy"), ("critic", "critic")):
@@ -287,6 +289,8 @@ def _assumptions(config: Config, inputs: RunInputs) -> list[str]:
     found = [f"{prompts}; every response as long as allowed", f"numbers: {precision_of(config).name}"]
     if config.parallel.recompute_granularity is not None:
         found.append(_recomputation(config.parallel))
+    if inputs.model is not None and inputs.model.expert_parameters:
+        found.append("experts get equally many tokens")
     ranks = config.parallel.tensor_model_parallel_size
     if inputs.model is not None and inputs.model.vocab_size % ranks:
         rows = inputs.model.vocabulary_of_rank(ranks) * ranks

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelOutput
+from relax_cli.models.hf import HfWeights
 from tests.support.tiny_models import on_ranks, save_tiny_model
 from tests.support.training_runs import PROMPT_LENS, RESPONSE_LENS, ROWS, Run, build, micro_batches, samples, train
 
@@ -113,3 +115,24 @@ def test_the_router_can_be_more_exact(moe: Path) -> None:
     one, other = (model.forward([samples(ROWS)])[0].log_probs_BT for model in (exact, usual))
     torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
     assert one.dtype == other.dtype == torch.float32
+
+
+def publish(rank: int, ranks: int, port: int, run: Run) -> list[dict[str, Any]]:
+    model = build(run, rank, ranks, port)
+    buckets = [{name: tensor.numpy().copy() for name, tensor in bucket.tensors} for bucket in model.hf_buckets(20_000)]
+    parallel.shutdown()
+    return buckets
+
+
+def test_every_rank_publishes_every_expert_by_itself(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3_moe")
+    first, second = on_ranks(2, publish, Run("policy", tmp_path, layout=EP2))
+    assert len(first) == len(second) > 2
+    stored = {name: tensor.numpy() for name, tensor in HfWeights(tmp_path).items()}
+    for buckets in (first, second):
+        sent = {name: array for bucket in buckets for name, array in bucket.items()}
+        assert sent.keys() == stored.keys()
+        assert all(np.array_equal(sent[name], stored[name]) for name in stored)
+    # SGLang's loader of Qwen3-MoE finds an expert by this part of a name, and the router by its own.
+    parts = [f"experts.{expert}.{matrix}_proj.weight" for expert in range(4) for matrix in ("gate", "up", "down")]
+    assert {name.partition("mlp.")[2] for name in stored if "mlp." in name} == {*parts, "gate.weight"}

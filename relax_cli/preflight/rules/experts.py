@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
-from relax_cli.config.schema import CriticSection, ModelSection, ParallelSection
+from relax_cli.config.placement import rollout_engine
+from relax_cli.config.schema import Config, CriticSection, ModelSection, ParallelSection
 from relax_cli.models.families import DEFAULTS, MOE_FAMILIES
+from relax_cli.models.spec import MoeSpec
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.rules.registry import Finding, Found, largest_divisor, rule
 from relax_cli.preflight.rules.resources import THEME, TRAINED_ROLES
@@ -46,6 +48,19 @@ def moe_transformer_engine(parallel: ParallelSection, inputs: RunInputs) -> Foun
             got="transformer_engine",
             expected="auto or local, which are Megatron's own layers for these models",
             fix="--transformer-impl auto",
+        )
+
+
+@rule("moe-sglang-dense-layers", "SGLang servers", option="--rollout-engine", needs="files")
+def moe_sglang_dense_layers(config: Config, inputs: RunInputs) -> Found:
+    """SGLang builds Qwen3-MoE with experts in every layer, whatever `mlp_only_layers` and `decoder_sparse_step` say."""
+    dense = inputs.model.dense_layers if isinstance(inputs.model, MoeSpec) else ()
+    if dense and rollout_engine(config.rollout, config.sglang, config.parallel) == "sglang":
+        yield Finding(
+            "SGLang does not know that some layers of the model have no experts",
+            got=f"{len(dense)} layers without experts, the first is layer {dense[0]}",
+            expected="experts in every layer",
+            fix="--rollout-engine embedded, or a model with experts in every layer",
         )
 
 
