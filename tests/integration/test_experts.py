@@ -110,6 +110,21 @@ def test_the_auxiliary_loss_does_not_depend_on_ranks(moe: Path) -> None:
     assert alone["grad_norms"] != train(0, 1, 0, replace(run, layout={}))["grad_norms"]
 
 
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    ],
+)
+def test_recomputed_experts_change_nothing(moe: Path, recompute: dict[str, Any]) -> None:
+    balanced = EP2 | {"moe_aux_loss_coeff": 0.1}
+    run = Run("policy", moe, layout=balanced)
+    kept, again = (on_ranks(2, train, replace(run, layout=balanced | more))[0] for more in ({}, recompute))
+    same(kept, again, tolerance=1e-6)
+    assert kept["balance"] == pytest.approx(again["balance"], abs=1e-6)
+
+
 def test_the_router_can_be_more_exact(moe: Path) -> None:
     exact, usual = (build(Run("policy", moe, layout={"moe_router_dtype": dtype})) for dtype in ("fp64", "fp32"))
     one, other = (model.forward([samples(ROWS)])[0].log_probs_BT for model in (exact, usual))

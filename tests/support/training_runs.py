@@ -153,6 +153,7 @@ def train(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
     return {
         "losses": [result.metrics["loss"] for result in results],
         "grad_norms": [result.grad_norm for result in results],
+        "balance": [result.load_balancing_loss for result in results],
         "lrs": [result.lr for result in results],
         "grid": outputs.main.numpy(),
         "state": None if state is None else {name: tensor.float().numpy().copy() for name, tensor in state.items()},

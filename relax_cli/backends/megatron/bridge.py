@@ -187,11 +187,13 @@ def configure(provider: Any, layout: ParallelSection, device: Device) -> None:
 def recompute_settings(layout: ParallelSection) -> dict[str, Any]:
     """What Megatron is told about recomputing; options of the other granularity have no effect, and it refuses them."""
     full, selective = (layout.recompute_granularity == kind for kind in ("full", "selective"))
+    experts = ["moe"] if "mlp" in layout.recompute_modules else []
     return {
         "recompute_granularity": layout.recompute_granularity,
         "recompute_method": layout.recompute_method if full else None,
         "recompute_num_layers": layout.recompute_num_layers if full else None,
-        "recompute_modules": list(layout.recompute_modules) or ["core_attn"] if selective else None,
+        # Megatron's name of an MLP with experts is another.
+        "recompute_modules": [*(layout.recompute_modules or ["core_attn"]), *experts] if selective else None,
     }
 
 
