@@ -63,8 +63,8 @@ OTHER_DATA = problem_kind(
 DATA_ORDER = problem_kind(
     "resume-data-order",
     FOLDERS,
-    "A warning: `--rollout-batch-size`, `--rollout-seed`, `--dynamic-sampling` or `--curriculum` is not that of the "
-    "checkpoint, so prompts of the current epoch will be repeated or left out.",
+    "A warning: `--rollout-batch-size`, `--rollout-seed`, `--dynamic-sampling`, `--partial-rollout` or `--curriculum` "
+    "is not that of the checkpoint, so prompts of the current epoch will be repeated or left out.",
     severity="warning",
 )
 
@@ -97,6 +97,7 @@ class RunIdentity:
     seeds: dict[str, int]
     dynamic_sampling: bool = False
     curriculum: str | None = None
+    carries_over: bool = False
     reference: str | None = None
     """Of the weights that KL terms compare with; None where there are no KL terms."""
     reference_name: str = ""
@@ -154,6 +155,7 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
         seeds={"seed": config.run.seed, "rollout_seed": config.rollout.rollout_seed},
         dynamic_sampling=config.batch.dynamic_sampling,
         curriculum=config.data.curriculum,
+        carries_over=config.carries_over,
         reference=None if reference is None else weights_fingerprint(reference),
         reference_name=scrubbed(name or config.model.hf_checkpoint),
         adapters=adapters,
@@ -331,10 +333,13 @@ def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem
     seen = meta.extra.get("data_position", {}).get("prompts_seen")
     saved_seed = meta.seeds.get("rollout_seed")
     got, expected = [], []
-    if run.dynamic_sampling:
+    in_flight = meta.extra.get("prompts_in_flight")
+    if run.dynamic_sampling or run.carries_over or "prompts_drawn" in meta.extra:
         seen = None  # It continues at the prompt that the checkpoint names.
-    elif "prompts_drawn" in meta.extra:
-        seen = None
+    if in_flight is not None and not run.carries_over:
+        got.append("--no-partial-rollout")
+        expected.append(f"--partial-rollout --over-sampling-batch-size {in_flight}")
+    elif "prompts_drawn" in meta.extra and not (run.dynamic_sampling or run.carries_over):
         got.append("--no-dynamic-sampling")
         expected.append("--dynamic-sampling")
     saved_curriculum = meta.extra.get("curriculum")

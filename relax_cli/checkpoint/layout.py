@@ -191,6 +191,7 @@ class KnownExtra(TypedDict, total=False):
     origin: dict[str, str | None]
     prompts: NonNegativeInt | None
     curriculum: str
+    prompts_in_flight: PositiveInt
     data_position: dict[str, NonNegativeInt | None]
     adapters: dict[str, dict[str, Any]]
     has_critic: bool

@@ -46,8 +46,8 @@ def read_sampling(folder: Path) -> Arrays:
     return arrays
 
 
-def sampling_unreadable(folder: Path, got: str, expected: str = "a file that relax wrote") -> ResumeError:
+def sampling_unreadable(folder: Path, got: str) -> ResumeError:
     """The error of a file that is not what a run wrote."""
     fix = "resume from another checkpoint: relax checkpoint verify " + str(folder.parent)
     what = "what the checkpoint says of the run's sampling cannot be used"
-    return ResumeError(UNREADABLE(what, where=str(folder / FILE), got=got, expected=expected, fix=fix))
+    return ResumeError(UNREADABLE(what, where=str(folder / FILE), got=got, expected="a file that relax wrote", fix=fix))

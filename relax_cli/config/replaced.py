@@ -67,8 +67,12 @@ NEEDS = (
         "min-lr-unused", "where the learning rate decays", "--lr-decay-style cosine",
     ),
     _need(
-        "over_sampling_batch_size dynamic_sampling_max_rounds", "dynamic_sampling", _on,
+        "dynamic_sampling_max_rounds", "dynamic_sampling", _on,
         "dynamic-sampling-unused", "with dynamic sampling", "--dynamic-sampling",
+    ),
+    _need(
+        "partial_rollout_len", "partial_rollout", _on,
+        "partial-rollout-len-unused", "with partial rollouts", "--partial-rollout",
     ),
     _need(
         "max_tokens_per_gpu", "use_dynamic_batch_size", _on,
@@ -142,6 +146,7 @@ REPLACEMENTS = (
     Replacement("custom_rm_path", _given, ("rm_type", "rm_url", *EPISODES)),
     Replacement("env", _given, ("rm_type", "custom_rm_path", "rm_url")),
     Replacement("num_epoch", _given, ("num_rollout",)),
+    Replacement("dynamic_sampling", _off, ("over_sampling_batch_size",)),
     Replacement("global_batch_size", _given, ("num_steps_per_rollout",)),
     Replacement("num_steps_per_rollout", _given, ("global_batch_size",)),
     Replacement("micro_batch_size", _given, ("use_dynamic_batch_size", "max_tokens_per_gpu")),

@@ -149,7 +149,10 @@ class BatchSection(Section):
         False, description="drop groups whose rewards are all equal and draw more prompts until the batch is full"
     )
     over_sampling_batch_size: int | None = Field(
-        None, ge=1, description="prompts drawn at a time with --dynamic-sampling; --rollout-batch-size when unset"
+        None,
+        ge=1,
+        description="prompts drawn at a time with --dynamic-sampling, or in flight with --partial-rollout; "
+        "--rollout-batch-size when unset",
     )
     dynamic_sampling_max_rounds: int = Field(
         10, ge=1, description="times that a rollout draws prompts; then groups of equal rewards complete the batch"
@@ -161,11 +164,6 @@ class BatchSection(Section):
     pack_sequences: bool | None = Field(
         None, description="put samples of a micro-batch in one row instead of padding them; on CPUs when unset"
     )
-
-    @property
-    def prompts_per_round(self) -> int:
-        """Prompts that are sampled at the same time."""
-        return (self.dynamic_sampling and self.over_sampling_batch_size) or self.rollout_batch_size
 
     @property
     def samples_per_rollout(self) -> int:
@@ -183,6 +181,10 @@ class BatchSection(Section):
     def samples_per_step(self) -> int:
         """Samples in one optimizer step over all data-parallel ranks."""
         return self.samples_per_rollout // self.steps_per_rollout
+
+
+LEAST_PART = 8
+"""Tokens of a part of a response, unless it is chosen smaller."""
 
 
 class RolloutSection(Section):
@@ -206,7 +208,22 @@ class RolloutSection(Section):
         "auto", description="generation engine; auto: sglang with --device cuda or --rollout-external, else embedded"
     )
     rollout_request_timeout: float = Field(1800.0, gt=0, description="timeout of a generation request in seconds")
-    partial_rollout: bool = Field(False, description="continue aborted responses instead of restarting them")
+    partial_rollout: bool = Field(
+        False,
+        description="continue unfinished responses in the next rollout once a batch is complete (see "
+        "--over-sampling-batch-size), and aborted ones from where they were",
+    )
+    partial_rollout_len: int | None = Field(
+        None,
+        ge=1,
+        description="tokens that responses grow by before complete prompts are counted; an eighth of "
+        "--rollout-max-response-len, and at least 8, when unset",
+    )
+
+    @property
+    def tokens_per_part(self) -> int:
+        """Tokens that a response grows by at a time with --partial-rollout."""
+        return self.partial_rollout_len or max(LEAST_PART, -(-self.rollout_max_response_len // 8))
 
 
 class SglangSection(Section):
@@ -378,3 +395,14 @@ class Config(Section):
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
     run: RunSection = RunSection()
+
+    @property
+    def prompts_per_round(self) -> int:
+        """Prompts that are sampled at the same time."""
+        uses_more = self.batch.dynamic_sampling or self.rollout.partial_rollout
+        return (uses_more and self.batch.over_sampling_batch_size) or self.batch.rollout_batch_size
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether unfinished responses continue in the next rollout."""
+        return self.rollout.partial_rollout and self.prompts_per_round > self.batch.rollout_batch_size

@@ -78,12 +78,19 @@ class RowHistory:
             reward[row] += (mean - reward[row]) / min(int(visits[row]), REMEMBERED)
         return RowHistory(visits, reward)
 
-    def is_like(self, other: RowHistory) -> bool:
-        """Whether it has numbers of the same kind for as many rows."""
-        return all(
-            mine.shape == its.shape and mine.dtype == its.dtype
-            for mine, its in ((self.visits, other.visits), (self.reward, other.reward))
-        )
+    def restored(self, saved: Mapping[str, NDArray[Any]]) -> RowHistory:
+        """The history that was saved as `curriculum_visits` and `curriculum_reward`; this one where there is none.
+
+        Raises:
+            ValueError: it is of other rows.
+        """
+        if "curriculum_visits" not in saved:
+            return self
+        found = RowHistory(saved["curriculum_visits"], saved["curriculum_reward"])
+        for mine, its in ((self.visits, found.visits), (self.reward, found.reward)):
+            if (mine.shape, mine.dtype) != (its.shape, its.dtype):
+                raise ValueError(f"the past of {len(its)} rows instead of {len(mine)}")
+        return found
 
     def copy(self) -> RowHistory:
         """The same numbers, for code that may change them."""

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from relax_cli.backends.rollout.targets import WeightTarget
     from relax_cli.roles.actor import ActorRole
     from relax_cli.roles.advantages import AdvantagesRole
+    from relax_cli.roles.carried import BegunGroup
     from relax_cli.roles.critic import CriticRole
     from relax_cli.roles.drawing import DrawnGroup
     from relax_cli.roles.evaluation import Outcome
+    from relax_cli.roles.pool import Progress
     from relax_cli.roles.reference import ReferenceRole
     from relax_cli.roles.rollout import RolloutRole
     from relax_cli.roles.spread import Spread
@@ -134,9 +136,21 @@ class RolloutGroup(SleepingGroup):
         shares = self.ranks.all(lambda rollout: rollout.draw(rollout_id, offset, rows))
         return [group for share in shares for group in share]
 
-    def keep(self, rollout_id: int, chosen: Sequence[int]) -> list[dict[str, Spread]]:
+    def advance(self, rollout_id: int, part: int, begun: Sequence[tuple[int, int]]) -> list[Progress]:
+        """See `Pool.advance`; the progress of every worker's prompts."""
+        return self.ranks.all(lambda rollout: rollout.advance(rollout_id, part, begun))
+
+    def keep(self, rollout_id: int, chosen: Sequence[int], dropped: Sequence[int] = ()) -> list[dict[str, Spread]]:
         """See `RolloutRole.keep`; the metrics of every worker's share."""
-        return self.ranks.all(lambda rollout: rollout.keep(rollout_id, chosen))
+        return self.ranks.all(lambda rollout: rollout.keep(rollout_id, chosen, dropped))
+
+    def carried(self) -> list[BegunGroup]:
+        """What all workers have in flight."""
+        return [group for share in self.ranks.all(lambda rollout: rollout.carried()) for group in share]
+
+    def carry(self, groups: Sequence[BegunGroup]) -> None:
+        """See `RolloutRole.carry`, on every worker."""
+        self.ranks.all(lambda rollout: rollout.carry(groups))
 
     def evaluate(self, name: str) -> list[Outcome]:
         """See `RolloutRole.evaluate`; what all workers found."""

@@ -27,7 +27,7 @@ from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest
 from relax_cli.engine.trainer import RunReport, Trainer
 from relax_cli.errors import RelaxError, Terminated
-from relax_cli.plugin.graph import TOKEN_REWARDS, ServiceGraph
+from relax_cli.plugin.graph import TOKEN_REWARDS, WEIGHT_VERSIONS, ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.user_code import from_here
@@ -40,7 +40,16 @@ from relax_cli.tracking.run_reader import read_run
 from relax_cli.tracking.view import RunHeader
 from relax_cli.tracking.writers import MetricsWriter, write_config
 
-DUMPED_FIELDS = ("response_mask", "ref_log_probs", "values", "bootstrap_values", "advantages", "returns", TOKEN_REWARDS)
+DUMPED_FIELDS = (
+    "response_mask",
+    "ref_log_probs",
+    "values",
+    "bootstrap_values",
+    "advantages",
+    "returns",
+    TOKEN_REWARDS,
+    WEIGHT_VERSIONS,
+)
 """Per-token queue fields written next to each sample, where the run has them."""
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_cli.checkpoint.resume import ResumeReport
-from relax_cli.checkpoint.sampling_state import read_sampling, sampling_unreadable
-from relax_cli.config.schema import BatchSection, Config
+from relax_cli.checkpoint.sampling_state import Arrays, read_sampling, sampling_unreadable
+from relax_cli.config.schema import Config
 from relax_cli.data.curriculum import RowHistory, WeightedRows, load_curriculum
 from relax_cli.engine.groups import RolloutGroup
 from relax_cli.plugin.records import Curriculum
+from relax_cli.roles.carried import from_arrays, to_arrays
 from relax_cli.roles.spread import Spread
 
 if TYPE_CHECKING:
@@ -33,10 +35,10 @@ class Sampling:
     def finish(self) -> None:
         """The rollout has been trained on."""
 
-    def position(self) -> dict[str, Any]:
+    def position(self, rollout: RolloutGroup) -> dict[str, Any]:
         """What a checkpoint keeps of the sampling, where it does not follow from the number of rollouts.
 
-        `prompts_drawn` is a number, `sampling` has arrays.
+        `prompts_drawn` and `prompts_in_flight` are numbers, `sampling` has arrays.
         """
         return {}
 
@@ -52,28 +54,34 @@ class DrawnSampling(Sampling):
     Everything is counted by the place of a prompt among those drawn, so nothing depends on the number of workers.
     """
 
-    def __init__(self, batch: BatchSection, drawn: int, curriculum: WeightedRows | None = None) -> None:
+    def __init__(self, config: Config, drawn: int, curriculum: WeightedRows | None = None) -> None:
         """Args:
         drawn: prompts that all finished rollouts have drawn.
         curriculum: chooses the rows; without it they are the next ones of the data.
         """
-        self.batch = batch
+        self.batch = config.batch
+        self.size = config.prompts_per_round
         self.drawn = drawn
         self.curriculum = curriculum
-        self._drawn_now: list[tuple[int, DrawnGroup]] = []
+        self._judged_now: list[tuple[int, DrawnGroup]] = []
+        self._drawn_now = 0
+
+    @property
+    def most_rounds(self) -> int:
+        """Rounds of a rollout."""
+        return self.batch.dynamic_sampling_max_rounds if self.batch.dynamic_sampling else 1
 
     def generate(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
         """See `Sampling`; workers keep what they have sampled of a rollout, so it can be called again."""
-        wanted, size = self.batch.rollout_batch_size, self.batch.prompts_per_round
-        most_rounds = self.batch.dynamic_sampling_max_rounds if self.batch.dynamic_sampling else 1
+        wanted, size = self.batch.rollout_batch_size, self.size
         drawn: list[tuple[int, DrawnGroup]] = []
         rounds = 0
-        while rounds < most_rounds and sum(group.has_signal for _, group in drawn) < wanted:
+        while rounds < self.most_rounds and sum(group.has_signal for _, group in drawn) < wanted:
             rows = self._rows(rollout, rollout_id, rounds * size, size)
             groups = rollout.draw(rollout_id, rounds * size, rows)
             drawn += [(rows[group.place - rounds * size], group) for group in groups]
             rounds += 1
-        self._drawn_now = drawn
+        self._judged_now, self._drawn_now = drawn, len(drawn)
         with_signal = [group.place for _, group in drawn if group.has_signal]
         without = [group.place for _, group in drawn if not group.has_signal]
         chosen = with_signal[:wanted]
@@ -101,7 +109,7 @@ class DrawnSampling(Sampling):
         if self.curriculum is None:
             return {}
         history = self.curriculum.history
-        again = [row for row, _ in self._drawn_now if history.visits[row]]
+        again = [row for row, _ in self._judged_now if history.visits[row]]
         past = Spread.of(history.reward[row] for row in again)
         return {
             "curriculum/effective_rows": self.curriculum.effective_rows,
@@ -111,18 +119,93 @@ class DrawnSampling(Sampling):
 
     def finish(self) -> None:
         """See `Sampling`."""
-        self.drawn += len(self._drawn_now)
+        self.drawn += self._drawn_now
         if self.curriculum is not None:
-            visited = [(row, group.reward) for row, group in self._drawn_now]
+            visited = [(row, group.reward) for row, group in self._judged_now]
             self.curriculum.history = self.curriculum.history.after(visited)
 
-    def position(self) -> dict[str, Any]:
+    def position(self, rollout: RolloutGroup) -> dict[str, Any]:
         """See `Sampling`."""
         kept: dict[str, Any] = {"prompts_drawn": self.drawn} if self.batch.dynamic_sampling else {}
         if self.curriculum is not None:
             history = self.curriculum.history
             kept["sampling"] = {"curriculum_visits": history.visits, "curriculum_reward": history.reward}
         return kept
+
+
+class PartialSampling(DrawnSampling):
+    """With `--partial-rollout` a rollout ends once enough prompts are complete, and the others continue in the next.
+
+    `--over-sampling-batch-size` prompts are in flight, and their responses grow by `--partial-rollout-len` at a
+    time. After each part the complete prompts are counted. The batch is the first `--rollout-batch-size` of them in the
+    order in which they were drawn; the others stay, finished or not. With `--dynamic-sampling` complete prompts of
+    equal rewards are dropped, and new ones take their places.
+    """
+
+    def __init__(
+        self, config: Config, drawn: int, curriculum: WeightedRows | None, in_flight: Sequence[tuple[int, int]]
+    ) -> None:
+        """Args:
+        in_flight: place and row of what was carried over.
+        """
+        super().__init__(config, drawn, curriculum)
+        self.in_flight = list(in_flight)
+        self._left: list[tuple[int, int]] = []
+
+    def generate(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
+        """See `DrawnSampling`."""
+        wanted, most = self.batch.rollout_batch_size, self.most_rounds * self.size
+        prompts, drawn, parts, tokens = list(self.in_flight), 0, 0, 0
+        complete: list[DrawnGroup] = []
+        dropped: list[DrawnGroup] = []
+        while True:
+            room = self.size - len(prompts) + len(dropped)
+            # Without dynamic sampling what is complete stays in flight until it is chosen, so there is no room.
+            count = max(0, min(room, most - drawn))
+            rows = self._rows(rollout, rollout_id, drawn, count) if count else []
+            begun = [(self.drawn + drawn + i, row) for i, row in enumerate(rows)]
+            prompts, drawn = prompts + begun, drawn + count
+            progress = rollout.advance(rollout_id, parts, begun)
+            parts, tokens = parts + 1, tokens + sum(share.tokens for share in progress)
+            groups = sorted((g for share in progress for g in share.complete), key=lambda group: group.place)
+            dropped = [g for g in groups if self.batch.dynamic_sampling and not g.has_signal]
+            complete = [g for g in groups if g not in dropped]
+            can_begin = drawn < most and len(prompts) - len(dropped) < self.size
+            if len(complete) >= wanted or (len(groups) == len(prompts) and not can_begin):
+                break
+        chosen = complete[:wanted]
+        filled = dropped[: wanted - len(chosen)]
+        row_of = dict(prompts)
+        leaving = {group.place: group for group in [*chosen, *dropped]}
+        self._judged_now = [(row_of[place], group) for place, group in sorted(leaving.items())]
+        self._drawn_now = drawn
+        self._left = [(place, row) for place, row in prompts if place not in leaving]
+        shares = rollout.keep(rollout_id, sorted(g.place for g in [*chosen, *filled]), [g.place for g in dropped])
+        counts = self._curriculum_metrics() | {
+            "partial/parts": parts,
+            "partial/carried_prompts": len(self._left),
+            "sampling/prompts": drawn,
+            "sampling/response_tokens": tokens,
+        }
+        if self.batch.dynamic_sampling:
+            counts |= {
+                "sampling/no_signal_frac": len(dropped) / len(groups),
+                "sampling/filled_frac": len(filled) / wanted,
+            }
+        return [*shares, {name: Spread.of([value]) for name, value in counts.items()}]
+
+    generate_missing = generate
+
+    def finish(self) -> None:
+        """See `Sampling`."""
+        super().finish()
+        self.in_flight = self._left
+
+    def position(self, rollout: RolloutGroup) -> dict[str, Any]:
+        """See `Sampling`."""
+        kept = super().position(rollout)
+        arrays = kept.get("sampling", {}) | to_arrays(rollout.carried())
+        return kept | {"prompts_drawn": self.drawn, "prompts_in_flight": self.size, "sampling": arrays}
 
 
 def sampling_of(
@@ -138,24 +221,26 @@ def sampling_of(
         ResumeError: what the checkpoint says of it is damaged.
     """
     batch, name, decision = config.batch, config.data.curriculum, start.decision
-    if name is None and not batch.dynamic_sampling:
+    if name is None and not batch.dynamic_sampling and not config.carries_over:
         return Sampling()
     first = decision.iteration or 0
     drawn = first * batch.rollout_batch_size if start.prompts_seen is None else start.prompts_seen
-    if name is None:
-        return DrawnSampling(batch, drawn)
-    mixture = rollout.mixture()
-    history = RowHistory.empty(sum(size for size, _ in mixture))
+    saved: Arrays = {}
+    folder = Path()
     if first and decision.actor is not None:
         folder = decision.actor.folder
         saved = read_sampling(folder)
-        if "curriculum_visits" in saved:
-            found = RowHistory(saved["curriculum_visits"], saved.get("curriculum_reward", history.reward[:0]))
-            if found.is_like(history):
-                history = found
-            else:
-                got = f"{len(found.visits)} rows"
-                raise sampling_unreadable(folder, got, f"the past of {len(history.visits)} rows")
-    weigh = load_curriculum(name, curriculums)
-    curriculum = WeightedRows(name, weigh, config.rollout.rollout_seed, history, mixture)
-    return DrawnSampling(batch, drawn, curriculum)
+    try:
+        curriculum = None
+        if name is not None:
+            mixture = rollout.mixture()
+            history = RowHistory.empty(sum(size for size, _ in mixture)).restored(saved)
+            weigh = load_curriculum(name, curriculums)
+            curriculum = WeightedRows(name, weigh, config.rollout.rollout_seed, history, mixture)
+        if not config.carries_over:
+            return DrawnSampling(config, drawn, curriculum)
+        carried = from_arrays(saved, batch.n_samples_per_prompt)
+    except (KeyError, ValueError) as error:
+        raise sampling_unreadable(folder, str(error)) from error
+    rollout.carry(carried)
+    return PartialSampling(config, drawn, curriculum, [(group.place, group.row) for group in carried])

@@ -49,7 +49,9 @@ class StepRecord:
             self.metrics["masked_frac"] = spreads["masked"].mean
         if "failed" in spreads:
             self.metrics["reward/failed"] = spreads["failed"].total
-        named = ("reward/part/", "sampling/", "groups/", "episode/", "curriculum/")
+        if "partial/staleness" in spreads:
+            self.metrics |= spreads.pop("partial/staleness").metrics("partial/staleness")
+        named = ("reward/part/", "sampling/", "groups/", "episode/", "curriculum/", "partial/")
         self.metrics |= {
             name: spread.mean for name, spread in spreads.items() if name.startswith(named) and spread.count
         }

@@ -175,7 +175,7 @@ class Trainer:
             with record.phase("checkpoint"):
                 self._publish()
                 self.watcher.status(f"saving iteration {done}")
-                self.saver.prepare(done, self.sampling.position())
+                self.saver.prepare(done, self.sampling.position(self.session.roles.rollout))
         try:
             self._finish_step(record, time.perf_counter() - started)
         except OSError:
@@ -190,7 +190,7 @@ class Trainer:
         if done not in (self.report.saved_iteration, self.saver.pending):
             self._publish()
             self.watcher.status(f"saving iteration {done}")
-            self.saver.prepare(done, self.sampling.position())
+            self.saver.prepare(done, self.sampling.position(self.session.roles.rollout))
         self._publish()
 
     def _publish(self) -> None:

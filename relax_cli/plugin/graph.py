@@ -21,6 +21,8 @@ SAMPLE_FIELDS = (
 """What the rollout role writes for every sample."""
 TOKEN_REWARDS = "token_rewards"
 """What it also writes for every episode: several rewards have several places."""
+WEIGHT_VERSIONS = "weight_versions"
+"""What it also writes with `--partial-rollout`: the weights that sampled each token."""
 
 SERVICE_GRAPH = problem_kind(
     "service-graph",
@@ -131,14 +133,20 @@ REFERENCE = RoleSpec(
 )
 
 
-def completed(graph: ServiceGraph, algorithm: AlgorithmSection, *, episodes: bool = False) -> ServiceGraph:
+def completed(
+    graph: ServiceGraph, algorithm: AlgorithmSection, *, episodes: bool = False, carries_over: bool = False
+) -> ServiceGraph:
     """What no estimator has to care about: the reference model of KL terms, and advantages where no role makes them.
 
     Args:
         graph: what the estimator's plugin returned.
         algorithm: decides which roles compare with the reference.
         episodes: samples have several rewards.
+        carries_over: samples have tokens of several weights.
     """
+    if carries_over:
+        graph = graph.replace("rollout", writes=(*graph["rollout"].writes, WEIGHT_VERSIONS))
+        graph = graph.replace("actor", reads=(*graph["actor"].reads, WEIGHT_VERSIONS))
     if episodes:
         graph = graph.replace("rollout", writes=(*graph["rollout"].writes, TOKEN_REWARDS))
         for reader in graph.roles:

@@ -184,7 +184,10 @@ class Plugins:
         """
         changed = self._call_chosen("relax_service_graph", ServiceGraph, config, graph=base_graph())
         graph = completed(
-            base_graph() if changed is None else changed, config.algorithm, episodes=config.episode.env is not None
+            base_graph() if changed is None else changed,
+            config.algorithm,
+            episodes=config.episode.env is not None,
+            carries_over=config.carries_over,
         )
         if problems := graph.problems():
             raise ConfigError(problems)

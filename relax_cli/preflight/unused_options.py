@@ -87,9 +87,32 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         _kind("sglang-option-unused", "Options of SGLang servers, and the embedded engine generates."),
-        (*SglangSection.model_fields, "rollout_request_timeout", "partial_rollout"),
+        (*SglangSection.model_fields, "rollout_request_timeout"),
         lambda config, _: rollout_engine(config.rollout, config.sglang, config.parallel) == "sglang",
         "with SGLang servers",
+        "--rollout-engine sglang",
+    ),
+    Condition(
+        _kind(
+            "over-sampling-unused",
+            "`--over-sampling-batch-size` only works with `--dynamic-sampling` or `--partial-rollout`.",
+        ),
+        ("over_sampling_batch_size",),
+        lambda config, _: config.batch.dynamic_sampling or config.rollout.partial_rollout,
+        "with dynamic sampling or partial rollouts",
+        "--dynamic-sampling",
+    ),
+    Condition(
+        _kind(
+            "partial-rollout-unused",
+            "`--partial-rollout` only works where more prompts are in flight than a batch takes "
+            "(`--over-sampling-batch-size`), or with SGLang servers, which may abort responses.",
+        ),
+        ("partial_rollout",),
+        lambda config, _: (
+            config.carries_over or rollout_engine(config.rollout, config.sglang, config.parallel) == "sglang"
+        ),
+        "with an --over-sampling-batch-size above --rollout-batch-size, or with SGLang servers",
         "--rollout-engine sglang",
     ),
     *map(_by_option, NEEDS),

@@ -17,7 +17,7 @@ from relax_cli.backends.rollout.protocol import OpenSender, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.schema import AlgorithmSection, Section
 from relax_cli.errors import RunError, problem_kind
-from relax_cli.plugin.graph import TOKEN_REWARDS
+from relax_cli.plugin.graph import TOKEN_REWARDS, WEIGHT_VERSIONS
 from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
@@ -35,6 +35,7 @@ class ActorRole(TrainingRole):
         self.math = EstimatorMath(context.estimator)
         self.own_advantages = self.math.advantages if "advantages" in context.spec.writes else None
         self.judged = [*FIELDS, *(name for name in context.spec.reads if name == TOKEN_REWARDS)]
+        self.versions = [name for name in context.spec.reads if name == WEIGHT_VERSIONS]
         self.open_sender = open_sender
         self.sender: WeightSender | None = None
 
@@ -44,7 +45,7 @@ class ActorRole(TrainingRole):
         Raises:
             RunError: a gradient was not finite, and `--on-nan-grad` is `stop`; or see `check_gap`.
         """
-        names = ["rollout_log_probs"]
+        names = ["rollout_log_probs", *self.versions]
         if self.own_advantages is None:
             names.append("advantages")
         if self.algorithm.needs_reference:
@@ -111,7 +112,9 @@ class ActorRole(TrainingRole):
         def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             mask = trainable(batch)
             if gaps is not None:
-                gaps.add(output.log_probs_BT, batch.fields["rollout_log_probs"], mask)
+                # Tokens of earlier weights have other log-probabilities by now.
+                newest = mask if not self.versions else mask & (batch.fields[WEIGHT_VERSIONS] == share.rollout_id)
+                gaps.add(output.log_probs_BT, batch.fields["rollout_log_probs"], newest)
             loss_BT, watched = policy_loss_per_token(
                 self.math, self.options, config, output.log_probs_BT, batch.fields, mask
             )
@@ -133,7 +136,7 @@ class ActorRole(TrainingRole):
             }
             return loss, losses | means
 
-        fields = ["rollout_log_probs", "old_log_probs", "advantages"]
+        fields = ["rollout_log_probs", "old_log_probs", "advantages", *self.versions]
         if config.use_kl_loss:
             fields.append("ref_log_probs")
         return self.take_step(share, step, fields, loss_fn, entropy_grad=config.entropy_coef > 0)

@@ -27,6 +27,26 @@ def has_signal(group: Sequence[Judged]) -> bool:
     return len({j.result.reward for j in group if j.trains}) > 1
 
 
+def drawn_group(group: Sequence[Judged], place: int) -> DrawnGroup:
+    """What is reported of a group."""
+    return DrawnGroup(
+        place=place,
+        has_signal=has_signal(group),
+        tokens=sum(len(j.generation.tokens) for j in group),
+        reward=Spread.of(j.result.reward for j in group if not j.result.failed).mean,
+    )
+
+
+def renumbered(samples: Sequence[Judged], chosen: Sequence[int], samples_per_prompt: int) -> list[Judged]:
+    """The samples of the chosen places, numbered as they stand in the batch."""
+    numbers = {place: number for number, place in enumerate(chosen)}
+    return [
+        replace(j, group=numbers[j.group], row=numbers[j.group] * samples_per_prompt + j.row % samples_per_prompt)
+        for j in samples
+        if j.group in numbers
+    ]
+
+
 class Drawn:
     """The samples of one rollout by round; the samples of a prompt are next to each other."""
 
@@ -42,28 +62,10 @@ class Drawn:
         if offset not in self._rounds:
             self._rounds[offset] = sample()
         judged, size = self._rounds[offset], self._size
-        return [
-            DrawnGroup(
-                place=group[0].group,
-                has_signal=has_signal(group),
-                tokens=sum(len(j.generation.tokens) for j in group),
-                reward=Spread.of(j.result.reward for j in group if not j.result.failed).mean,
-            )
-            for group in (judged[i : i + size] for i in range(0, len(judged), size))
-        ]
+        groups = (judged[i : i + size] for i in range(0, len(judged), size))
+        return [drawn_group(group, group[0].group) for group in groups]
 
-    @property
-    def samples(self) -> list[Judged]:
-        """Everything drawn, in the order of the data."""
-        return [j for _, judged in sorted(self._rounds.items()) for j in judged]
-
-    def take(self, chosen: Sequence[int]) -> list[Judged]:
-        """The samples of the chosen places, numbered as they stand in the batch; the others are dropped."""
-        numbers = {place: number for number, place in enumerate(chosen)}
-        kept = [
-            replace(j, group=numbers[j.group], row=numbers[j.group] * self._size + j.row % self._size)
-            for j in self.samples
-            if j.group in numbers
-        ]
-        self._rounds = {}
-        return kept
+    def leave(self) -> list[Judged]:
+        """Everything drawn, in the order of the data; nothing of it is kept."""
+        rounds, self._rounds = self._rounds, {}
+        return [j for _, judged in sorted(rounds.items()) for j in judged]

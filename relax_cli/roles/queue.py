@@ -10,6 +10,7 @@ Fields of one sample in the queue (all torch tensors):
 | rollout_log_probs | [T] float32 | rollout |
 | rewards | scalar float32 | rollout |
 | token_rewards | [T] float32, only of episodes: the reward of each turn on its last token | rollout |
+| weight_versions | [T] int64, only with `--partial-rollout`: the weights that sampled each token | rollout |
 | group_ids, truncated | scalar int64 | rollout |
 | ref_log_probs | [T] float32 | reference, where a KL term needs it |
 | values | [T] float32 | critic |

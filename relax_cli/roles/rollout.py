@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -22,13 +21,16 @@ from relax_cli.data.rewards import RewardFunction
 from relax_cli.data.rewards.answers import comparable_answer
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError, RunError
-from relax_cli.plugin.graph import TOKEN_REWARDS
+from relax_cli.plugin.graph import WEIGHT_VERSIONS
+from relax_cli.roles.carried import BegunGroup
 from relax_cli.roles.context import RoleContext
-from relax_cli.roles.drawing import Drawn, DrawnGroup, has_signal
+from relax_cli.roles.drawing import Drawn, DrawnGroup, has_signal, renumbered
 from relax_cli.roles.episodes import Episodes, Job
 from relax_cli.roles.evaluation import Outcome
 from relax_cli.roles.judging import Judge, Judged, Sampled, episode_spreads, for_training, reward_spreads
+from relax_cli.roles.pool import POOL_STREAM, Pool, Progress, Work
 from relax_cli.roles.sample_files import SampleWriter
+from relax_cli.roles.sample_records import as_number, queue_fields, sample_record
 from relax_cli.roles.spread import Spread
 
 EVAL_STREAM = 1 << 40
@@ -84,6 +86,8 @@ class RolloutRole:
         self.has_weights = True
         self.judged: list[Judged] = []
         self.drawn = Drawn(self.batch.n_samples_per_prompt)
+        self.pool = self._empty_pool()
+        self.writes_versions = WEIGHT_VERSIONS in context.spec.writes
         self.evaluated: dict[str, list[Judged]] = {}
         self.written: tuple[int, dict[str, Spread]] | None = None
 
@@ -181,20 +185,58 @@ class RolloutRole:
 
         return self.drawn.groups(rollout_id, offset, sample)
 
-    def keep(self, rollout_id: int, chosen: Sequence[int]) -> dict[str, Spread]:
+    def _empty_pool(self) -> Pool:
+        def sample_seed_of(number: int) -> int:
+            return sample_seed(self.rollout.rollout_seed, POOL_STREAM, number)
+
+        def judge(samples: Sequence[Sampled]) -> list[Judged]:
+            assert isinstance(self.judge, Judge), "episodes are not carried over"
+            return [for_training(judged, self.config) for judged in self.judge(samples)]
+
+        work = Work(
+            prompt=lambda row: self.prompts[row],
+            encode=self._encode,
+            seed=sample_seed_of,
+            generate=lambda requests: self.engine.generate(requests, self.sampling),
+            judge=judge,
+        )
+        return Pool(self.batch.n_samples_per_prompt, self.rollout, work, self.rank, self.workers)
+
+    def advance(self, rollout_id: int, part: int, begun: Sequence[tuple[int, int]]) -> Progress:
+        """See `Pool.advance`."""
+        assert self.awake, "rollout generates only while awake"
+        return self.pool.advance(rollout_id, part, begun)
+
+    def carried(self) -> list[BegunGroup]:
+        """What this worker has in flight."""
+        return self.pool.carried()
+
+    def carry(self, groups: Sequence[BegunGroup]) -> None:
+        """Take over what a run had in flight when it was saved."""
+        self.pool.add(groups)
+
+    def keep(self, rollout_id: int, chosen: Sequence[int], dropped: Sequence[int] = ()) -> dict[str, Spread]:
         """Write this worker's samples of the prompts at the `chosen` places of those drawn to the queue.
 
         The rewards returned are those of everything drawn: of chosen groups they would say little of the policy.
+
+        Args:
+            dropped: further places of complete prompts, with `advance`; all others stay in flight.
         """
         if self.written is None or self.written[0] != rollout_id:
-            drawn = self.drawn.samples
-            self.judged = self.drawn.take(chosen)
+            drawn = self.pool.leave([*chosen, *dropped]) if self.writes_versions else self.drawn.leave()
+            self.judged = renumbered(drawn, chosen, self.batch.n_samples_per_prompt)
             if self.judged:
                 self._put(rollout_id)
             kept = {"sampling/kept_reward": Spread.of(j.result.reward for j in self.judged)}
-            self.written = (rollout_id, self._spreads(drawn) | kept)
+            self.written = (rollout_id, self._spreads(drawn) | kept | self._staleness(rollout_id))
         self.writer.wait()
         return self.written[1]
+
+    def _staleness(self, rollout_id: int) -> dict[str, Spread]:
+        """How many updates ago each token was sampled that trains."""
+        ages = [rollout_id - version for j in self.judged for version in j.generation.weight_versions if j.trains]
+        return {"partial/staleness": Spread.of(ages)} if self.writes_versions else {}
 
     def _spreads(self, drawn: Sequence[Judged]) -> dict[str, Spread]:
         """Rewards of everything drawn, the rest of what trains."""
@@ -238,7 +280,9 @@ class RolloutRole:
     def dump_evaluation(self, step: int) -> None:
         """Write this worker's samples of all sets that were evaluated to `evals/step_*.zip`."""
         evaluated, self.evaluated = self.evaluated, {}
-        samples = [{"set": name} | self._sample_record(j) for name, judged in evaluated.items() for j in judged]
+        samples = [
+            {"set": name} | sample_record(j, self.tokenizer) for name, judged in evaluated.items() for j in judged
+        ]
         self.eval_writer.write(step, samples)
 
     def dump(self, rollout_id: int, step_fields: Sequence[str]) -> None:
@@ -317,61 +361,18 @@ class RolloutRole:
         return ids
 
     def _put(self, rollout_id: int) -> None:
-        scalar = torch.tensor
-        traces = [j.trace for j in self.judged if j.trace is not None]
-        per_token = [scalar(trace.rewards, dtype=torch.float32) for trace in traces]
-        self.queue.put(
-            rollout_id,
-            [j.row for j in self.judged],
-            {
-                "tokens": [scalar([*j.prompt_tokens, *j.generation.tokens]) for j in self.judged],
-                "prompt_lens": [scalar(len(j.prompt_tokens)) for j in self.judged],
-                "response_lens": [scalar(len(j.generation.tokens)) for j in self.judged],
-                "response_mask": [scalar(j.mask) for j in self.judged],
-                "rollout_log_probs": [scalar(j.generation.log_probs, dtype=torch.float32) for j in self.judged],
-                "rewards": [scalar(j.result.reward, dtype=torch.float32) for j in self.judged],
-                "group_ids": [scalar(j.group) for j in self.judged],
-                "truncated": [scalar(int(j.generation.finish_reason == "length")) for j in self.judged],
-                **({TOKEN_REWARDS: per_token} if traces else {}),
-            },
-        )
-
-    def _prompt_text(self, judged: Judged) -> str:
-        text: str = self.tokenizer.decode(judged.prompt_tokens, skip_special_tokens=True)
-        return text
+        fields = queue_fields(self.judged, versions=self.writes_versions)
+        self.queue.put(rollout_id, [j.row for j in self.judged], fields)
 
     def _record(self, judged: Judged, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:
+        record = sample_record(judged, self.tokenizer)
         if not self.dumps_numbers:
-            return self._sample_record(judged)
+            return record
         return {
-            **self._sample_record(judged),
+            **record,
             "log_probs": np.array(judged.generation.log_probs, dtype=np.float32),
             **{name: as_number(values[index]) for name, values in fields.items()},
         }
-
-    def _sample_record(self, judged: Judged) -> dict[str, Any]:
-        return {
-            "row": judged.row,
-            "group": judged.group,
-            "source": judged.prompt.source,
-            "prompt": self._prompt_text(judged),
-            "response": judged.response,
-            "label": judged.prompt.label,
-            "reward": judged.result.reward,
-            "reward_parts": judged.result.parts,
-            "finish_reason": judged.generation.finish_reason,
-            "prompt_token_ids": np.array(judged.prompt_tokens, dtype=np.int32),
-            "response_token_ids": np.array(judged.generation.tokens, dtype=np.int32),
-            **({"metadata": judged.prompt.metadata} if judged.prompt.metadata else {}),
-            **({} if judged.trace is None else {"turns": judged.trace.turns}),
-        }
-
-
-def as_number(value: Tensor) -> float | np.ndarray[Any, Any]:
-    """A field of one sample as files have it."""
-    if not value.dim():
-        return float(value)
-    return value.numpy().astype(np.float32 if value.is_floating_point() else np.int32)
 
 
 def sample_seed(seed: int, stream: int, row: int, *turn: int) -> int:

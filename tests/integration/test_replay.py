@@ -23,12 +23,13 @@ WORDS = ["batch.rollout_batch_size=16", "batch.micro_batch_size=8", "algorithm.n
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two steps each of an estimator with and without a critic."""
+    """Two steps each of an estimator with and without a critic; without it, the second trains what the first began."""
     folder = tmp_path_factory.mktemp("replay")
     prepare(folder / "task", seed=1, steps=3)
     groups = ["batch.n_samples_per_prompt=4", "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1"]
     ppo = ["critic.num_critic_only_steps=1"]
-    for name, words in (("ppo", ppo), ("grpo", [*groups, "algorithm.use_tis=true"])):
+    carried = ["rollout.partial_rollout=true", "rollout.partial_rollout_len=1", "batch.over_sampling_batch_size=24"]
+    for name, words in (("ppo", ppo), ("grpo", [*groups, *carried, "algorithm.use_tis=true"])):
         train(folder / "task", folder / name, f"tiny-{name}-cpu", *WORDS, *words)
     return {name: folder / name for name in ("ppo", "grpo")}
 
@@ -52,6 +53,9 @@ def replayed(run: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
 def test_a_step_is_the_same_again(runs: dict[str, Path], name: str, step: str, expected: set[str]) -> None:
     code, stages = replayed(runs[name], "--step", step)
     assert code == 0
+    samples = read_samples(sample_files(runs[name])[int(step)])
+    # Tokens of the weights from before the first step.
+    assert any(0 in sample.get("weight_versions", [1]) for sample in samples) is (name == "grpo")
     assert {key for key, stage in stages.items() if stage["status"] == "same"} == expected
     assert {stage["status"] for key, stage in stages.items() if key not in expected} <= {"not replayed"}
 

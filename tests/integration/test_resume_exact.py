@@ -52,6 +52,16 @@ CASES = {
     "grpo that draws until groups differ": Case(
         "grpo", MID_EPOCH, more=("batch.dynamic_sampling=true", "batch.over_sampling_batch_size=11")
     ),
+    "grpo with a curriculum and responses that are carried over": Case(
+        "grpo",
+        EPOCH_END,
+        more=(
+            "data.curriculum=learnability",
+            "rollout.partial_rollout=true",
+            "rollout.partial_rollout_len=1",
+            "batch.over_sampling_batch_size=11",
+        ),
+    ),
     "grpo with a curriculum that draws until groups differ": Case(
         "grpo", MID_EPOCH, more=("data.curriculum=learnability", "batch.dynamic_sampling=true")
     ),

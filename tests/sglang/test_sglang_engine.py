@@ -254,6 +254,24 @@ def test_partial_rollout_continues_an_aborted_response(
     assert asked == [(prompt + expected.tokens[:n], 10 - n) for n in kept]
 
 
+def test_a_response_in_parts_is_that_in_one(served: tuple[ContractServer, str], embedded: EmbeddedEngine) -> None:
+    endless = SamplingParams(max_new_tokens=10, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=())
+    requests, engine = some_requests(3), engine_for(served[1])
+    begun = engine.generate([replace(request, most_tokens=4) for request in requests], endless)
+    assert {part.finish_reason for part in begun} == {"length"}
+    rest = engine.generate(
+        [
+            replace(request, prompt_tokens=(*request.prompt_tokens, *part.tokens), sampled=4, most_tokens=6)
+            for request, part in zip(requests, begun, strict=True)
+        ],
+        endless,
+    )
+    whole = [
+        Generation(a.tokens + b.tokens, a.log_probs + b.log_probs, "length") for a, b in zip(begun, rest, strict=True)
+    ]
+    assert_equal(whole, embedded.generate(requests, endless))
+
+
 def test_partial_tokens_of_other_weights_are_not_continued(
     server: ContractServer, served: tuple[ContractServer, str]
 ) -> None:

@@ -9,7 +9,7 @@ from relax_cli.backends.rollout.protocol import Generation
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
 from relax_cli.engine.groups import Ranks
-from relax_cli.roles.drawing import Drawn, DrawnGroup
+from relax_cli.roles.drawing import Drawn, DrawnGroup, renumbered
 from relax_cli.roles.judging import Judged
 from relax_cli.roles.spread import Spread
 
@@ -43,8 +43,8 @@ class Worker:
         prompt = Prompt(f"prompt {place}", None, {}, "")
         return Judged(SIZE * group + number, group, prompt, [7], generation, "", RewardResult(reward, {}))
 
-    def keep(self, rollout_id: int, chosen: Sequence[int]) -> dict[str, Spread]:
-        self.kept = self.drawn.take(chosen)
+    def keep(self, rollout_id: int, chosen: Sequence[int], dropped: Sequence[int] = ()) -> dict[str, Spread]:
+        self.kept = renumbered(self.drawn.leave(), chosen, SIZE)
         return {"reward": Spread.of(j.result.reward for j in self.kept)}
 
 

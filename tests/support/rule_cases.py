@@ -22,6 +22,8 @@ URL = {"reward__rm_type": "remote", "reward__rm_url": "https://me:pass@[::1]:800
 HELDOUT = {"eval__eval_interval": 1, "eval__eval_prompt_data": ["h=train.jsonl"]}
 EPISODES = {"reward__rm_type": None, "episode__env": "mine", "episode__max_turns": 4}
 
+CARRIES = {"rollout__partial_rollout": True, "batch__over_sampling_batch_size": 512}
+
 LINEAR = {"optimizer__lr": 1e-3, "optimizer__lr_decay_style": "linear"}
 
 REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
@@ -83,6 +85,14 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"algorithm__mask_truncated": True},
     ),
     ("reward-missing", {"reward__rm_type": None}, {}),
+    ("partial-rollout-env", {**EPISODES, **CARRIES}, {**EPISODES, "rollout__partial_rollout": True}),
+    ("partial-rollout-uncorrected", CARRIES, {**CARRIES, "algorithm__use_rollout_logprobs": True}),
+    ("partial-rollout-uncorrected", CARRIES, {**CARRIES, "algorithm__use_tis": True}),
+    (
+        "partial-rollout-stop-strings",
+        {**CARRIES, "rollout__rollout_stop": ["x"], "rollout__rollout_engine": "sglang"},
+        {**CARRIES, "rollout__rollout_stop": ["x"]},
+    ),
     ("curriculum-unknown", {"data__curriculum": "lernability"}, {"data__curriculum": "learnability"}),
     ("env-unknown", {**EPISODES, "episode__env": "calk"}, {**EPISODES}),
     ("env-and-reward", {**EPISODES, "reward__rm_type": "exact"}, {**EPISODES}),

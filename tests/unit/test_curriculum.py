@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from relax_cli.checkpoint.sampling_state import FILE, read_sampling, write_sampling
-from relax_cli.config.schema import BatchSection
+from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.curriculum import (
     RowHistory,
     WeightedRows,
@@ -79,13 +79,13 @@ def test_neither_workers_nor_a_resume_change_what_is_drawn(dynamic: bool) -> Non
 
     def run(workers: int, steps: range, past: RowHistory) -> tuple[list[Any], RowHistory, dict[str, float]]:
         ranks = Workers(workers, lambda row: row % 3 == 0)
-        sampling = DrawnSampling(batch, 0, WeightedRows("mine", of_past, 5, past))
+        sampling = DrawnSampling(Config(batch=batch), 0, WeightedRows("mine", of_past, 5, past))
         kept, metrics = [], {}
         for rollout_id in steps:
             *_, metrics = sampling.generate(RolloutGroup(ranks), rollout_id)
             kept.append(ranks.kept)
             sampling.finish()
-        state = sampling.position()["sampling"]
+        state = sampling.position(RolloutGroup(ranks))["sampling"]
         learned = RowHistory(state["curriculum_visits"], state["curriculum_reward"])
         return kept, learned, {name: spread.mean for name, spread in metrics.items()}
 

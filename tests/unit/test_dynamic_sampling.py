@@ -52,7 +52,7 @@ def test_a_batch_is_the_first_groups_with_a_signal(
     workers: int, dull: Callable[[int], bool], changes: dict[str, int], kept: list[int], expected: dict[str, float]
 ) -> None:
     ranks = Workers(workers, dull)
-    shares = DrawnSampling(batch(**changes), 100 * 16).generate(RolloutGroup(ranks), 3)
+    shares = DrawnSampling(Config(batch=batch(**changes)), 100 * 16).generate(RolloutGroup(ranks), 3)
     assert ranks.kept == [(2 * i + s, i, f"prompt {1600 + place}") for i, place in enumerate(kept) for s in (0, 1)]
     counted = counts(shares)
     assert {name: counted[name] for name in expected} == expected
@@ -60,7 +60,7 @@ def test_a_batch_is_the_first_groups_with_a_signal(
 
 
 def test_the_next_rollout_begins_where_the_last_has_drawn() -> None:
-    ranks, sampling = Workers(2, EVEN), DrawnSampling(batch(), 0)
+    ranks, sampling = Workers(2, EVEN), DrawnSampling(Config(batch=batch()), 0)
     whole = []
     for rollout_id in range(4):
         sampling.generate(RolloutGroup(ranks), rollout_id)
@@ -68,7 +68,7 @@ def test_the_next_rollout_begins_where_the_last_has_drawn() -> None:
         sampling.finish()
     assert sampling.drawn == 32
     assert [prompt for step in whole for _, _, prompt in step][::2] == [f"prompt {i}" for i in range(1, 32, 2)]
-    resumed = DrawnSampling(batch(), 16)
+    resumed = DrawnSampling(Config(batch=batch()), 16)
     for rollout_id in (2, 3):
         resumed.generate(RolloutGroup(ranks), rollout_id)
         assert ranks.kept == whole[rollout_id]
@@ -77,7 +77,7 @@ def test_the_next_rollout_begins_where_the_last_has_drawn() -> None:
 
 
 def test_after_a_failure_only_what_is_missing_is_sampled() -> None:
-    ranks, sampling = Workers(2, EVEN), DrawnSampling(batch(), 0)
+    ranks, sampling = Workers(2, EVEN), DrawnSampling(Config(batch=batch()), 0)
     ranks.workers[1].draw = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):
         sampling.generate(RolloutGroup(ranks), 0)
@@ -116,6 +116,6 @@ def test_a_run_continues_behind_the_prompts_of_the_other_kind() -> None:
         config = Config(batch=batch(dynamic_sampling=dynamic))
         return sampling_of(config, RolloutGroup(Workers(1, NEVER)), start, {})  # type: ignore[arg-type]
 
-    assert sampling(17, dynamic=False).position() == {}
-    assert sampling(17, dynamic=True).position() == {"prompts_drawn": 17}
-    assert sampling(None, dynamic=True).position() == {"prompts_drawn": 12}
+    assert sampling(17, dynamic=False).position(RolloutGroup(Workers(1, NEVER))) == {}
+    assert sampling(17, dynamic=True).position(RolloutGroup(Workers(1, NEVER))) == {"prompts_drawn": 17}
+    assert sampling(None, dynamic=True).position(RolloutGroup(Workers(1, NEVER))) == {"prompts_drawn": 12}

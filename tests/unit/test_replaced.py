@@ -81,6 +81,7 @@ PAIRS: list[tuple[dict[str, Any], str, Any, dict[str, Any]]] = [
     ({"overlap_updates": True}, "device", "cuda", {"overlap_updates": False}),
     ({"overlong_penalty": 0.5, "overlong_buffer_len": 4}, "overlong_penalty", 0.0, {"overlong_buffer_len": None}),
     ({"reward_on_error": "zero"}, "env", "e.py:Env", {"reward_on_error": "stop"}),
+    ({"partial_rollout": True, "partial_rollout_len": 7}, "partial_rollout", False, {"partial_rollout_len": None}),
     ({"dynamic_sampling": True, "dynamic_sampling_max_rounds": 7, "over_sampling_batch_size": 9}, "dynamic_sampling",
      False, {"over_sampling_batch_size": None, "dynamic_sampling_max_rounds": 10}),
     ({"optimizer_cpu_offload": True}, "device", "cpu", {"optimizer_cpu_offload": False}),

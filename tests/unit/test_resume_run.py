@@ -263,6 +263,28 @@ def test_a_position_that_was_counted_is_continued_or_said(config: Config, tmp_pa
     assert (before.warnings, before.prompts_seen) == ((), 32)
 
 
+@pytest.mark.parametrize(
+    ("meta", "fix", "same"),
+    [
+        (
+            {"prompts_drawn": 55, "prompts_in_flight": 12},
+            "--partial-rollout --over-sampling-batch-size 12",
+            {"rollout": {"partial_rollout": True}, "batch": {"over_sampling_batch_size": 12}},
+        ),
+        ({"curriculum": "learnability"}, "--curriculum learnability", {"data": {"curriculum": "learnability"}}),
+    ],
+)
+def test_a_way_to_sample_that_ends_is_said(
+    config: Config, tmp_path: Path, meta: dict[str, Any], fix: str, same: dict[str, Any]
+) -> None:
+    identity = identify(config, tmp_path / "model", prompts=2).meta()
+    save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **meta)
+    plain = changed(config, checkpoint={"load": str(tmp_path / "s"), "save": str(tmp_path / "s")})
+    (warning,) = examined(plain).warnings
+    assert (warning.id, warning.fix) == ("resume-data-order", fix)
+    assert examined(changed(plain, **same)).warnings == ()
+
+
 def test_everything_that_differs_is_said_at_once(config: Config, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", num_hidden_layers=3)
     (other / "tokenizer.json").write_text("{}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from relax_cli.backends.rollout.targets import WeightTarget
@@ -73,6 +73,8 @@ class Generation:
     log_probs: list[float]
     """Log-probability of each token under the full softmax at the sampling temperature (nats)."""
     finish_reason: Literal["stop", "length"]
+    weight_versions: list[int] = field(default_factory=list)
+    """Of the weights that sampled each token, where a response may have tokens of several; else empty."""
 
 
 Opening = Future[Request | None]

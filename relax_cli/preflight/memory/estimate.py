@@ -245,7 +245,7 @@ class _Sizes:
     def _generation(self, ranks: int) -> dict[str, int]:
         spec, lengths, batch = self.spec, self.lengths, self.config.batch
         columns = lengths.generated
-        requests = -(-batch.prompts_per_round // ranks) * batch.n_samples_per_prompt
+        requests = -(-self.config.prompts_per_round // ranks) * batch.n_samples_per_prompt
         rows = engine_rows(spec, requests, columns)
         tokens = min(max(PREFILL_TOKENS, lengths.prompt), rows * lengths.prompt)
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

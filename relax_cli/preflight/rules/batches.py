@@ -50,15 +50,37 @@ def dynamic_sampling_groups(batch: BatchSection) -> Found:
 
 
 @rule("over-sampling-too-small", THEME, option="--over-sampling-batch-size")
-def over_sampling_too_small(batch: BatchSection) -> Found:
-    """One round of `--dynamic-sampling` must be able to fill the batch: `--over-sampling-batch-size` is at least
-    `--rollout-batch-size`."""
-    if batch.dynamic_sampling and batch.prompts_per_round < batch.rollout_batch_size:
+def over_sampling_too_small(config: Config) -> Found:
+    """One round of `--dynamic-sampling`, or what is in flight with `--partial-rollout`, must be able to fill the batch:
+    `--over-sampling-batch-size` is at least `--rollout-batch-size`."""
+    if config.prompts_per_round < config.batch.rollout_batch_size:
         yield Finding(
             "fewer prompts are drawn at a time than a rollout trains on",
-            got=str(batch.prompts_per_round),
-            expected=f"at least --rollout-batch-size {batch.rollout_batch_size}",
+            got=str(config.prompts_per_round),
+            expected=f"at least --rollout-batch-size {config.batch.rollout_batch_size}",
             fix="drop --over-sampling-batch-size",
+        )
+
+
+@rule("partial-rollout-env", THEME, option="--partial-rollout")
+def partial_rollout_env(config: Config) -> Found:
+    """Episodes (`--env`) are not carried over: their environments cannot be saved. `--partial-rollout` with
+    `--over-sampling-batch-size` is for single responses."""
+    if config.carries_over and config.episode.env is not None:
+        what = "multi-turn episodes cannot continue in the next rollout"
+        yield Finding(what, got=f"--env {config.episode.env}", fix="--no-partial-rollout")
+
+
+@rule("partial-rollout-uncorrected", THEME, option="--partial-rollout", severity="warning")
+def partial_rollout_uncorrected(config: Config) -> Found:
+    """A warning: responses that are carried over have tokens of earlier weights, and nothing in the loss says so. With
+    `--use-rollout-logprobs` the ratio compares with the weights that sampled each token; `--use-tis` weighs them."""
+    algorithm = config.algorithm
+    if config.carries_over and not (algorithm.use_rollout_logprobs or algorithm.use_tis):
+        yield Finding(
+            "tokens of earlier weights are trained on as if the newest had sampled them",
+            got="neither --use-rollout-logprobs nor --use-tis",
+            fix="--use-rollout-logprobs",
         )
 
 

@@ -202,6 +202,19 @@ def sglang_greedy_temperature(rollout: RolloutSection, sglang: SglangSection, pa
         )
 
 
+@rule("partial-rollout-stop-strings", THEME, option="--rollout-stop")
+def partial_rollout_stop_strings(config: Config) -> Found:
+    """A server does not see a stop string that lies across the parts of a response, so `--partial-rollout` with
+    `--over-sampling-batch-size` needs responses that end with a token. The embedded engine sees them."""
+    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
+    if config.carries_over and config.rollout.rollout_stop and engine == "sglang":
+        yield Finding(
+            "SGLang does not see a stop string across two parts of a response",
+            got=f"{len(config.rollout.rollout_stop)} stop strings",
+            fix="--no-partial-rollout",
+        )
+
+
 @rule("partial-rollout-stop", THEME, option="--partial-rollout", severity="warning")
 def partial_rollout_stop(rollout: RolloutSection) -> Found:
     """With stop strings an aborted response is generated again from its prompt, because a stop string may lie across

@@ -48,7 +48,7 @@ class ServedModel:
         self._weights: dict[str, Tensor] = {name: tensor.clone() for name, tensor in read_weights(folder)}
         self._lock = threading.Lock()
         self._queue: SimpleQueue[Job] = SimpleQueue()
-        # The prompt that a seed was first used with: what is longer continues an aborted response.
+        # The prompt that a seed was first used with: what is longer continues its response.
         self._prompts: dict[int, tuple[int, ...]] = {}
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -111,26 +111,13 @@ class ServedModel:
             if job.tokens[: len(first)] != first:
                 first = self._prompts[job.seed] = job.tokens
             skips.append(len(job.tokens) - len(first))
-        longest = max(skips)
-        whole = SamplingParams(**{**vars(sampling), "max_new_tokens": sampling.max_new_tokens + longest})
-        requests = [
-            Request(job.tokens[: len(job.tokens) - skip], job.seed) for job, skip in zip(jobs, skips, strict=True)
-        ]
+        requests = [Request(job.tokens, job.seed, sampled=skip) for job, skip in zip(jobs, skips, strict=True)]
         try:
             with self._lock:
-                generations = self.engine.generate(requests, whole)
+                generations = self.engine.generate(requests, sampling)
         except Exception as error:  # noqa: BLE001 - it belongs to the requests that wait
             for job in jobs:
                 job.future.set_exception(error)
             return
-        for job, skip, generation in zip(jobs, skips, generations, strict=True):
-            job.future.set_result(_after(generation, job, skip))
-
-
-def _after(generation: Generation, job: Job, skip: int) -> Generation:
-    """What follows the tokens that the request brought along."""
-    assert not skip or tuple(generation.tokens[:skip]) == job.tokens[-skip:], "not what this seed generates"
-    limit = job.sampling.max_new_tokens
-    tokens, log_probs = generation.tokens[skip:], generation.log_probs[skip:]
-    ended = generation.finish_reason == "stop" and len(tokens) <= limit
-    return Generation(tokens[:limit], log_probs[:limit], "stop" if ended else "length")
+        for job, generation in zip(jobs, generations, strict=True):
+            job.future.set_result(generation)

@@ -1,0 +1,136 @@
+"""What a rollout worker has in flight with `--partial-rollout`: prompts whose responses grow part by part.
+
+A response may take several rollouts, and then has tokens of several weights. Prompts belong to workers by their place
+among all that were drawn, so nothing has to move, and nothing that is sampled depends on the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from relax_cli.backends.rollout.protocol import Generation, Request
+from relax_cli.config.schema import LEAST_PART, RolloutSection
+from relax_cli.data.prompts import Prompt
+from relax_cli.roles.carried import Begun, BegunGroup
+from relax_cli.roles.drawing import DrawnGroup, drawn_group
+from relax_cli.roles.judging import Judged, Sampled
+
+POOL_STREAM = 1 << 41
+"""Stands for the rollout id in the seeds of these samples, which do not know in which rollout they will end."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one part has brought."""
+
+    complete: list[DrawnGroup]
+    """All prompts of this worker whose responses are finished."""
+    tokens: int
+    """Sampled in this part."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker does for its pool."""
+
+    prompt: Callable[[int], Prompt]
+    """Of a row of the data."""
+    encode: Callable[[Prompt], list[int]]
+    seed: Callable[[int], int]
+    """Of a sample's number."""
+    generate: Callable[[Sequence[Request]], list[Generation]]
+    judge: Callable[[Sequence[Sampled]], list[Judged]]
+
+
+class Pool:
+    """The prompts in flight on worker `rank` of `workers`."""
+
+    def __init__(self, samples_per_prompt: int, section: RolloutSection, work: Work, rank: int, workers: int) -> None:
+        self._size = samples_per_prompt
+        self._most_tokens = section.rollout_max_response_len
+        self._part = section.tokens_per_part
+        self._work = work
+        self._rank, self._workers = rank, workers
+        self._groups: dict[int, BegunGroup] = {}
+        self._judged: dict[int, list[Judged]] = {}
+        self._rollout_id = -1
+        self._parts: list[Progress] = []
+
+    def advance(self, rollout_id: int, part: int, begun: Iterable[tuple[int, int]]) -> Progress:
+        """Let every unfinished response grow by a part, unless that was done before.
+
+        Args:
+            rollout_id: also the version of the weights that sample it.
+            part: number of the part within the rollout.
+            begun: place and row of prompts that are new.
+        """
+        if rollout_id != self._rollout_id:
+            self._rollout_id, self._parts = rollout_id, []
+        if part == len(self._parts):
+            new = [BegunGroup(place, row, [Begun() for _ in range(self._size)]) for place, row in begun]
+            self.add(group for group in new if group.place not in self._groups)
+            tokens = self._grow(rollout_id)
+            self._judge()
+            complete = [drawn_group(self._judged[place], place) for place in sorted(self._judged)]
+            self._parts.append(Progress(complete, tokens))
+        return self._parts[part]
+
+    def add(self, groups: Iterable[BegunGroup]) -> None:
+        """Take over those of some prompts that belong to this worker."""
+        self._groups |= {group.place: group for group in groups if group.place % self._workers == self._rank}
+
+    def leave(self, places: Iterable[int]) -> list[Judged]:
+        """The samples of complete prompts, which leave the pool."""
+        own = sorted(set(places) & self._judged.keys())
+        for place in own:
+            del self._groups[place]
+        return [judged for place in own for judged in self._judged.pop(place)]
+
+    def carried(self) -> list[BegunGroup]:
+        """What is in flight."""
+        return list(self._groups.values())
+
+    def _grow(self, version: int) -> int:
+        growing: list[Begun] = []
+        requests: list[Request] = []
+        for place, group in sorted(self._groups.items()):
+            if group.is_complete:
+                continue
+            prompt = self._work.prompt(group.row)
+            ids = self._work.encode(prompt)
+            for i, response in enumerate(group.responses):
+                left = self._most_tokens - len(response.tokens)
+                if left <= 0:
+                    # The limit of the run that began it was higher.
+                    response.finish_reason = response.finish_reason or "length"
+                if response.finish_reason is None:
+                    # No short last part: SGLang takes prompts only up to 7 tokens below its context.
+                    most = left if left < self._part + min(self._part, LEAST_PART) else self._part
+                    seed = self._work.seed(place * self._size + i)
+                    tokens, sampled = (*ids, *response.tokens), len(response.tokens)
+                    requests.append(Request(tokens, seed, prompt.source, most_tokens=most, sampled=sampled))
+                    growing.append(response)
+        generations = self._work.generate(requests) if requests else []
+        for response, generation in zip(growing, generations, strict=True):
+            response.tokens += generation.tokens
+            response.log_probs += generation.log_probs
+            response.versions += [version] * len(generation.tokens)
+            if generation.finish_reason == "stop" or len(response.tokens) >= self._most_tokens:
+                response.finish_reason = generation.finish_reason
+        return sum(len(generation.tokens) for generation in generations)
+
+    def _judge(self) -> None:
+        """Judge what is complete now."""
+        new = [g for place, g in sorted(self._groups.items()) if g.is_complete and place not in self._judged]
+        samples = []
+        for group in new:
+            prompt = self._work.prompt(group.row)
+            ids = self._work.encode(prompt)
+            for i, response in enumerate(group.responses):
+                assert response.finish_reason is not None, "only complete prompts are judged"
+                generation = Generation(response.tokens, response.log_probs, response.finish_reason, response.versions)
+                samples.append(Sampled(group.place * self._size + i, group.place, prompt, ids, generation))
+        judged = self._work.judge(samples) if samples else []
+        for i, group in enumerate(new):
+            self._judged[group.place] = judged[i * self._size : (i + 1) * self._size]
