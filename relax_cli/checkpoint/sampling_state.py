@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from relax_cli.errors import ResumeError, problem_kind
 from relax_cli.models.files import check_regular
@@ -26,7 +26,8 @@ Arrays = dict[str, NDArray[Any]]
 def write_sampling(folder: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write the file, unless there is nothing to write."""
     if arrays:
-        save_file({name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}, folder / FILE)
+        data = save({name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())})
+        (folder / FILE).write_bytes(data)  # Not `save_file`, which does not say what the disk said.
 
 
 def read_sampling(folder: Path) -> Arrays:
