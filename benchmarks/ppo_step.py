@@ -51,8 +51,8 @@ def new_tokens(args: argparse.Namespace) -> int:
     return NEW_TOKENS * (4 if args.lengths == "ragged" else 1)
 
 
-def make_inputs(work: Path) -> tuple[Path, Path]:
-    """A random Qwen2 of 2.5 M parameters with a word tokenizer, and prompts of `PROMPT_TOKENS` words."""
+def make_inputs(work: Path, layers: int = 4) -> tuple[Path, Path]:
+    """A random Qwen2 (2.5 M parameters with 4 layers) with a word tokenizer, and prompts of `PROMPT_TOKENS` words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -69,7 +69,7 @@ def make_inputs(work: Path) -> tuple[Path, Path]:
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

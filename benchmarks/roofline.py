@@ -6,7 +6,8 @@ Nothing is measured: a roofline with the assumptions it prints. A run that is mu
 
 Generation reads all weights once for every token position, and the cache of every running response; it ends with the
 longest response. Prompts and training are matrix products: 2 flops per parameter and token forward, 4 backward, 2 more
-where activations are computed again; attention's own products are left out. Sleeping roles move their numbers over PCIe, out and in.
+where activations are computed again; attention's own products are left out. Sleeping roles move their numbers over
+PCIe, out and in.
 """
 
 from __future__ import annotations
