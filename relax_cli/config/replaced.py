@@ -96,6 +96,11 @@ NEEDS = (
         "sequence-parallel-unused", "with tensor parallelism", "raise --tensor-model-parallel-size",
     ),
     _need(
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers", "pipeline_model_parallel_size",
+        lambda value: value not in (1, "1"),
+        "pipeline-option-unused", "with several pipeline stages", "raise --pipeline-model-parallel-size",
+    ),
+    _need(
         "optimizer_cpu_offload", "device", lambda value: value != "cpu",
         "cpu-offload-unused", "where the model is not in the host's memory anyway", "--device cuda",
     ),

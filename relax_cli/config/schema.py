@@ -276,7 +276,15 @@ class ParallelSection(Section):
     offload_train: bool = Field(False, description="move sleeping trainers to host memory")
     offload_rollout: bool = Field(False, description="release the GPU memory of a sleeping rollout engine")
     tensor_model_parallel_size: int = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
-    pipeline_model_parallel_size: int = Field(1, ge=1, description="pipeline-parallel size (only 1 is supported)")
+    pipeline_model_parallel_size: int = Field(
+        1, ge=1, description="pipeline-parallel size: ranks that share the layers"
+    )
+    decoder_first_pipeline_num_layers: int | None = Field(
+        None, ge=1, description="layers of the first pipeline stage; an equal share when unset"
+    )
+    decoder_last_pipeline_num_layers: int | None = Field(
+        None, ge=1, description="layers of the last pipeline stage; an equal share when unset"
+    )
     expert_model_parallel_size: int = Field(
         1, ge=1, description="expert-parallel size: data-parallel ranks that share out the experts"
     )
@@ -318,6 +326,17 @@ class ParallelSection(Section):
     threads_per_rank: int | None = Field(
         None, ge=1, le=1024, description="CPU threads per worker; cores / ranks of the role when unset"
     )
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """How many of a model's `layers` each pipeline stage has; less in all where they cannot be shared out."""
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        stages = self.pipeline_model_parallel_size
+        if stages == 1:
+            return [layers]
+        middle = stages - (first is not None) - (last is not None)
+        rest = max(0, layers - (first or 0) - (last or 0))
+        shares = [rest // middle] * middle if middle else []
+        return [*([] if first is None else [first]), *shares, *([] if last is None else [last])]
 
 
 class CheckpointSection(Section):

@@ -136,9 +136,13 @@ class RoleBuilder:
         if not (section.colocate or section.offload or section.offload_train):
             device = replace(device, shared_memory=False)
         rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)
-        experts = section.expert_model_parallel_size
         parallel.initialize(
-            rank, section.tensor_model_parallel_size, device, self.config.run.seed, expert_parallel=experts
+            rank,
+            section.tensor_model_parallel_size,
+            device,
+            self.config.run.seed,
+            pipeline_parallel=section.pipeline_model_parallel_size,
+            expert_parallel=section.expert_model_parallel_size,
         )
         return device
 

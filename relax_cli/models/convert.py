@@ -22,6 +22,7 @@ from relax_cli.models.spec import ModelSpec, indivisible_sizes
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 OUTPUT = "output_layer.weight"
+LAYERS = "decoder.layers."
 EXPERTS = "experts.local_experts."
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 
@@ -72,7 +73,7 @@ def rank_tensors(
     yield FINAL_NORM, weights[_OUTSIDE_LAYERS[FINAL_NORM]]
     for layer in range(spec.num_layers):
         for part in _layer_parts(spec, layer):
-            name = f"decoder.layers.{layer}.{part}"
+            name = f"{LAYERS}{layer}.{part}"
             if only is not None and name not in only:
                 continue
             tensor = _read_part(weights, spec, f"model.layers.{layer}", part)
@@ -93,7 +94,7 @@ def megatron_names(spec: ModelSpec) -> list[str]:
     """Every parameter of a policy, in the order in which Hugging Face writes what is made of it."""
     names = [
         EMBEDDING,
-        *(f"decoder.layers.{i}.{part}" for i in range(spec.num_layers) for part in _layer_parts(spec, i)),
+        *(f"{LAYERS}{i}.{part}" for i in range(spec.num_layers) for part in _layer_parts(spec, i)),
     ]
     return [*names, FINAL_NORM] if spec.tied else [*names, FINAL_NORM, OUTPUT]
 
@@ -106,7 +107,7 @@ def hf_tensors(name: str, full: Tensor, spec: ModelSpec) -> Iterator[tuple[str, 
     if name in _OUTSIDE_LAYERS:
         yield _OUTSIDE_LAYERS[name], full if name == FINAL_NORM else full[: spec.vocab_size]
         return
-    layer, part = name.removeprefix("decoder.layers.").split(".", 1)
+    layer, part = name.removeprefix(LAYERS).split(".", 1)
     hf = f"model.layers.{layer}"
     if part.startswith("self_attention.linear_qkv."):
         yield from _write_qkv(full, spec, hf, part.rpartition(".")[2])

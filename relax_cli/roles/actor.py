@@ -229,7 +229,9 @@ class LogProbGap:
     def metrics(self) -> dict[str, float]:
         """Mean and maximum over all data-parallel ranks."""
         total, count = parallel.sum_over_data_parallel([self.total, float(self.count)])
-        return {
-            "train_rollout_logprob_diff/mean": total / max(count, 1.0),
-            "train_rollout_logprob_diff/max": parallel.max_over_data_parallel(self.largest),
-        }
+        return parallel.from_last_stage(
+            {
+                "train_rollout_logprob_diff/mean": total / max(count, 1.0),
+                "train_rollout_logprob_diff/max": parallel.max_over_data_parallel(self.largest),
+            }
+        )

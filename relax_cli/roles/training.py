@@ -185,7 +185,8 @@ class TrainingRole(ModelRole[TrainableModel]):
             return loss_fn(output, batch)
 
         result = self.model.train_step(batches, watched, need_entropy_grad=entropy_grad)
-        for rows, output in zip(chunks, outputs, strict=True):
+        # Only the last stage of a pipeline computes outputs.
+        for rows, output in zip(chunks, outputs, strict=parallel.is_last_stage()):
             found = unpad(output.cpu(), rows, share.columns["response_lens"]) if self.dumped else {}
             # Of the first pass: later ones see what the earlier ones changed.
             self.seen = {row: values for row, values in found.items() if row < self.dumped} | self.seen

@@ -120,14 +120,6 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"parallel__launcher": "local", "parallel__resource": roles(actor=[1, 2])},
         {"parallel__launcher": "local"},
     ),
-    (
-        "pipeline-not-supported",
-        {
-            "parallel__pipeline_model_parallel_size": 2,
-            "parallel__resource": roles(actor=[1, 2], critic=[1, 2]),
-        },
-        {"parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
-    ),
     ("fully-async-not-supported", {"parallel__fully_async": True}, {"parallel__fully_async": False}),
     (
         "ranks-not-divisible",
@@ -328,6 +320,25 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         "heads-not-divisible",
         {"parallel__tensor_model_parallel_size": 4, "parallel__resource": roles(actor=[1, 4], critic=[1, 4])},
         {"parallel__tensor_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 4], critic=[1, 4])},
+    ),
+    (
+        "moe-balance-pipeline",
+        {"parallel__moe_aux_loss_coeff": 0.1, "parallel__pipeline_model_parallel_size": 2}
+        | {"parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
+        {"parallel__pipeline_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
+    ),
+    (
+        "pipeline-layers",
+        {
+            "parallel__pipeline_model_parallel_size": 2,
+            "parallel__decoder_last_pipeline_num_layers": 9,
+            "parallel__resource": roles(actor=[1, 2], critic=[1, 2]),
+        },
+        {
+            "parallel__pipeline_model_parallel_size": 2,
+            "parallel__decoder_last_pipeline_num_layers": 1,
+            "parallel__resource": roles(actor=[1, 2], critic=[1, 2]),
+        },
     ),
     (
         "longer-than-positions",

@@ -56,6 +56,7 @@ class Run:
     kind: Literal["policy", "value"]
     model: Path
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     micro_batch_size: int = 2
     steps: int = 3
     idle_second_rank: bool = False
@@ -79,14 +80,16 @@ def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableMo
     device = replace(select_device("cpu"), shared_memory=run.parks)
     if run.bf16:
         device = replace(device, training_dtype=torch.bfloat16)
+    where, stages = parallel.Rank(rank, ranks, "127.0.0.1", port), run.pipeline_parallel
     experts = run.layout.get("expert_model_parallel_size", 1)
-    where = parallel.Rank(rank, ranks, "127.0.0.1", port)
-    parallel.initialize(where, run.tensor_parallel, device, seed=5, expert_parallel=experts)
+    parallel.initialize(where, run.tensor_parallel, device, seed=5, pipeline_parallel=stages, expert_parallel=experts)
     return TrainableModel(
         run.kind,
         run.model,
         Build(
-            layout=ParallelSection(tensor_model_parallel_size=run.tensor_parallel, **run.layout),
+            layout=ParallelSection(
+                tensor_model_parallel_size=run.tensor_parallel, pipeline_model_parallel_size=stages, **run.layout
+            ),
             device=device,
             seed=7,
             temperature=run.temperature,
@@ -147,7 +150,7 @@ def train(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
         results.append(model.train_step(micro_batches(run.micro_batch_size, rows_of_rank(run), run.packed), loss_fn))
     outputs = model.forward(micro_batches(6, list(range(6)), run.packed))[0]
     state = model.hf_state() if run.kind == "policy" else None
-    head = model.model.output_layer.weight.detach().numpy().copy() if run.kind == "value" else None
+    head = model.value_head().numpy().copy() if run.kind == "value" else None
     if ranks > 1:
         parallel.shutdown()
     return {

@@ -46,6 +46,8 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("recompute-option-unused", {"recompute_modules": ["mlp"]}, {"recompute_granularity": "selective"}),
     ("sequence-parallel-unused", {"sequence_parallel": ON}, {"tensor_model_parallel_size": "2"}),
+    ("pipeline-option-unused", {"decoder_first_pipeline_num_layers": "1"}, {"pipeline_model_parallel_size": "2"}),
+    ("pipeline-option-unused", {"decoder_last_pipeline_num_layers": "1"}, {"pipeline_model_parallel_size": "2"}),
     ("cpu-offload-unused", {"optimizer_cpu_offload": ON, "device": "cpu"}, {"device": "cuda"}),
     ("num-epoch-unused", {"num_epoch": "2", "num_rollout": "9"}, {"num_rollout": None}),
     ("save-option-unused", {"keep_checkpoints": "2"}, {"save": "actor"}),

@@ -56,17 +56,54 @@ def test_chunks_of_recomputed_layers_are_whole(tmp_path: Path) -> None:
     assert "recompute-layers" in found(**FULL, recompute_num_layers=4)
     assert "recompute-layers" in found(**FULL, recompute_num_layers=7)
     assert "recompute-layers" not in found(**FULL, recompute_num_layers=3)
+    stages = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2}
+    assert "recompute-layers" in found(**FULL, recompute_num_layers=3, **stages)
+    assert "recompute-layers" not in found(**FULL, recompute_num_layers=2, **stages)
     assert "recompute-layers" not in found(**FULL | {"recompute_method": "block"}, recompute_num_layers=4)
     (tmp_path / "config.json").write_text("nonsense")
     assert "recompute-layers" not in found(**FULL, recompute_num_layers=4)
 
 
+@pytest.mark.parametrize(
+    ("stages", "layout", "counts", "fix"),
+    [
+        (2, {}, [3, 3], ""),
+        (6, {}, [1] * 6, ""),
+        (4, {}, [1] * 4, "--decoder-last-pipeline-num-layers 3"),
+        (5, {}, [1] * 5, "--decoder-last-pipeline-num-layers 2"),
+        (7, {}, [0] * 7, "--pipeline-model-parallel-size 6"),
+        (2, {"first": 4}, [4, 2], ""),
+        (3, {"first": 1, "last": 2}, [1, 3, 2], ""),
+        (2, {"first": 1, "last": 2}, [1, 2], "--decoder-last-pipeline-num-layers 5"),
+        (3, {"first": 3}, [3, 1, 1], "--decoder-last-pipeline-num-layers 1"),
+        (2, {"last": 6}, [0, 6], "--decoder-last-pipeline-num-layers 3"),
+        (
+            2,
+            {"first": 9},
+            [9, 0],
+            "--pipeline-model-parallel-size 2, and drop --decoder-first-pipeline-num-layers",
+        ),
+    ],
+)
+def test_layers_are_shared_out_among_pipeline_stages(
+    stages: int, layout: dict[str, int], counts: list[int], fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 6}))
+    single = {f"decoder_{which}_pipeline_num_layers": count for which, count in layout.items()}
+    parallel = ParallelSection(pipeline_model_parallel_size=stages, **single)
+    assert parallel.stage_layers(6) == counts
+    config = Config(model=ModelSection(hf_checkpoint=str(tmp_path)), parallel=parallel)
+    assert [p.fix for p in problems_of(config) if p.id == "pipeline-layers"] == [fix] * bool(fix)
+
+
 def test_bridged_models_are_not_split_along_the_sequence(tmp_path: Path) -> None:
-    def found(family: str, ranks: int) -> set[str]:
+    def found(family: str, ranks: int, **others: int) -> set[str]:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-        layout = ParallelSection(sequence_parallel=True, tensor_model_parallel_size=ranks)
+        layout = ParallelSection(sequence_parallel=True, tensor_model_parallel_size=ranks, **others)
         return ids(Config(model=ModelSection(hf_checkpoint=str(tmp_path)), parallel=layout))
 
+    assert "bridge-pipeline" in found("qwen3_5", 1, pipeline_model_parallel_size=2)
+    assert "bridge-pipeline" not in found("qwen3", 1, pipeline_model_parallel_size=2)
     rule = "bridge-sequence-parallel"
     assert rule in found("qwen3_5", 2)
     assert rule not in found("qwen3_5", 1)

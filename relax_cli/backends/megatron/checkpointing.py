@@ -1,6 +1,6 @@
 """Sharded checkpoints of a training model in Megatron's format (`megatron.core.dist_checkpointing`, `torch_dist`).
 
-They load at another tensor- or data-parallel size. Files are written by this process, by another thread for
+They load at another parallel layout. Files are written by this process, by another thread for
 `--async-save`: Megatron's own writer starts helper processes that each import torch. They are read without unpickling
 anything that could run (`checkpoint/safe_load.py`), which Megatron's own reader does.
 """
@@ -131,8 +131,9 @@ def sharding_metadata() -> dict[str, Any]:
 def parallel_layout() -> dict[str, int]:
     """Sizes that decide which rank has what."""
     layout = {"tensor_parallel": parallel.tensor_parallel_size(), "data_parallel": parallel.data_parallel_size()}
-    experts = parallel.expert_parallel_size()
-    return layout if experts == 1 else layout | {"expert_parallel": experts}
+    # Older checkpoints know nothing of the others.
+    others = {"pipeline_parallel": parallel.stages(), "expert_parallel": parallel.expert_parallel_size()}
+    return layout | {name: size for name, size in others.items() if size > 1}
 
 
 def _save_common(common: dict[str, Any], folder: Path) -> None:

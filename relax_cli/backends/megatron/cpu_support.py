@@ -28,6 +28,7 @@ UNTESTED = problem_kind(
 PATCHED_MODULES = (
     "megatron.core.distributed.param_and_grad_buffer",  # gradient buffers
     "megatron.core.optimizer.optimizer",  # the constant loss scale of FP32Optimizer
+    "megatron.core.pipeline_parallel.p2p_communication",  # what pipeline stages receive
     "megatron.core.pipeline_parallel.schedules",  # the token counter
     "megatron.core.tensor_parallel.layers",  # sequence parallelism
     "megatron.core.tensor_parallel.mappings",  # sequence parallelism
@@ -101,6 +102,10 @@ class _CudaOnCpu(types.ModuleType):
     @staticmethod
     def current_device() -> torch.device:
         return torch.device("cpu")
+
+    @staticmethod
+    def synchronize() -> None:
+        """Nothing runs on its own here."""
 
     @staticmethod
     def current_stream() -> None:

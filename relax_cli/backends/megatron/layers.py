@@ -69,10 +69,13 @@ def local_name(name: str) -> str:
     return name
 
 
-def block_spec(spec: ModelSpec, kind: LayerKind, lora: Lora | None = None) -> TransformerBlockSubmodules:
+def block_spec(
+    spec: ModelSpec, kind: LayerKind, lora: Lora | None = None, stage: range | None = None
+) -> TransformerBlockSubmodules:
     """Megatron's transformer layers of that kind, and the norm after them, with the parts of this module in them.
 
     Args:
+        stage: the layers of a pipeline stage; all when None.
         lora: adapters of local layers.
     """
     table = RotaryTable(spec)
@@ -83,7 +86,8 @@ def block_spec(spec: ModelSpec, kind: LayerKind, lora: Lora | None = None) -> Tr
     layers = [kinds[spec.experts_in(index)] for index in range(spec.num_layers)]
     layers[-1] = replace(layers[-1], module=ResponseLayer)
     final_norm: Any = RmsNorm if kind == "local" else gpt_layer_specs.TENorm
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+    here = layers if stage is None else layers[stage.start : stage.stop]
+    return TransformerBlockSubmodules(layer_specs=here, layer_norm=final_norm)
 
 
 def _layer_spec(spec: ModelSpec, kind: LayerKind, table: RotaryTable, experts: int, lora: Lora | None) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from relax_cli.backends.device import Parking, free_unused_memory
@@ -15,6 +18,8 @@ from relax_cli.backends.megatron.model import build_model
 from relax_cli.models.hf import HfWeights
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import BRIDGE_FAMILIES
+
+Report = TypeVar("Report")
 
 
 class LoadedModel:
@@ -27,8 +32,9 @@ class LoadedModel:
             ConfigError: the folder is unreadable, unsupported, or does not divide by the tensor-parallel size.
             EnvironmentFault: TransformerEngine was requested and does not import.
         """
-        ranks = build.layout.tensor_model_parallel_size
-        assert ranks == parallel.tensor_parallel_size(), "parallel.initialize made other groups"
+        ranks = build.layout.tensor_model_parallel_size, build.layout.pipeline_model_parallel_size
+        here = parallel.tensor_parallel_size(), parallel.stages()
+        assert ranks == here, "parallel.initialize made other groups"
         self.kind = kind
         self.device = build.device
         self.spec = read_any_spec(model_folder)
@@ -46,8 +52,25 @@ class LoadedModel:
         idle = parallel.passes_together(len(micro_batches)) - len(micro_batches)
         batches = [*micro_batches, *[idle_batch(self.device.torch_device)] * idle]
         with torch.no_grad():
-            outputs = [run_batch(self.model, batch.to(self.device.torch_device)) for batch in batches]
+            moved = [batch.to(self.device.torch_device) for batch in batches]
+            if parallel.stages() == 1 or not moved:
+                outputs = [run_batch(self.model, batch) for batch in moved]
+            else:
+                of_last = run_stages(self.model, moved, _as_reported, passes=len(moved), forward_only=True)
+                outputs = [self._on_every_stage(batch, of_last) for batch in moved]
         return outputs[: len(micro_batches)]
+
+    def _on_every_stage(self, batch: MicroBatch, outputs: list[ModelOutput]) -> ModelOutput:
+        """The first of `outputs`, which only the last stage has."""
+        names = ("values",) if self.kind == "value" else ("log_probs", "entropy")
+        if parallel.is_last_stage():
+            output = vars(outputs.pop(0))
+            grids = torch.stack([output[name] for name in names])
+        else:
+            shape = ResponseIndex.of(batch).shape
+            grids = torch.empty(len(names), *shape, device=self.device.torch_device)
+        parallel.tensor_from_stage(grids, parallel.stages() - 1)
+        return ModelOutput(**dict(zip(names, grids, strict=True)))
 
     def sleep(self) -> None:
         """Leave the device's memory to others, where roles share it."""
@@ -64,10 +87,48 @@ class LoadedModel:
         free_unused_memory(self.device)
 
 
-def run_batch(model: torch.nn.Module, batch: MicroBatch) -> ModelOutput:
-    """What the model says about the response tokens of a micro-batch that is on its device."""
-    output: ModelOutput = model(*batch.laid_out())
-    return output
+def run_stages(
+    model: torch.nn.Module,
+    batches: Iterable[MicroBatch],
+    finish: Callable[[MicroBatch, ModelOutput], tuple[Tensor, Tensor, Report]],
+    *,
+    passes: int,
+    forward_only: bool,
+) -> list[Report]:
+    """Micro-batches through all pipeline stages, and back; the reports of `finish` on the last stage.
+
+    Args:
+        batches: on the device; each is taken just before its forward pass.
+        finish: turns what the last stage says into a loss, Megatron's token count (not used) and a report.
+        passes: how many batches there are; at least one.
+    """
+
+    def forward_step(iterator: Iterator[MicroBatch], _: Any) -> tuple[ModelOutput | Tensor, Any]:
+        batch = next(iterator)
+        return run_batch(model, batch), partial(finish, batch)
+
+    reports: list[Report] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=passes,
+        seq_length=0,  # stages tell each other
+        micro_batch_size=0,
+        forward_only=forward_only,
+    )
+    return reports
+
+
+def _as_reported(_: MicroBatch, output: ModelOutput) -> tuple[Tensor, Tensor, ModelOutput]:
+    return output.main, torch.zeros((), dtype=torch.int, device=output.main.device), output
+
+
+def run_batch(model: torch.nn.Module, batch: MicroBatch) -> Any:
+    """What the model says about the response tokens of a micro-batch that is on its device: a `ModelOutput`.
+
+    Hidden states where a pipeline has later stages.
+    """
+    return model(*batch.laid_out())
 
 
 def idle_batch(device: torch.device) -> MicroBatch:

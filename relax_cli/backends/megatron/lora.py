@@ -9,6 +9,7 @@ Legend: `r` rank, `N` tokens.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -137,16 +138,19 @@ def adapted(target: str, lora: Lora) -> type[Module]:
     return type(base.__name__, (base,), {"lora": lora, "is_gate_up": target == "linear_fc1"})
 
 
-def freeze_all_but_adapters(model: Module, seed: int) -> None:
+def freeze_all_but_adapters(model: Module, seed: int, global_name: Callable[[str], str]) -> None:
     """Leave the adapters as the only parameters that are trained, and initialise `A`; `B` is 0.
 
-    `A` is uniform as the weight of a linear layer is, and the same at every tensor-parallel size.
+    `A` is uniform as the weight of a linear layer is, and the same at every parallel layout.
+
+    Args:
+        global_name: of a module, whichever pipeline stage it is in.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     for name, layer in model.named_modules():
         if isinstance(layer, _Adapted):
-            generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(seed ^ zlib.crc32(global_name(name).encode()))
             ranks = parallel.tensor_parallel_size() if layer.split == 1 else 1
             inputs = layer.lora_a.size(1) * ranks
             a = torch.empty(layer.lora.rank, inputs).uniform_(-1, 1, generator=generator) / inputs**0.5

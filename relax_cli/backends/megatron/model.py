@@ -27,7 +27,7 @@ from relax_cli.backends.megatron.lora import adapted_layers, freeze_all_but_adap
 from relax_cli.backends.megatron.micro_batch import Build, ModelKind, ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
 from relax_cli.config.schema import ParallelSection
-from relax_cli.models.convert import OUTPUT, padded_vocab, rank_tensors
+from relax_cli.models.convert import EMBEDDING, LAYERS, OUTPUT, padded_vocab, rank_tensors
 from relax_cli.models.spec import BRIDGE_FAMILIES, MOE_FAMILIES, ModelSpec
 
 
@@ -53,12 +53,14 @@ def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device)
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        **pipeline_settings(layout, dtype),
+        # The other kinds refuse stages that send shapes, also where there are no experts.
+        moe_token_dispatcher_type="alltoall",
         # One rank has nothing to split, and Megatron refuses it.
         sequence_parallel=layout.sequence_parallel and layout.tensor_model_parallel_size > 1,
         **recompute_settings(layout),
         **expert_settings(spec, layout),
         params_dtype=dtype,
-        pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.kind == "cpu",
         # Weights come from the model folder. Initialisation stays on, because it also marks parameters as sharded.
@@ -68,6 +70,26 @@ def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device)
         # Sum over micro-batches and data-parallel ranks: losses arrive divided by global denominators already.
         calculate_per_token_loss=True,
     )
+
+
+def pipeline_settings(layout: ParallelSection, dtype: torch.dtype) -> dict[str, Any]:
+    """What Megatron is told about pipeline stages; micro-batches differ in length, so stages also send shapes."""
+    several = layout.pipeline_model_parallel_size > 1
+    return {
+        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": layout.decoder_first_pipeline_num_layers if several else None,
+        "num_layers_in_last_pipeline_stage": layout.decoder_last_pipeline_num_layers if several else None,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": several,
+        # What was sent is not needed here again, only its place in the graph.
+        "deallocate_pipeline_outputs": several,
+    }
+
+
+def stage_of(layout: ParallelSection, layers: int) -> range:
+    """The layers of this rank's pipeline stage."""
+    counts, stage = layout.stage_layers(layers), parallel.stage()
+    return range(sum(counts[:stage]), sum(counts[: stage + 1]))
 
 
 def _leave_as_is(weight: Tensor) -> Tensor:
@@ -92,14 +114,19 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
             block,
             vocab_size=padded_vocab(spec, config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
+            pre_process=parallel.stage() == 0,
+            post_process=parallel.is_last_stage(),
             # Rotary positions are applied inside the attention of the layer spec.
             position_embedding_type="none",
             share_embeddings_and_output_weights=tied,
         )
         self.spec = spec
 
-    def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput:
-        """Right-padded token ids, or packed ones in one row, to what the model says about the response tokens."""
+    def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput | Tensor:
+        """Right-padded token ids, or packed ones in one row, to what the model says about the response tokens.
+
+        Stages before the last give hidden states.
+        """
         states_N = response.states_N
         if self.config.sequence_parallel:
             # Positions and picked states are shared out evenly; `_postprocess` drops what is added here.
@@ -111,15 +138,23 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
         if response.lengths is not None:
             filled = tokens_BS.size(1) - sum(response.lengths)
             more["packed_seq_params"] = PackedSamples.of(response.lengths, filled, tokens_BS.device)
-        output: ModelOutput = super().forward(
+        output: ModelOutput | Tensor = super().forward(
             tokens_BS, None, None, labels=response, extra_block_kwargs={"context": states_N}, **more
         )
         return output
 
     def parameters_by_name(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by the names that `models.convert` knows; those of adapters are left out."""
-        named = ((local_name(name), p) for name, p in self.named_parameters() if not is_adapter(name))
+        named = ((self.global_name(local_name(name)), p) for name, p in self.named_parameters() if not is_adapter(name))
         return {number_over_all_ranks(name, self.spec): parameter for name, parameter in named}
+
+    def global_name(self, name: str) -> str:
+        """The name of a parameter, or of a part of a layer, where all layers are on one rank."""
+        prefix, separator, rest = name.partition(LAYERS)
+        if prefix or not separator:
+            return name
+        number, _, part = rest.partition(".")
+        return f"{LAYERS}{self.decoder.layers[int(number)].layer_number - 1}.{part}"
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:
         """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time.
@@ -127,7 +162,7 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
         Adapters are merged into them.
         """
         shards = {name: parameter.detach() for name, parameter in self.parameters_by_name().items()}
-        layers = adapted_layers(self)
+        layers = {self.global_name(name): layer for name, layer in adapted_layers(self).items()}
 
         def read(name: str) -> Tensor:
             return layers[name].merged_weight() if name in layers else shards[name]
@@ -147,11 +182,14 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
         ranks, rank = parallel.tensor_parallel_size(), parallel.tensor_parallel_rank()
         parameters = self.parameters_by_name()
         left = set(parameters)
+        # The last stage of a pipeline has a tied matrix a second time.
+        tied = {EMBEDDING: OUTPUT} if spec.tied and self.head_from_folder else {}
         with torch.no_grad():
             for name, tensor in rank_tensors(weights, spec, ranks, rank, only=parameters):
-                if name != OUTPUT or self.head_from_folder:
-                    parameters[name].copy_(tensor)
-                    left.remove(name)
+                for wanted in {name, tied.get(name, name)} & left:
+                    if wanted != OUTPUT or self.head_from_folder:
+                        parameters[wanted].copy_(tensor)
+                        left.remove(wanted)
         assert not left if self.head_from_folder else all(name.startswith("output_layer.") for name in left), left
 
 
@@ -166,7 +204,17 @@ class PolicyModel(_ResponseModel):
         self.chunk = build.layout.log_probs_chunk_size
         self.entropy_grad = False
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput:
+    def setup_embeddings_and_output_layer(self) -> None:
+        """See GPTModel. A tied matrix that two stages have is only marked: both load it, and sum its gradients."""
+        if not self.share_embeddings_and_output_weights or self.pre_process == self.post_process:
+            super().setup_embeddings_and_output_layer()
+            return
+        weight = self.shared_embedding_or_output_weight()
+        weight.shared_embedding, weight.shared = True, self.post_process
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput | Tensor:
+        if not self.post_process:
+            return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
         def statistics(states_NH: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,9 +245,15 @@ class ValueModel(_ResponseModel):
         # "Tied" keeps Megatron from allocating an output matrix that would be thrown away.
         super().__init__(spec, config, block, tied=True)
         self.share_embeddings_and_output_weights = False
-        self.output_layer = ValueHead(spec.hidden_size, head_std, seed)
+        if self.post_process:
+            self.output_layer = ValueHead(spec.hidden_size, head_std, seed)
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput:
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Nothing: no other stage shares the embedding."""
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: ResponseIndex, **_: Any) -> ModelOutput | Tensor:
+        if not self.post_process:
+            return hidden_states
         states_NH = hidden_states.squeeze(1)
         if self.config.sequence_parallel:
             states_NH = gather_from_sequence_parallel_region(states_NH, tensor_parallel_output_grad=False)
@@ -225,7 +279,7 @@ def build_model(
         if build.lora or spec.family in MOE_FAMILIES
         else layer_kind(build.layout.transformer_impl, build.device)
     )
-    block = block_spec(spec, layers, build.lora)
+    block = block_spec(spec, layers, build.lora, stage_of(build.layout, spec.num_layers))
     model: PolicyModel | ValueModel
     if kind == "policy":
         model = PolicyModel(spec, config, block, build)
@@ -234,10 +288,10 @@ def build_model(
     if build.device.kind == "cuda":
         model.to(build.device.torch_device)
     if build.lora is not None:
-        freeze_all_but_adapters(model, build.seed)
-        if kind == "value":
+        freeze_all_but_adapters(model, build.seed, model.global_name)
+        if kind == "value" and model.post_process:
             model.output_layer.requires_grad_(True)
-        if build.layout.recompute_granularity is not None:
+        if build.layout.recompute_granularity is not None and model.pre_process:
             # What is computed again gets a gradient only where its input does.
             model.embedding.register_forward_hook(_with_gradient)
     return model

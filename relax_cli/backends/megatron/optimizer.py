@@ -17,6 +17,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from relax_cli.algorithms.schedule import learning_rate
@@ -164,11 +165,12 @@ class Optimizer:
         mine = [
             parameter
             for parameter in self.masters.parameters
-            if param_is_not_tensor_parallel_duplicate(parameter, mpu.get_tensor_model_parallel_group())
+            if param_is_not_shared(parameter)
+            and param_is_not_tensor_parallel_duplicate(parameter, mpu.get_tensor_model_parallel_group())
         ]
         dense = [parameter for parameter in mine if not parallel.is_shared_out(parameter)]
         squared = _squared_norm(dense, mpu.get_model_parallel_group())
-        if len(dense) < len(mine):
+        if parallel.expert_parallel_size() > 1:
             experts = [parameter for parameter in mine if parallel.is_shared_out(parameter)]
             squared += _squared_norm(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
         return math.sqrt(squared)

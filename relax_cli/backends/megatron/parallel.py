@@ -1,10 +1,11 @@
-"""Process groups of one role: tensor parallel inside, data parallel outside. All state is Megatron's own."""
+"""Process groups of one role: tensor parallel inside, then data parallel, pipeline outside. All state is Megatron's."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from relax_cli.backends.meeting import choose_interface, open_store
 from relax_cli.backends.megatron import cpu_support
 from relax_cli.checkpoint.store import gather
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -29,7 +32,15 @@ class Rank:
     master_port: int = 0
 
 
-def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int, *, expert_parallel: int = 1) -> None:
+def initialize(
+    rank: Rank,
+    tensor_parallel: int,
+    device: Device,
+    seed: int,
+    *,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+) -> None:
     """Join the ranks of this role. In one process that hosts several roles (world size 1) later calls check only.
 
     Raises:
@@ -37,17 +48,20 @@ def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int, *, e
     """
     if device.kind == "cpu":
         cpu_support.install()
-    assert rank.world_size % tensor_parallel == 0, "ranks divide by the tensor-parallel size: checked before launch"
+    grid = tensor_parallel * pipeline_parallel
+    assert rank.world_size % grid == 0, "ranks divide by the model-parallel sizes: checked before launch"
     if dist.is_initialized():
         here = (
             dist.get_rank(),
             dist.get_world_size(),
             mpu.get_tensor_model_parallel_world_size(),
+            mpu.get_pipeline_model_parallel_world_size(),
             mpu.get_expert_model_parallel_world_size(),
             dist.get_backend(),
         )
-        wanted = (rank.rank, rank.world_size, tensor_parallel, expert_parallel, device.backend)
-        assert here == wanted, f"this process already is rank/ranks/TP/EP/backend {here}, not {wanted}"
+        sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
+        wanted = (rank.rank, rank.world_size, *sizes, device.backend)
+        assert here == wanted, f"this process already is rank/ranks/TP/PP/EP/backend {here}, not {wanted}"
         return
     alone = rank.world_size == 1 or device.backend == "fake"
     choose_interface("127.0.0.1" if alone else rank.master_addr)
@@ -57,6 +71,7 @@ def initialize(rank: Rank, tensor_parallel: int, device: Device, seed: int, *, e
     dist.init_process_group(device.backend, store=store, rank=rank.rank, world_size=rank.world_size)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=pipeline_parallel,
         expert_model_parallel_size=expert_parallel,
         create_gloo_process_groups=False,
     )
@@ -139,9 +154,44 @@ def replica_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
     return mpu.get_expert_data_parallel_group() if is_shared_out(parameter) else data_parallel_group()
 
 
+def stage() -> int:
+    """Which part of the layers this rank has."""
+    return int(mpu.get_pipeline_model_parallel_rank())
+
+
+def stages() -> int:
+    """Into how many parts the layers are split."""
+    return int(mpu.get_pipeline_model_parallel_world_size())
+
+
+def is_last_stage() -> bool:
+    """Whether the output layer, and so every loss, is on this rank."""
+    return stage() == stages() - 1
+
+
+def stage_group() -> dist.ProcessGroup:
+    """Ranks that have the other layers for the same samples, by stage."""
+    return mpu.get_pipeline_model_parallel_group()  # type: ignore[no-any-return]
+
+
+def tensor_from_stage(tensor: torch.Tensor, owner: int) -> torch.Tensor:
+    """Fill `tensor` with that of the stage `owner`."""
+    dist.broadcast(tensor, dist.get_global_rank(stage_group(), owner), group=stage_group())
+    return tensor
+
+
+def from_last_stage(value: T) -> T:
+    """What the last stage has for `value`, on every stage."""
+    if stages() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, dist.get_global_rank(stage_group(), stages() - 1), group=stage_group())
+    return values[0]
+
+
 def is_output_rank() -> bool:
-    """One rank per share of the samples: it alone writes what all ranks of its tensor-parallel group computed."""
-    return tensor_parallel_rank() == 0
+    """One rank per share of the samples: it alone writes what all ranks of its model-parallel group computed."""
+    return tensor_parallel_rank() == 0 and is_last_stage()
 
 
 def sum_over_data_parallel(values: Sequence[float]) -> list[float]:

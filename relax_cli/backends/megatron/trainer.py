@@ -16,18 +16,17 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from relax_cli.backends.device import forget_peak_memory, peak_memory_bytes
 from relax_cli.backends.megatron import checkpointing, parallel, random_state, replicated, start_weights
 from relax_cli.backends.megatron.experts import Balance
-from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_batch
+from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_stages
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
 from relax_cli.backends.megatron.optimizer import Optimizer
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.checkpoint.layout import FileEntry
-from relax_cli.checkpoint.store import Group
+from relax_cli.checkpoint.store import Group, is_first_rank
 from relax_cli.config.schema import OptimizerSection
 from relax_cli.models.spec import MOE_FAMILIES
 
@@ -107,7 +106,7 @@ class TrainableModel(LoadedModel):
         where sleeping takes that away.
         """
         lasts = self.device.kind == "cuda" or not self.device.shared_memory
-        is_first = parallel.tensor_parallel_rank() == 0 and parallel.data_parallel_rank() == 0
+        is_first = is_first_rank()
         state: dict[str, Tensor] = {}
         for bucket in self.hf_buckets(EXPORT_BYTES):
             if is_first:
@@ -117,7 +116,8 @@ class TrainableModel(LoadedModel):
     def value_head(self) -> Tensor:
         """Value model: a copy of the weights of its scalar head, on the CPU."""
         assert self.kind == "value", "a policy has no value head"
-        return self.model.output_layer.weight.detach().cpu().clone()
+        head = self.model.output_layer.weight.detach().cpu().clone() if parallel.is_last_stage() else torch.empty(0)
+        return parallel.from_last_stage(head)
 
     def prepare_save(self, common: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], list[FileEntry]]:
         """See `checkpointing.prepare`; `common` are plain values, the same on all ranks."""
@@ -151,7 +151,7 @@ class TrainableModel(LoadedModel):
         random_state.restore(state)
 
     def parallel_layout(self) -> dict[str, int]:
-        """Tensor- and data-parallel sizes of this model."""
+        """Sizes of the groups that this model is spread over."""
         return checkpointing.parallel_layout()
 
     def sleep(self) -> None:
@@ -181,37 +181,28 @@ class TrainableModel(LoadedModel):
 
     def _forward_backward(self, batches: list[MicroBatch], loss_fn: LossFunction) -> dict[str, float]:
         passes = max(1, parallel.passes_together(len(batches)))
-        queue: Sequence[MicroBatch | None] = [*batches, *[None] * (passes - len(batches))]
+        idle = idle_batch(self.device.torch_device)
         balance = Balance(self.model, batches) if self.balanced else None
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device.torch_device)
 
-        def forward_step(iterator: Iterator[MicroBatch | None], _: Any) -> tuple[ModelOutput, Any]:
-            batch = next(iterator)
+        def finish(batch: MicroBatch, output: ModelOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            if batch is idle:
+                return output.main.sum() * 0.0, no_tokens, {}
+            loss, metrics = loss_fn(output, batch)
+            return loss, no_tokens, metrics
 
-            def loss_and_metrics(output: ModelOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                if batch is None:
-                    return output.main.sum() * 0.0, no_tokens, {}
-                loss, metrics = loss_fn(output, batch)
-                return loss, no_tokens, metrics
+        def weighed() -> Iterator[MicroBatch]:
+            for batch in [*batches, *[idle] * (passes - len(batches))]:
+                if balance is not None:
+                    balance.weigh(None if batch is idle else batch)
+                yield batch
 
-            if balance is not None:
-                balance.weigh(batch)
-            return run_batch(self.ddp, batch or idle_batch(self.device.torch_device)), loss_and_metrics
-
-        reported = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(queue),
-            model=[self.ddp],
-            num_microbatches=passes,
-            seq_length=0,  # used by pipelines only
-            micro_batch_size=0,
-            forward_only=False,
-        )
+        reported = run_stages(self.ddp, weighed(), finish, passes=passes, forward_only=False)
         sums: dict[str, float] = {} if balance is None else {LOAD_BALANCING: balance.mean()}
         for metrics in reported:
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        return parallel.sum_metrics(sums)
+        return parallel.from_last_stage(parallel.sum_metrics(sums))
 
 
 def _sum_gradients(

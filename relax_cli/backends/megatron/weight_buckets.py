@@ -1,6 +1,7 @@
 """The policy's weights, unsharded and under their Hugging Face names, a bounded number of bytes at a time.
 
-Every rank of the actor makes the same calls: gathering the tensor-parallel parts of a parameter is a collective.
+Every rank of the actor makes the same calls: gathering the tensor-parallel parts of a parameter is a collective, and
+so is sending them from their pipeline stage to the others.
 """
 
 from __future__ import annotations
@@ -80,17 +81,28 @@ def hf_buckets(
     value = read or shards.__getitem__
     names = megatron_names(spec)
     # Experts of other ranks have the shape of those here.
-    alike = {name: shards[name if name in shards else of_an_expert_here(name, spec)] for name in names}
-    sizes = {key: hf.nbytes for name in names for key, hf in hf_tensors(name, _outline(name, alike[name]), spec)}
+    alike = {name: name if owner_of(name, spec) is None else of_an_expert_here(name, spec) for name in names}
+    mine = {name: (parallel.stage(), _outline(name, shards[key])) for name, key in alike.items() if key in shards}
+    # A tied matrix that two stages have is taken from the first.
+    outlines = {name: owned for part in reversed(gather(mine, parallel.stage_group())) for name, owned in part.items()}
+    sizes = {key: hf.nbytes for name in names for key, hf in hf_tensors(name, outlines[name][1], spec)}
 
-    def everywhere(name: str) -> Tensor:
+    def on_stage(name: str) -> Tensor:
         owner = owner_of(name, spec)
         if owner is None:
             return unsharded(name, value(name))
-        whole = value(name).contiguous() if name in shards else torch.empty_like(alike[name])
+        whole = value(name).contiguous() if name in shards else torch.empty_like(shards[alike[name]])
         group = parallel.expert_parallel_group()
         dist.broadcast(whole, dist.get_global_rank(group, owner), group=group)
         return whole
+
+    def everywhere(name: str) -> Tensor:
+        stage, outline = outlines[name]
+        if parallel.stages() == 1:
+            return on_stage(name)
+        here = stage == parallel.stage()
+        whole = on_stage(name) if here else torch.empty_like(outline, device=next(iter(shards.values())).device)
+        return parallel.tensor_from_stage(whole.contiguous(), stage)
 
     named = (pair for name in names for pair in hf_tensors(name, everywhere(name), spec))
     return as_buckets(named, sizes, limit)

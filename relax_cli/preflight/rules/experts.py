@@ -101,5 +101,17 @@ def moe_option_unused(parallel: ParallelSection, inputs: RunInputs) -> Found:
 NO_EXPERTS = "the model has no experts to share out"
 
 
+@rule("moe-balance-pipeline", "Model", option="--moe-aux-loss-coeff")
+def moe_balance_pipeline(parallel: ParallelSection) -> Found:
+    """`--moe-aux-loss-coeff` evens out the load of experts only where all layers are on one rank."""
+    if parallel.moe_aux_loss_coeff and parallel.pipeline_model_parallel_size > 1:
+        yield Finding(
+            "the load of experts is not evened out across pipeline stages",
+            got=f"{parallel.moe_aux_loss_coeff} with {parallel.pipeline_model_parallel_size} stages",
+            expected="0, or one stage",
+            fix="--moe-aux-loss-coeff 0",
+        )
+
+
 def _has_experts(inputs: RunInputs) -> bool:
     return inputs.model_config.get("model_type") in MOE_FAMILIES

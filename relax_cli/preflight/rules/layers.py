@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from relax_cli.config.names import nearest
 from relax_cli.config.schema import BatchSection, CriticSection, ModelSection, ParallelSection
 from relax_cli.models.spec import BRIDGE_FAMILIES, INDIVISIBLE
@@ -60,16 +62,55 @@ def transformer_engine_needs_cuda(parallel: ParallelSection) -> Found:
 
 @rule("recompute-layers", THEME, option="--recompute-num-layers", needs="files")
 def recompute_layers(parallel: ParallelSection, inputs: RunInputs) -> Found:
-    """With `--recompute-method uniform`, `--recompute-num-layers` must divide the model's number of layers."""
+    """With `--recompute-method uniform`, `--recompute-num-layers` must divide the layers of the model, or of every
+    pipeline stage."""
     size, layers = parallel.recompute_num_layers, inputs.model_count("num_hidden_layers")
+    stages = parallel.stage_layers(layers) if layers else []
+    layers = math.gcd(*stages) if sum(stages) == layers else None
     is_uniform = parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform"
     # In a shorter last chunk, Megatron-core reads beyond the last layer.
     if is_uniform and size and layers and layers % size:
         yield Finding(
-            f"the model's {layers} layers do not make whole chunks of {size}",
+            f"the {' + '.join(map(str, stages))} layers of the model do not make whole chunks of {size}",
             got=str(size),
             expected=f"a divisor of {layers}",
             fix=f"--recompute-num-layers {largest_divisor(layers, size)}",
+        )
+
+
+@rule("pipeline-layers", THEME, option="--pipeline-model-parallel-size", needs="files")
+def pipeline_layers(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """Pipeline stages have equally many layers; `--decoder-first-pipeline-num-layers` and
+    `--decoder-last-pipeline-num-layers` set those of the first and the last stage. Together they are the model's."""
+    layers, stages = inputs.model_count("num_hidden_layers"), parallel.pipeline_model_parallel_size
+    counts = parallel.stage_layers(layers) if layers else []
+    if layers and (sum(counts) != layers or min(counts) < 1):
+        first = parallel.decoder_first_pipeline_num_layers
+        rest, others = (layers, stages) if first is None else (layers - first, stages - 1)
+        single = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        drops = [f"drop --{name.replace('_', '-')}" for name in single if getattr(parallel, name) is not None]
+        fix = ", and ".join([f"--pipeline-model-parallel-size {largest_divisor(layers, stages)}", *drops])
+        if rest >= others:
+            share = next(n for n in (-(-rest // others), rest // others) if rest - n * (others - 1) >= 1)
+            fix = f"--decoder-last-pipeline-num-layers {rest - share * (others - 1)}"
+        yield Finding(
+            f"the model's {layers} layers cannot be shared out among {stages} pipeline stages",
+            got=" + ".join(map(str, counts)),
+            expected=f"stages that have {layers} layers together, and at least one each",
+            fix=fix,
+        )
+
+
+@rule("bridge-pipeline", "Model", option="--pipeline-model-parallel-size", needs="files")
+def bridge_pipeline(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """A model that goes through Megatron-Bridge with pipeline stages, which are not supported for it."""
+    size = parallel.pipeline_model_parallel_size
+    if size > 1 and inputs.model_config.get("model_type") in BRIDGE_FAMILIES:
+        yield Finding(
+            "models of Megatron-Bridge are trained without pipeline stages",
+            got=str(size),
+            expected="1",
+            fix="--pipeline-model-parallel-size 1",
         )
 
 

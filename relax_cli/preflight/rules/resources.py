@@ -98,19 +98,6 @@ def local_launcher_one_process(parallel: ParallelSection) -> Found:
         )
 
 
-@rule("pipeline-not-supported", THEME, option="--pipeline-model-parallel-size")
-def pipeline_not_supported(parallel: ParallelSection) -> Found:
-    """`--pipeline-model-parallel-size` above 1: pipeline parallelism is not supported."""
-    size = parallel.pipeline_model_parallel_size
-    if size != 1:
-        yield Finding(
-            "pipeline parallelism is not supported yet",
-            got=str(size),
-            expected="1",
-            fix="drop --pipeline-model-parallel-size (--tensor-model-parallel-size also splits a model)",
-        )
-
-
 @rule("fully-async-not-supported", THEME, option="--fully-async")
 def fully_async_not_supported(parallel: ParallelSection) -> Found:
     """`--fully-async` would generate while training, which is not supported."""
