@@ -35,7 +35,6 @@ def expert_settings(spec: ModelSpec, layout: ParallelSection) -> dict[str, Any]:
         "moe_router_dtype": layout.moe_router_dtype,
         "moe_router_load_balancing_type": "aux_loss" if layout.moe_aux_loss_coeff else "none",
         "moe_aux_loss_coeff": layout.moe_aux_loss_coeff,
-        "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": layout.expert_model_parallel_size,
         # Layers that differ are not stored as one tensor.
         "moe_layer_freq": [int(spec.experts_in(i) > 0) for i in range(spec.num_layers)] if spec.dense_layers else 1,
