@@ -334,11 +334,7 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
             "parallel__decoder_last_pipeline_num_layers": 9,
             "parallel__resource": roles(actor=[1, 2], critic=[1, 2]),
         },
-        {
-            "parallel__pipeline_model_parallel_size": 2,
-            "parallel__decoder_last_pipeline_num_layers": 1,
-            "parallel__resource": roles(actor=[1, 2], critic=[1, 2]),
-        },
+        {"parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
     ),
     (
         "longer-than-positions",
