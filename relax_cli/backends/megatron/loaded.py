@@ -67,7 +67,7 @@ class LoadedModel:
             output = vars(outputs.pop(0))
             grids = torch.stack([output[name] for name in names])
         else:
-            shape = ResponseIndex.of(batch).shape
+            shape = batch.tokens_BS.size(0), int(batch.response_lens_B.max())
             grids = torch.empty(len(names), *shape, device=self.device.torch_device)
         parallel.tensor_from_stage(grids, parallel.stages() - 1)
         return ModelOutput(**dict(zip(names, grids, strict=True)))
