@@ -254,9 +254,9 @@ def test_only_what_is_new_in_a_prompt_is_computed(
     widths = []
     forward = engine.decoder._forward
 
-    def counted(tokens_BP: Tensor, cache: Any) -> Tensor:
+    def counted(tokens_BP: Tensor, *more: Any) -> Tensor:
         widths.append(tokens_BP.shape[1])
-        return forward(tokens_BP, cache)
+        return forward(tokens_BP, *more)
 
     monkeypatch.setattr(engine.decoder, "_forward", counted)
     prompt = tuple(i % VOCAB for i in range(50))

@@ -10,6 +10,7 @@ Legend: `B` rows, `P` positions of one pass, `N = B * P`, `S` cached positions, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix
+from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix, in_blocks
 from relax_cli.backends.rollout.embedded.weights import Layer, Weights, load_weights
 from relax_cli.config.engine_limits import PREFILL_TOKENS
 from relax_cli.models.hf import inverse_frequencies
@@ -31,10 +32,12 @@ class _Pass:
     cache: KVCache
     rows: int
     positions: int
-    first: int
-    """Column of the cache at which the new positions begin."""
+    columns: int
+    """How many columns of the cache are attended to."""
+    places: Tensor
+    """Where the new keys and values go, `[B * P * K]`."""
     rotation: Tensor
-    """Unit complex numbers `[P, D/2]`, or `[B, 1, P, D/2]` where rows are padded."""
+    """Unit complex numbers `[B, P, 1, D/2]`, or `[1, P, 1, D/2]` where the rows are at the same positions."""
 
 
 class Decoder:
@@ -68,43 +71,45 @@ class Decoder:
                 together compute as many tokens as the one of which least is known.
         """
         lengths = [len(prompt) for prompt in prompts]
-        longest = max(lengths)
-        cache.reset(lengths)
         if len(self._rotations_SD) < cache.capacity[1]:
             self._rotations_SD = rotations(self.spec, cache.capacity[1])
-        tokens_BP = torch.tensor([(0,) * (longest - len(prompt)) + tuple(prompt) for prompt in prompts])
-        rows = max(1, max_tokens // longest)
-        parts = [(first, min(first + rows, len(prompts))) for first in range(0, len(prompts), rows)]
+        rows = max(1, max_tokens // max(lengths))
         logits = []
-        for first, last in parts:
-            part = cache.part(first, last)
+        for first in range(0, len(prompts), rows):
+            last = min(first + rows, len(prompts))
+            part, longest = cache.part(first, last), max(lengths[first:last])
+            part.begin(lengths[first:last])
             known = dict(enumerate(prefixes[first:last]))
-            part.length = min(part.put(row, known.get(row)) for row in range(last - first))
-            logits.append(self._forward(tokens_BP[first:last, part.length :], part))
-        cache.length = longest
+            begun = min(part.put(row, known.get(row)) for row in range(last - first))
+            tokens = [(*prompt[begun:], *(0,) * (longest - len(prompt))) for prompt in prompts[first:last]]
+            logits.append(self._forward(torch.tensor(tokens), part, torch.arange(begun, longest)[None]))
         return torch.cat(logits)
 
     @torch.inference_mode()
     def step(self, tokens_B: Tensor, cache: KVCache) -> Tensor:
         """Append one token per row; logits of the next one `[B, V]`."""
-        return self._forward(tokens_B[:, None], cache)
+        return self._forward(tokens_B[:, None], cache, cache.extend())
 
-    def _forward(self, tokens_BP: Tensor, cache: KVCache) -> Tensor:
+    def _forward(self, tokens_BP: Tensor, cache: KVCache, positions: Tensor) -> Tensor:
         assert self._weights is not None, "no weights are loaded"
         eps, hidden = self.spec.rms_eps, (self.spec.hidden_size,)
-        rows, positions = tokens_BP.shape
-        first, cache.length = cache.length, cache.length + positions
-        mask = cache.prompt_mask(positions, self.spec.num_kv_heads) if positions > 1 else cache.step_mask()
-        this = _Pass(cache, rows, positions, first, self._rotation(cache, first))
+        rows, count = tokens_BP.shape
+        columns = in_blocks(int(positions.max()) + 1)
+        rotation = self._rotations_SD.index_select(0, positions.flatten()).view(*positions.shape, 1, -1)
+        this = _Pass(cache, rows, count, columns, cache.places(positions), rotation)
+        step_bias = cache.bias(columns)
+        bias = step_bias if count == 1 else _causal(positions, columns)
         x_NH = F.embedding(tokens_BP.flatten(), self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
             qkv = layer.qkv(F.rms_norm(x_NH, hidden, layer.input_norm, eps))
             query, keys, values = self._rotate_and_cache(qkv, layer, index, this)
-            if positions > 1 and index == self.spec.num_layers - 1:
+            if count > 1 and index == self.spec.num_layers - 1:
                 # Nothing after the last layer looks at earlier positions: only their keys and values matter.
-                x_NH = x_NH.view(rows, positions, -1)[:, -1].contiguous()
-                query, mask = query[:, :, :, -1:], cache.step_mask()
-            x_NH = layer.output.plus(_attend(query, keys, values, mask), x_NH)
+                ends_B = cache.lengths_B - 1 - positions[0, 0]
+                numbers_B = torch.arange(rows)
+                x_NH = x_NH.view(rows, count, -1)[numbers_B, ends_B]
+                query, bias = query[numbers_B, :, :, ends_B].unsqueeze(3), step_bias
+            x_NH = layer.output.plus(_attend(query, keys, values, bias, count), x_NH)
             h_NH = F.rms_norm(x_NH, hidden, layer.post_norm, eps)
             x_NH = self._mixture(h_NH, layer, x_NH) if layer.router is not None else layer.mlps[0].plus(h_NH, x_NH)
         return self._weights.head(F.rms_norm(x_NH, hidden, self._weights.norm, eps))
@@ -133,20 +138,17 @@ class Decoder:
         if layer.qk_norm is not None:
             rotated = F.rms_norm(rotated, (c.head_dim,), None, c.rms_eps).mul_(layer.qk_norm)
         query, key = rotated.split_with_sizes((c.num_heads, c.num_kv_heads), dim=2)
-        keys = cache.keys[index, : this.rows, :, : cache.length]
-        values = cache.values[index, : this.rows, :, : cache.length]
-        values[:, :, this.first :] = value.transpose(1, 2)
-        torch.mul(_as_complex(key.transpose(1, 2)), this.rotation, out=_as_complex(keys[:, :, this.first :]))
+        layers = cache.keys[index], cache.values[index]
+        new_keys = torch.view_as_real(_as_complex(key) * this.rotation)
+        for target, new in zip(layers, (new_keys, value), strict=True):
+            target.view(-1, c.head_dim).index_copy_(0, this.places, new.reshape(-1, c.head_dim))
+        # Whole blocks of queries, for the reason that there are whole blocks of columns; the added ones are dropped.
+        padded = this.positions if this.positions == 1 else in_blocks(this.positions)
+        rotated_query = torch.empty(this.rows, c.num_kv_heads, c.num_heads // c.num_kv_heads, padded, c.head_dim)
         query = torch.unflatten(query, 2, (c.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        rotated_query = torch.empty(query.shape)
-        torch.mul(_as_complex(query), this.rotation.unsqueeze(-3), out=_as_complex(rotated_query))
-        return rotated_query, keys, values
-
-    def _rotation(self, cache: KVCache, first: int) -> Tensor:
-        if cache.starts is None:
-            return self._rotations_SD[first : cache.length]
-        positions_BP = torch.arange(first, cache.length) - cache.starts[:, None]
-        return self._rotations_SD[positions_BP.clamp_(min=0)].unsqueeze(1)
+        out = _as_complex(rotated_query)[:, :, :, : this.positions]
+        torch.mul(_as_complex(query), this.rotation.view(-1, 1, 1, this.positions, c.head_dim // 2), out=out)
+        return rotated_query, *(layer[:, :, : this.columns] for layer in layers)
 
 
 def rotations(spec: ModelSpec, length: int) -> Tensor:
@@ -155,33 +157,38 @@ def rotations(spec: ModelSpec, length: int) -> Tensor:
     return torch.complex(angle_SD.cos(), angle_SD.sin())
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of `[B, K, G, P, D]` over `[B, K, S, D]`: `[N, K * G * D]`; causal where there is no mask."""
-    rows, kv_heads, groups, positions, width = query.shape
-    if positions == 1 and groups == 1:
-        out = F.scaled_dot_product_attention(query.squeeze(3), keys, values, attn_mask=mask)
-        return out.reshape(rows, kv_heads * width)
-    if positions == 1:
-        # Two batched products beat the fused kernel, which is made for many queries.
-        bias = query.new_zeros(()) if mask is None else mask.expand(-1, kv_heads, -1, -1).flatten(0, 1)
-        scores = torch.baddbmm(
-            bias,
-            query.view(-1, groups, width),
-            keys.flatten(0, 1).mT,
-            beta=float(mask is not None),
-            alpha=width**-0.5,
-        )
-        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(rows, kv_heads * groups * width)
+def _causal(positions: Tensor, columns: int) -> Tensor | None:
+    """Additive mask `[P, S]` of whole blocks of queries; None where it is plain causal."""
+    first, queries = int(positions[0, 0]), in_blocks(positions.shape[1])
+    if first == 0:
+        return None
+    return torch.full((queries, columns), -math.inf).triu_(1 + first)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, positions: int) -> Tensor:
+    """Attention of `[B, K, G, P, D]` over `[B, K, S, D]`: `[N, K * G * D]`.
+
+    Args:
+        bias: `[B * K, 1, S]` of a step, `[P, S]` or None (causal) of prompts.
+        positions: how many of the queries count.
+    """
+    rows, kv_heads, groups, padded, width = query.shape
     # Key/value heads join the batch, so that query heads share them by a stride of 0.
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    if padded == 1 and groups > 1:
+        # Two batched products beat the fused kernel, which is made for many queries.
+        assert bias is not None
+        scores = torch.baddbmm(bias, query.view(-1, groups, width), keys.mT, alpha=width**-0.5)
+        return torch.bmm(scores.softmax(-1), values).view(rows, kv_heads * groups * width)
     out = F.scaled_dot_product_attention(
         query.flatten(0, 1),
-        keys.flatten(0, 1)[:, None].expand(-1, groups, -1, -1),
-        values.flatten(0, 1)[:, None].expand(-1, groups, -1, -1),
-        attn_mask=mask,
-        is_causal=mask is None,
+        keys[:, None].expand(-1, groups, -1, -1),
+        values[:, None].expand(-1, groups, -1, -1),
+        attn_mask=bias if bias is None or bias.dim() == 2 else bias[:, None],
+        is_causal=bias is None,
     )
-    out = out.view(rows, kv_heads * groups, positions, width).transpose(1, 2)
-    return out.reshape(rows * positions, kv_heads * groups * width)
+    out = out[:, :, :positions].reshape(rows, kv_heads * groups, -1, width).transpose(1, 2)
+    return out.reshape(-1, kv_heads * groups * width)
 
 
 def _as_complex(x: Tensor) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
-import torch
 from torch import Tensor
 
+from relax_cli.backends.rollout.embedded.batch import Batch
 from relax_cli.backends.rollout.embedded.decoder import Decoder
-from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix
-from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
+from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix, in_blocks
 from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams, Then
 from relax_cli.backends.rollout.waves import in_waves
@@ -21,8 +20,6 @@ from relax_cli.models.spec import ModelSpec, read_spec
 
 KEPT_BYTES = KV_CACHE_BYTES
 """Most of the keys and values that conversations leave behind between their turns."""
-# A batch shrinks in steps of so many rows: each new batch size costs oneDNN milliseconds to make kernels for.
-ROW_STEP = 8
 
 
 def cache_bytes_per_token(spec: ModelSpec) -> int:
@@ -31,10 +28,10 @@ def cache_bytes_per_token(spec: ModelSpec) -> int:
 
 
 class EmbeddedEngine:
-    """Batched sampling with a key/value cache; finished rows leave the batch.
+    """Batched sampling with a key/value cache; finished rows leave the batch, and waiting prompts take their places.
 
     A response depends on its prompt, its seed and the weights alone: not on the rest of the batch, the order
-    or the number of engines (up to float32 rounding of the logits).
+    or the number of engines (to the bit where the matrix products of torch compute each row alike in any batch).
     """
 
     def __init__(
@@ -115,90 +112,30 @@ class EmbeddedEngine:
 
         # Like lengths together keep padding small; equal prompts together are computed once.
         order = sorted(requests, key=lambda number: (new_tokens(number), requests[number].prompt_tokens))
-        longest = max(len(request.prompt_tokens) for request in requests.values())
-        columns = longest + max(request.limit(sampling) for request in requests.values())
-        rows = min(
-            self._max_batch_size,
-            max(1, KV_CACHE_BYTES // (columns * cache_bytes_per_token(spec))),
-        )
+        limit = max(request.limit(sampling) for request in requests.values())
+        columns = in_blocks(max(len(request.prompt_tokens) for request in requests.values()) + limit)
+        rows = min(len(order), self._max_batch_size, max(1, KV_CACHE_BYTES // (columns * cache_bytes_per_token(spec))))
+        batch = Batch(self.decoder, self._sized_cache(rows, columns), sampling, limit, self._ends_with_stop)
         generations: dict[int, Generation] = {}
-        for first in range(0, len(order), rows):
-            chunk = {number: requests[number] for number in order[first : first + rows]}
-            found = self._generate(chunk, sampling, prefixes, kept)
-            generations.update(zip(chunk, found, strict=True))
-        return [generations[number] for number in requests]
-
-    @torch.inference_mode()
-    def _generate(
-        self,
-        numbered: dict[int, Request],
-        sampling: SamplingParams,
-        prefixes: dict[int, Prefix],
-        kept: dict[int, Prefix] | None,
-    ) -> list[Generation]:
-        """One batch. `rows`: the requests that still have a cache row; `live`: which of them still run."""
-        numbers, requests = list(numbered), list(numbered.values())
-        limits_B = torch.tensor([request.limit(sampling) for request in requests])
-        limit = int(limits_B.max())
-        sampled_B = torch.tensor([request.sampled for request in requests])
-        uniforms_BT = draw_uniforms([request.seed for request in requests], limit + int(sampled_B.max()))
-        tokens_BT = torch.zeros(len(requests), limit, dtype=torch.int64)
-        log_probs_BT = torch.zeros(len(requests), limit)
-        lengths_B = limits_B.clone()
-        stopped_B = torch.zeros(len(requests), dtype=torch.bool)
-        stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
-        rows = torch.arange(len(requests))
-        live = torch.ones(len(requests), dtype=torch.bool)
-
-        def keep(leaving: Tensor) -> None:
-            """Of rows that leave the cache, keep what the next turn begins with; the last token was not computed."""
-            for place in leaving.nonzero().flatten().tolist() if kept is not None else ():
-                row = int(rows[place])
-                tokens = (*requests[row].prompt_tokens, *tokens_BT[row, : int(lengths_B[row]) - 1].tolist())
+        waiting = deque(order)
+        while waiting or batch.numbers:
+            # A few at a time: a pass over the prompt of one costs almost as much as over those of some.
+            free = rows - len(batch.numbers)
+            if waiting and free >= max(1, rows // 8):
+                joining = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                batch.join({number: requests[number] for number in joining}, prefixes)
+            for number, row, generation in batch.sample():
+                generations[number] = generation
+                # The last token was not computed.
+                tokens = (*requests[number].prompt_tokens, *generation.tokens[:-1])
                 if kept is not None and self._fits(kept, len(tokens)):
-                    kept[numbers[row]] = cache.take(place, tokens)
-
-        logits, cache = self._prefill(requests, [prefixes.get(number) for number in numbers], limit)
-        for step in range(limit):
-            tokens, log_probs = sample(logits, uniforms_BT[rows, sampled_B[rows] + step], sampling)
-            tokens_BT[rows, step], log_probs_BT[rows, step] = tokens, log_probs
-            ended = live & torch.isin(tokens, stop_ids)
-            if sampling.stop:
-                ended |= live & self._ends_with_stop(requests, tokens_BT, rows, step, sampling.stop)
-            stopped_B[rows[ended]] = True
-            lengths_B[rows[ended]] = step + 1
-            live &= ~ended & (limits_B[rows] > step + 1)
-            running = int(live.sum())
-            if running == 0:
-                keep(torch.ones_like(live))
-                break
-            size = -(-running // ROW_STEP) * ROW_STEP
-            if size <= len(rows) * 7 // 8:
-                # Dropping rows copies the cache, which costs as much as attending to it: not for a few.
-                staying = live.logical_not().argsort(stable=True)[:size]
-                keep(torch.ones_like(live).index_fill_(0, staying, False))
-                cache.select(staying)
-                rows, tokens, live = rows[staying], tokens[staying], live[staying]
-            logits = self.decoder.step(tokens, cache)
-        return _generations(tokens_BT, log_probs_BT, lengths_B, stopped_B)
+                    kept[number] = batch.cache.take(row, tokens)
+            batch.step()
+        return [generations[number] for number in requests]
 
     def _fits(self, kept: dict[int, Prefix], length: int) -> bool:
         tokens = length + sum(len(prefix.tokens) for prefix in kept.values())
         return tokens * cache_bytes_per_token(self.decoder.spec) <= KEPT_BYTES
-
-    def _prefill(
-        self, requests: Sequence[Request], prefixes: Sequence[Prefix | None], limit: int
-    ) -> tuple[Tensor, KVCache]:
-        prompts = [request.prompt_tokens for request in requests]
-        unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
-        known = dict(zip(prompts, prefixes, strict=True))
-        cache = self._sized_cache(len(prompts), max(map(len, prompts)) + limit)
-        logits = self.decoder.prefill(list(unique), cache, [known[prompt] for prompt in unique])
-        if len(unique) < len(prompts):
-            samples = torch.tensor([unique[prompt] for prompt in prompts])
-            cache.select(samples)
-            logits = logits[samples]
-        return logits, cache
 
     def _sized_cache(self, rows: int, columns: int) -> KVCache:
         if self._cache is None or self._cache.capacity[0] < rows or self._cache.capacity[1] < columns:
@@ -206,21 +143,8 @@ class EmbeddedEngine:
             self._cache = KVCache(self.decoder.spec, rows, columns)
         return self._cache
 
-    def _ends_with_stop(
-        self, requests: Sequence[Request], tokens_BT: Tensor, rows: Tensor, step: int, stop: tuple[str, ...]
-    ) -> Tensor:
+    def _ends_with_stop(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
         assert self._decode is not None
         # A token is at least a byte of text; the margin is for ids that decode to nothing.
-        window = max(len(text.encode()) for text in stop) + 8
-        new = tokens_BT[rows, max(0, step + 1 - window) : step + 1].tolist()
-        before = [requests[row].begun for row in rows.tolist()]
-        texts = [self._decode([*old, *tail][-window:]) for old, tail in zip(before, new, strict=True)]
-        return torch.tensor([any(text in decoded for text in stop) for decoded in texts])
-
-
-def _generations(tokens_BT: Tensor, log_probs_BT: Tensor, lengths_B: Tensor, stopped_B: Tensor) -> list[Generation]:
-    rows = zip(tokens_BT.tolist(), log_probs_BT.tolist(), lengths_B.tolist(), stopped_B.tolist(), strict=True)
-    reasons: dict[bool, Literal["stop", "length"]] = {True: "stop", False: "length"}
-    return [
-        Generation(tokens[:length], log_probs[:length], reasons[stopped]) for tokens, log_probs, length, stopped in rows
-    ]
+        text = self._decode(tokens[-max(len(text.encode()) for text in stop) - 8 :])
+        return any(end in text for end in stop)

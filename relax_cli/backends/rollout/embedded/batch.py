@@ -1,0 +1,135 @@
+"""Responses that are generated side by side: any of them may end, and others take their rows.
+
+Legend: `B` rows, `T` new tokens, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from relax_cli.backends.rollout.embedded.decoder import Decoder
+from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix
+from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
+from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
+
+# Steps are computed for a multiple of so many rows: each new size costs oneDNN milliseconds to make kernels for.
+ROW_STEP = 8
+
+
+class Batch:
+    """The running requests have the first rows of the cache; each row is at a position of its own."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        sampling: SamplingParams,
+        limit: int,
+        ends_with_stop: Callable[[list[int], tuple[str, ...]], bool],
+    ) -> None:
+        """Args:
+        limit: most new tokens of any request.
+        ends_with_stop: whether a response with these tokens ends with one of these strings.
+        """
+        self.cache = cache
+        self.numbers: list[int] = []
+        """Of the request in each row."""
+        self._requests: list[Request] = []
+        self._decoder = decoder
+        self._sampling = sampling
+        self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
+        self._ends_with_stop = ends_with_stop
+        rows = cache.capacity[0]
+        self._tokens_BT = torch.zeros(rows, limit, dtype=torch.int64)
+        self._log_probs_BT = torch.zeros(rows, limit)
+        self._uniforms_BT = torch.zeros(rows, limit, dtype=torch.float64)
+        self._counts_B = torch.zeros(rows, dtype=torch.int64)
+        self._limits_B = torch.zeros(rows, dtype=torch.int64)
+        self._newest_B = torch.zeros(rows, dtype=torch.int64)
+        self._ended_B = torch.zeros(0, dtype=torch.bool)
+        self._logits_BV: Tensor | None = None
+
+    @torch.inference_mode()
+    def join(self, requests: dict[int, Request], prefixes: dict[int, Prefix]) -> None:
+        """Give these requests the next rows. Equal prompts are computed once."""
+        first, last = len(self.numbers), len(self.numbers) + len(requests)
+        joining = list(requests.values())
+        known = {request.prompt_tokens: prefixes.get(number) for number, request in requests.items()}
+        order = {prompt: place for place, prompt in enumerate(known)}
+        part = self.cache.part(first, last)
+        logits = self._decoder.prefill(list(known), part.part(0, len(known)), list(known.values()))
+        if len(known) < len(joining):
+            sources = torch.tensor([order[request.prompt_tokens] for request in joining])
+            part.copy_rows(sources, torch.arange(len(joining)))
+            logits = logits[sources]
+        self._logits_BV = logits if self._logits_BV is None else torch.cat((self._logits_BV, logits))
+        self.numbers += requests
+        self._requests += joining
+        self._counts_B[first:last] = 0
+        self._limits_B[first:last] = torch.tensor([request.limit(self._sampling) for request in joining])
+        limit, sampled = self._uniforms_BT.shape[1], [request.sampled for request in joining]
+        drawn = draw_uniforms([request.seed for request in joining], limit + max(sampled))
+        for row, (uniforms, begun) in enumerate(zip(drawn, sampled, strict=True), start=first):
+            self._uniforms_BT[row] = uniforms[begun : begun + limit]
+
+    @torch.inference_mode()
+    def sample(self) -> list[tuple[int, int, Generation]]:
+        """Draw a token for every request; number, row and response of those that have ended."""
+        assert self._logits_BV is not None
+        running = len(self.numbers)
+        counts_B1 = self._counts_B[:running, None]
+        uniforms_B = self._uniforms_BT[:running].gather(1, counts_B1).squeeze(1)
+        tokens_B, log_probs_B = sample(self._logits_BV, uniforms_B, self._sampling)
+        self._tokens_BT[:running].scatter_(1, counts_B1, tokens_B[:, None])
+        self._log_probs_BT[:running].scatter_(1, counts_B1, log_probs_B[:, None])
+        self._newest_B[:running] = tokens_B
+        counts_B1 += 1
+        stopped_B = torch.isin(tokens_B, self._stop_ids)
+        if self._sampling.stop:
+            stopped_B |= self._complete_stops()
+        self._ended_B = stopped_B | (self._counts_B[:running] >= self._limits_B[:running])
+        return [
+            (self.numbers[row], row, self._generation(row, stopped=bool(stopped_B[row])))
+            for row in self._ended_B.nonzero().flatten().tolist()
+        ]
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Drop what has ended and compute the next token's logits for the others."""
+        running = len(self.numbers) - int(self._ended_B.sum())
+        if running < len(self.numbers):
+            self._drop(running)
+        if running == 0:
+            self._logits_BV = None
+            return
+        size = min(self.cache.capacity[0], -(-running // ROW_STEP) * ROW_STEP)
+        self._logits_BV = self._decoder.step(self._newest_B[:size], self.cache.part(0, size))[:running]
+
+    def _drop(self, running: int) -> None:
+        """Rows from the end take the places of those that have ended."""
+        holes = self._ended_B[:running].nonzero().flatten()
+        moved = running + self._ended_B[running:].logical_not().nonzero().flatten()
+        if len(holes):
+            self.cache.copy_rows(moved, holes)
+            for state in (self._tokens_BT, self._log_probs_BT, self._uniforms_BT):
+                state[holes] = state[moved]
+            for state in (self._counts_B, self._limits_B, self._newest_B):
+                state[holes] = state[moved]
+        for hole, source in zip(holes.tolist(), moved.tolist(), strict=True):
+            self.numbers[hole], self._requests[hole] = self.numbers[source], self._requests[source]
+        del self.numbers[running:], self._requests[running:]
+        # Spare rows are computed next to the others, and must stay within the cache.
+        self.cache.lengths_B[running:] = 0
+
+    def _complete_stops(self) -> Tensor:
+        rows = zip(self._requests, self._tokens_BT, self._counts_B.tolist(), strict=False)
+        responses = [[*request.begun, *tokens[:count].tolist()] for request, tokens, count in rows]
+        return torch.tensor([self._ends_with_stop(response, self._sampling.stop) for response in responses])
+
+    def _generation(self, row: int, *, stopped: bool) -> Generation:
+        count = int(self._counts_B[row])
+        tokens, log_probs = self._tokens_BT[row, :count].tolist(), self._log_probs_BT[row, :count].tolist()
+        return Generation(tokens, log_probs, "stop" if stopped else "length")
