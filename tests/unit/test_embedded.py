@@ -174,6 +174,23 @@ def test_finished_rows_leave_the_batch_without_effect_on_others(engine: Embedded
     same_responses(together, [engine.generate([request], sampling)[0] for request in requests])
 
 
+def test_waiting_prompts_take_the_rows_of_finished_ones(engine: EmbeddedEngine, folder: Path) -> None:
+    requests = [replace(r, most_tokens=1 + 5 * (i % 4)) for i, r in enumerate(make_requests([5, 9, 5, 3] * 10))]
+    few = EmbeddedEngine(folder, decode=None, max_batch_size=8)
+    sizes = []
+    step = few.decoder.step
+
+    def counted(tokens_B: Tensor, cache: Any) -> Tensor:
+        sizes.append(len(tokens_B))
+        return step(tokens_B, cache)
+
+    few.decoder.step = counted  # type: ignore[method-assign]
+    same_responses(few.generate(requests, PLAIN), engine.generate(requests, PLAIN))
+    # 300 steps of single rows; five batches one after the other would take 75 of eight rows.
+    assert set(sizes) == {8}
+    assert len(sizes) < 50
+
+
 def test_samples_of_a_prompt_share_its_prefill_and_differ(engine: EmbeddedEngine) -> None:
     prompts = [request.prompt_tokens for request in make_requests([5, 8])]
     requests = [Request(prompt, 10 * i + j) for i, prompt in enumerate(prompts) for j in range(4)]

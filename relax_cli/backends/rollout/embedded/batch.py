@@ -72,8 +72,8 @@ class Batch:
         self._limits_B[first:last] = torch.tensor([request.limit(self._sampling) for request in joining])
         limit, sampled = self._uniforms_BT.shape[1], [request.sampled for request in joining]
         drawn = draw_uniforms([request.seed for request in joining], limit + max(sampled))
-        for row, (uniforms, begun) in enumerate(zip(drawn, sampled, strict=True), start=first):
-            self._uniforms_BT[row] = uniforms[begun : begun + limit]
+        # The noise of a response that continues begins where that of its first part ended.
+        self._uniforms_BT[first:last] = drawn.gather(1, torch.tensor(sampled)[:, None] + torch.arange(limit))
 
     @torch.inference_mode()
     def sample(self) -> list[tuple[int, int, Generation]]:
@@ -87,13 +87,16 @@ class Batch:
         self._log_probs_BT[:running].scatter_(1, counts_B1, log_probs_B[:, None])
         self._newest_B[:running] = tokens_B
         counts_B1 += 1
-        stopped_B = torch.isin(tokens_B, self._stop_ids)
+        ids = self._stop_ids
+        stopped_B = torch.isin(tokens_B, ids) if len(ids) else torch.zeros(running, dtype=torch.bool)
         if self._sampling.stop:
             stopped_B |= self._complete_stops()
         self._ended_B = stopped_B | (self._counts_B[:running] >= self._limits_B[:running])
+        ended = self._ended_B.nonzero().flatten()
+        states = (ended, self._counts_B[ended], stopped_B[ended], self._tokens_BT[ended], self._log_probs_BT[ended])
         return [
-            (self.numbers[row], row, self._generation(row, stopped=bool(stopped_B[row])))
-            for row in self._ended_B.nonzero().flatten().tolist()
+            (self.numbers[row], row, Generation(tokens[:count], log_probs[:count], "stop" if stopped else "length"))
+            for row, count, stopped, tokens, log_probs in zip(*(state.tolist() for state in states), strict=True)
         ]
 
     @torch.inference_mode()
@@ -128,8 +131,3 @@ class Batch:
         rows = zip(self._requests, self._tokens_BT, self._counts_B.tolist(), strict=False)
         responses = [[*request.begun, *tokens[:count].tolist()] for request, tokens, count in rows]
         return torch.tensor([self._ends_with_stop(response, self._sampling.stop) for response in responses])
-
-    def _generation(self, row: int, *, stopped: bool) -> Generation:
-        count = int(self._counts_B[row])
-        tokens, log_probs = self._tokens_BT[row, :count].tolist(), self._log_probs_BT[row, :count].tolist()
-        return Generation(tokens, log_probs, "stop" if stopped else "length")

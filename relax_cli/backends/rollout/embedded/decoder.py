@@ -11,7 +11,7 @@ Legend: `B` rows, `P` positions of one pass, `N = B * P`, `S` cached positions, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,9 @@ from relax_cli.config.engine_limits import PREFILL_TOKENS
 from relax_cli.models.hf import inverse_frequencies
 from relax_cli.models.spec import ModelSpec, MoeSpec
 
+BATCHED_COLUMNS = 128
+"""Two batched products beat the fused kernel over so few columns, and for a single query over any number."""
+
 
 @dataclass(frozen=True)
 class _Pass:
@@ -32,6 +35,8 @@ class _Pass:
     cache: KVCache
     rows: int
     positions: int
+    queries: int
+    """How many queries of each row and head are computed; those beyond `positions` are dropped."""
     columns: int
     """How many columns of the cache are attended to."""
     places: Tensor
@@ -73,10 +78,8 @@ class Decoder:
         lengths = [len(prompt) for prompt in prompts]
         if len(self._rotations_SD) < cache.capacity[1]:
             self._rotations_SD = rotations(self.spec, cache.capacity[1])
-        rows = max(1, max_tokens // max(lengths))
         logits = []
-        for first in range(0, len(prompts), rows):
-            last = min(first + rows, len(prompts))
+        for first, last in _together(lengths, max_tokens):
             part, longest = cache.part(first, last), max(lengths[first:last])
             part.begin(lengths[first:last])
             known = dict(enumerate(prefixes[first:last]))
@@ -92,27 +95,31 @@ class Decoder:
 
     def _forward(self, tokens_BP: Tensor, cache: KVCache, positions: Tensor) -> Tensor:
         assert self._weights is not None, "no weights are loaded"
-        eps, hidden = self.spec.rms_eps, (self.spec.hidden_size,)
+        eps = self.spec.rms_eps
         rows, count = tokens_BP.shape
         columns = in_blocks(int(positions.max()) + 1)
         rotation = self._rotations_SD.index_select(0, positions.flatten()).view(*positions.shape, 1, -1)
-        this = _Pass(cache, rows, count, columns, cache.places(positions), rotation)
+        batched = count == 1 or columns <= BATCHED_COLUMNS
+        queries = count if batched else in_blocks(count)
+        this = _Pass(cache, rows, count, queries, columns, cache.places(positions), rotation)
         step_bias = cache.bias(columns)
-        bias = step_bias if count == 1 else _causal(positions, columns)
+        bias = step_bias if count == 1 else _causal(int(positions[0, 0]), queries, columns, batched=batched)
         x_NH = F.embedding(tokens_BP.flatten(), self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
-            qkv = layer.qkv(F.rms_norm(x_NH, hidden, layer.input_norm, eps))
+            qkv = layer.qkv(_rms_norm(x_NH, layer.input_norm, eps))
             query, keys, values = self._rotate_and_cache(qkv, layer, index, this)
             if count > 1 and index == self.spec.num_layers - 1:
                 # Nothing after the last layer looks at earlier positions: only their keys and values matter.
-                ends_B = cache.lengths_B - 1 - positions[0, 0]
-                numbers_B = torch.arange(rows)
+                ends_B, numbers_B = cache.lengths_B - 1 - positions[0, 0], torch.arange(rows)
                 x_NH = x_NH.view(rows, count, -1)[numbers_B, ends_B]
                 query, bias = query[numbers_B, :, :, ends_B].unsqueeze(3), step_bias
-            x_NH = layer.output.plus(_attend(query, keys, values, bias, count), x_NH)
-            h_NH = F.rms_norm(x_NH, hidden, layer.post_norm, eps)
+            out = _attend(query, keys, values, bias)
+            # [B, K, G, P, D] as [N, K * G * D]
+            out_NH = out[:, :, :, :count].permute(0, 3, 1, 2, 4).reshape(len(x_NH), -1)
+            x_NH = layer.output.plus(out_NH, x_NH)
+            h_NH = _rms_norm(x_NH, layer.post_norm, eps)
             x_NH = self._mixture(h_NH, layer, x_NH) if layer.router is not None else layer.mlps[0].plus(h_NH, x_NH)
-        return self._weights.head(F.rms_norm(x_NH, hidden, self._weights.norm, eps))
+        return self._weights.head(_rms_norm(x_NH, self._weights.norm, eps))
 
     def _mixture(self, h_NH: Tensor, layer: Layer, x_NH: Tensor) -> Tensor:
         """`x_NH` plus what the best experts of each row compute, weighed by their probabilities."""
@@ -136,19 +143,19 @@ class Decoder:
         heads = qkv.view(this.rows, this.positions, -1, c.head_dim)
         rotated, value = heads.split_with_sizes((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=2)
         if layer.qk_norm is not None:
-            rotated = F.rms_norm(rotated, (c.head_dim,), None, c.rms_eps).mul_(layer.qk_norm)
+            rotated = _rms_norm(rotated, layer.qk_norm, c.rms_eps)
         query, key = rotated.split_with_sizes((c.num_heads, c.num_kv_heads), dim=2)
         layers = cache.keys[index], cache.values[index]
         new_keys = torch.view_as_real(_as_complex(key) * this.rotation)
         for target, new in zip(layers, (new_keys, value), strict=True):
             target.view(-1, c.head_dim).index_copy_(0, this.places, new.reshape(-1, c.head_dim))
-        # Whole blocks of queries, for the reason that there are whole blocks of columns; the added ones are dropped.
-        padded = this.positions if this.positions == 1 else in_blocks(this.positions)
-        rotated_query = torch.empty(this.rows, c.num_kv_heads, c.num_heads // c.num_kv_heads, padded, c.head_dim)
+        groups = c.num_heads // c.num_kv_heads
+        rotated_query = torch.empty(this.rows, c.num_kv_heads, groups, this.queries, c.head_dim)
         query = torch.unflatten(query, 2, (c.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
         out = _as_complex(rotated_query)[:, :, :, : this.positions]
         torch.mul(_as_complex(query), this.rotation.view(-1, 1, 1, this.positions, c.head_dim // 2), out=out)
-        return rotated_query, *(layer[:, :, : this.columns] for layer in layers)
+        keys, values = (layer[:, :, : this.columns] for layer in layers)
+        return rotated_query, keys, values
 
 
 def rotations(spec: ModelSpec, length: int) -> Tensor:
@@ -157,38 +164,53 @@ def rotations(spec: ModelSpec, length: int) -> Tensor:
     return torch.complex(angle_SD.cos(), angle_SD.sin())
 
 
-def _causal(positions: Tensor, columns: int) -> Tensor | None:
-    """Additive mask `[P, S]` of whole blocks of queries; None where it is plain causal."""
-    first, queries = int(positions[0, 0]), in_blocks(positions.shape[1])
-    if first == 0:
-        return None
-    return torch.full((queries, columns), -math.inf).triu_(1 + first)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `F.rms_norm`, which takes three times as long because it writes the squares to memory."""
+    size = x.shape[-1]
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / size).rsqrt_()
+    return (x * scale).mul_(weight)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, positions: int) -> Tensor:
-    """Attention of `[B, K, G, P, D]` over `[B, K, S, D]`: `[N, K * G * D]`.
+def _together(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of prompts to compute in one pass: at most `most` tokens, and with the same kind of attention."""
+    first = longest = 0
+    for place, length in enumerate(lengths):
+        longest_now = max(longest, length)
+        fits = (place + 1 - first) * longest_now <= most
+        if place > first and not (fits and (longest <= BATCHED_COLUMNS) == (length <= BATCHED_COLUMNS)):
+            yield first, place
+            first, longest_now = place, length
+        longest = longest_now
+    yield first, len(lengths)
+
+
+def _causal(first: int, queries: int, columns: int, *, batched: bool) -> Tensor | None:
+    """Additive mask `[P, S]` of queries from position `first` on; None where the fused kernel needs none."""
+    return torch.full((queries, columns), -math.inf).triu_(1 + first) if batched or first else None
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    """Attention of `[B, K, G, P, D]` over `[B, K, S, D]`.
 
     Args:
-        bias: `[B * K, 1, S]` of a step, `[P, S]` or None (causal) of prompts.
-        positions: how many of the queries count.
+        bias: additive mask `[B * K, 1, S]` or `[P, S]`; causal if None.
     """
-    rows, kv_heads, groups, padded, width = query.shape
-    # Key/value heads join the batch, so that query heads share them by a stride of 0.
+    groups, positions, width = query.shape[2:]
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-    if padded == 1 and groups > 1:
-        # Two batched products beat the fused kernel, which is made for many queries.
-        assert bias is not None
-        scores = torch.baddbmm(bias, query.view(-1, groups, width), keys.mT, alpha=width**-0.5)
-        return torch.bmm(scores.softmax(-1), values).view(rows, kv_heads * groups * width)
+    if bias is not None and (positions == 1 or keys.shape[1] <= BATCHED_COLUMNS):
+        bias = bias if bias.dim() == 3 else bias.repeat(groups, 1)
+        scores = torch.baddbmm(bias, query.view(-1, groups * positions, width), keys.mT, alpha=width**-0.5)
+        return torch.bmm(scores.softmax(-1), values).view(query.shape)
+    # Key/value heads join the batch, so that query heads share them by a stride of 0.
     out = F.scaled_dot_product_attention(
         query.flatten(0, 1),
         keys[:, None].expand(-1, groups, -1, -1),
         values[:, None].expand(-1, groups, -1, -1),
-        attn_mask=bias if bias is None or bias.dim() == 2 else bias[:, None],
+        attn_mask=bias,
         is_causal=bias is None,
     )
-    out = out[:, :, :positions].reshape(rows, kv_heads * groups, -1, width).transpose(1, 2)
-    return out.reshape(-1, kv_heads * groups * width)
+    return out.view(query.shape)
 
 
 def _as_complex(x: Tensor) -> Tensor:
