@@ -212,7 +212,7 @@ def test_a_bridged_model_sleeps_and_resumes(kind: str, folders: tuple[Path, Path
     straight.sleep()
     straight.wake()
     (tmp_path / "saved").mkdir()
-    straight.save(tmp_path / "saved", {"note": "kept"})
+    straight.prepare_save({"note": "kept"}, copied=False)(tmp_path / "saved", None)
     resumed = build(run)
     assert resumed.load(tmp_path / "saved") == {"note": "kept"}
     one, other = (model.train_step(micro_batches(3, ROWS), loss_fn) for model in (straight, resumed))

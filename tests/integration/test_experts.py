@@ -41,6 +41,11 @@ def test_two_expert_parallel_ranks_equal_one(moe: Path, kind: Any) -> None:
     assert ranks[0]["losses"] == ranks[1]["losses"]
 
 
+def test_packed_samples_reach_the_same_experts(moe: Path) -> None:
+    run = Run("policy", moe)
+    same(train(0, 1, 0, run), train(0, 1, 0, replace(run, packed=True)))
+
+
 def test_ranks_may_have_other_numbers_of_micro_batches(moe: Path) -> None:
     run = Run("policy", moe)
     same(train(0, 1, 0, run), on_ranks(2, train, replace(run, layout=EP2, idle_second_rank=True))[0])
@@ -74,7 +79,8 @@ def nothing(output: ModelOutput, _: MicroBatch) -> tuple[torch.Tensor, dict[str,
     return output.log_probs_BT.sum() * 0.0, {}
 
 
-def test_the_auxiliary_loss_equals_its_formula(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_auxiliary_loss_equals_its_formula(packed: bool, tmp_path: Path) -> None:
     reference = save_tiny_model(tmp_path, "qwen3_moe")
     model = build(Run("policy", tmp_path, layout={"moe_aux_loss_coeff": 0.1}))
     tokens = sum(PROMPT_LENS) + sum(RESPONSE_LENS) - len(ROWS)
@@ -90,7 +96,7 @@ def test_the_auxiliary_loss_equals_its_formula(tmp_path: Path) -> None:
             used_NE = torch.zeros_like(probs_NE).scatter(1, probs_NE.topk(2).indices, 1.0)
             losses.append(4 * (used_NE.mean(0) / 2 * probs_NE.mean(0)).sum() * end_B.sum() / tokens)
     (0.1 * sum(losses)).backward()
-    step = model.train_step(micro_batches(4, ROWS), nothing)
+    step = model.train_step(micro_batches(4, ROWS, packed), nothing)
     assert step.load_balancing_loss == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
     ours = {name: p.main_grad for name, p in model.model.named_parameters()}
     for layer in range(2):

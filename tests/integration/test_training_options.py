@@ -228,7 +228,7 @@ SAVED = {
 def test_a_resumed_run_has_the_same_masters(kind: str, name: str, qwen3: Path, tmp_path: Path) -> None:
     straight = build(Run(kind, qwen3, **SAVED[name]))  # type: ignore[arg-type]
     take_steps(straight, 2)
-    straight.save(tmp_path, {"note": "kept"})
+    straight.prepare_save({"note": "kept"}, copied=False)(tmp_path, None)
     resumed = build(Run(kind, qwen3, **SAVED[name]))  # type: ignore[arg-type]
     assert resumed.load(tmp_path) == {"note": "kept"}
     assert_bitwise(everything(straight), everything(resumed))
@@ -251,7 +251,7 @@ def test_updates_in_host_memory_change_no_bit(kind: str, bf16: bool, qwen3: Path
 def test_a_run_goes_on_with_the_optimizer_in_host_memory(qwen3: Path, tmp_path: Path) -> None:
     straight = build(Run("value", qwen3, bf16=True))
     take_steps(straight, 2)
-    straight.save(tmp_path, {})
+    straight.prepare_save({}, copied=False)(tmp_path, None)
     resumed = build(Run("value", qwen3, bf16=True, optimizer={"optimizer_cpu_offload": True}))
     resumed.load(tmp_path)
     assert take_steps(straight, 2) == take_steps(resumed, 2)
