@@ -79,7 +79,7 @@ def test_train_reports_all_problems_and_writes_nothing(invoke: Invoke, empty_fol
         "error: there is no reward 'exakt'  [reward-unknown]\n"
         "  where     --rm-type\n"
         "  got       exakt\n"
-        "  expected  exact, f1, format, json_schema, math, multiple_choice, reasoning_gym, regex, remote\n"
+        "  expected  code, exact, f1, format, json_schema, math, multiple_choice, reasoning_gym, regex, remote\n"
         "  fix       --rm-type exact\n"
     ) in result.stderr
     assert "Traceback" not in result.stderr

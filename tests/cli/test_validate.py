@@ -135,7 +135,7 @@ def test_text_has_the_four_parts_the_diff_and_the_plan(invoke: Invoke) -> None:
         "error: there is no reward 'exakt'  [reward-unknown]\n"
         "  where     --rm-type\n"
         "  got       exakt\n"
-        "  expected  exact, f1, format, json_schema, math, multiple_choice,\n"
+        "  expected  code, exact, f1, format, json_schema, math, multiple_choice,\n"
         "            reasoning_gym, regex, remote\n"
         "  fix       --rm-type exact\n"
         "warning: "

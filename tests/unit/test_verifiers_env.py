@@ -76,14 +76,40 @@ def test_an_error_of_the_environment_is_raised(source: Any, tmp_path: Path) -> N
         play(source, tmp_path, ["0"])
 
 
-def test_an_environment_with_tools_is_refused() -> None:
+def call(text: str) -> str:
+    return f"Let me see. <tool_call>\n{text}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (['{"name": "add", "arguments": {"x": 1, "y": 2}}'], ["3"]),
+        (['{"name": "add", "arguments": {"x": 1, "y": 2}}'] * 2, ["3", "3"]),
+        (["add(1, 2)"], ["Expecting value: line 2 column 1 (char 1)"]),
+        (['{"name": "sub", "arguments": {}}'], ["'sub'"]),
+        (['["add"]'], ["''"]),
+    ],
+)
+def test_calls_of_tools_are_read_from_responses(asked: list[str], told: list[str], tmp_path: Path) -> None:
     def add(x: int, y: int) -> int:
         """The sum."""
         return x + y
 
+    async def right(completion: Any, answer: str, **_: Any) -> float:
+        return float(str(completion[-1].content) == answer)
+
     data = Dataset.from_list([{"question": "1+2", "answer": "3"}])
-    with pytest.raises(ValueError, match="ToolEnv has tools"):
-        verifiers_env(vf.ToolEnv(tools=[add], dataset=data, rubric=vf.Rubric(funcs=[])))
+    source = vf.ToolEnv(tools=[add], dataset=data, rubric=vf.Rubric(funcs=[right]))
+    said = play(source, tmp_path, ["".join(map(call, asked)), "3"])
+    assert [(m["role"], m["content"].strip()) for m in said[1][0]] == [("tool", text) for text in told]
+    assert said[2] == ("", 1.0, True)
+    (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text("utf-8").splitlines())
+    (tool,) = row["tools"]
+    assert (tool["type"], tool["function"]["name"], sorted(tool["function"]["parameters"]["properties"])) == (
+        "function",
+        "add",
+        ["x", "y"],
+    )
 
 
 def test_an_environment_of_the_package_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

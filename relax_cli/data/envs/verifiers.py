@@ -8,38 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from relax_cli.data.envs.types import EnvRow, Observation
-from relax_cli.data.rows import Messages
+from relax_cli.data.rows import TOOLS, Messages
 
 ROW = "verifiers"
 """The key of a row's metadata under which verifiers' own row is."""
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def verifiers_env(environment: Any) -> Callable[[], VerifiersEpisode]:
     """What `--env FILE.py:NAME` takes, from an environment such as `verifiers.load_environment("reverse-text")`.
 
-    Raises:
-        ValueError: the environment offers tools, which take native calls that relax does not read from a response.
+    A model calls its tools as Hermes and Qwen do: `<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>`.
     """
-    if environment.tool_defs:
-        raise ValueError(f"{type(environment).__name__} has tools, and relax hands it text only")
     return lambda: VerifiersEpisode(environment)
 
 
 def write_rows(environment: Any, path: Path, count: int = -1) -> None:
-    """Write the data of an environment as `--prompt-data`.
+    """Write the data of an environment as `--prompt-data`, with its tools for the chat template.
 
     Args:
         count: how many rows; -1 for all.
     """
+    functions = [{"type": "function", "function": t.model_dump(exclude_none=True)} for t in environment.tool_defs or ()]
     with path.open("w", encoding="utf-8") as file:
         for row in environment.get_dataset(n=count):
             line = {"input": row["prompt"], "label": str(row.get("answer", "")), "metadata": {ROW: row}}
+            if functions:
+                line[TOOLS] = functions
             file.write(json.dumps(line, default=str, ensure_ascii=False) + "\n")
 
 
@@ -107,12 +110,26 @@ def _client_class() -> type[Any]:
         async def get_response(self, prompt: list[Any], model: str, *_: Any, **__: Any) -> Any:
             self.questions.put_nowait(list(prompt))
             text = await self.answers.get()
-            message = ResponseMessage(content=text, finish_reason="stop", is_truncated=False)
+            calls = _tool_calls(text) or None
+            ends = "tool_calls" if calls else "stop"
+            message = ResponseMessage(content=text, finish_reason=ends, is_truncated=False, tool_calls=calls)
             return Response(id="relax", created=0, model=model, message=message)
 
     # What its base asks for belongs to servers, to which only its own `get_response` would talk.
     AsksRelax.__abstractmethods__ = frozenset()
     return AsksRelax
+
+
+def _tool_calls(response: str) -> list[dict[str, str]]:
+    """The calls of a response; of one that cannot be read, the environment tells the model why."""
+    found = []
+    for number, text in enumerate(CALL.findall(response)):
+        name, arguments = "", text
+        with suppress(ValueError, TypeError, KeyError):
+            call = json.loads(text)
+            name, arguments = str(call["name"]), json.dumps(call["arguments"])
+        found.append({"id": f"call_{number}", "name": name, "arguments": arguments})
+    return found
 
 
 def _plain(message: Any) -> dict[str, Any]:
