@@ -17,8 +17,10 @@ COLUMNS = {
     "reward": "reward",
     "advantages": "advantage",
     "returns": "return",
+    "weight_versions": "weights",
 }
-"""Numbers of a token and their titles; `ratio` is exp(trainer − rollout engine) of its log-probability."""
+"""Numbers of a token and their titles; `ratio` is exp(trainer − rollout engine) of its log-probability, `weights`
+the number of steps after which it was sampled (with `--partial-rollout`)."""
 
 
 def is_trainable(sample: Sample) -> Numbers:

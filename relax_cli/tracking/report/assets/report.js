@@ -116,6 +116,7 @@ function joined(name) {
 const GROUPS = [
   ["Read together", (name) => TOGETHER.includes(name)],
   ["Reward and length", (name) => /^(reward|response_len|prompt_len|truncated)/.test(name)],
+  ["Sampling", (name) => /^(sampling|partial|curriculum|groups)/.test(name)],
   ["Critic", (name) => /^(critic|value|returns|explained)/.test(name)],
   ["Policy", (name) => /^(actor|pg_|ppo|kl|entropy|advantages|tis|train_rollout)/.test(name)],
   ["Memory", (name) => /memory/.test(name)],
