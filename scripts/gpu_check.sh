@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Prove the GPU back end on one GPU of 80 GB or more; stops after 8 minutes. See gpu_check.py for the parts.
+# Then prove training with SGLang on 2 to 8 GPUs of one machine. See gpu_check_servers.py for the stages.
 #
 #   scripts/gpu_check.sh [--wheels DIR] [options of gpu_check.py]
+#   scripts/gpu_check.sh --servers [options of gpu_check_servers.py]
 #
 # On a machine where relax is installed nothing else is needed. On one without a package registry, carry the wheels of
 # scripts/gpu_check_wheels.txt in a folder: they are installed into a temporary place for this run. torch, transformers,
@@ -15,4 +17,9 @@ if [ "${1:-}" = --wheels ]; then
     export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
     shift 2
 fi
-python3 "$here/gpu_check.py" "$@"
+part=gpu_check.py
+if [ "${1:-}" = --servers ]; then
+    part=gpu_check_servers.py
+    shift
+fi
+python3 "$here/$part" "$@"

@@ -199,7 +199,7 @@ class ReferenceGroup(SleepingGroup):
     ranks: Ranks[ReferenceRole]
 
     def score(self, rollout_id: int) -> None:
-        """See `ReferenceRole.score`, on every rank."""
+        """See `ModelRole.score`, on every rank."""
         self.ranks.all(lambda reference: reference.score(rollout_id))
 
 

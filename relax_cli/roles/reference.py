@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.loaded import LoadedModel
 from relax_cli.roles.training import ModelRole
 
@@ -11,10 +10,3 @@ class ReferenceRole(ModelRole[LoadedModel]):
     """One rank of the frozen policy."""
 
     name = "reference"
-
-    def score(self, rollout_id: int) -> None:
-        """Write `ref_log_probs` of this rollout's samples to the queue."""
-        share = self.fetch_share(rollout_id, ())
-        log_probs = self.answers(share, lambda output: output.log_probs_BT)
-        if share.rows and parallel.is_output_rank():
-            self.queue.put(rollout_id, share.rows, {"ref_log_probs": [log_probs[row] for row in share.rows]})

@@ -115,6 +115,13 @@ class ModelRole(Generic[Model]):
         chunks = micro_batch_rows(share.columns, rows, self.batch, self.packed)
         return chunks, [make_micro_batch(share.columns, chunk, fields, packed=self.packed) for chunk in chunks]
 
+    def score(self, rollout_id: int) -> None:
+        """A policy writes its own log-probabilities of this rollout's samples to the queue, as `ref_log_probs`."""
+        share = self.fetch_share(rollout_id, ())
+        log_probs = self.answers(share, lambda output: output.log_probs_BT)
+        if share.rows and parallel.is_output_rank():
+            self.queue.put(rollout_id, share.rows, {"ref_log_probs": [log_probs[row] for row in share.rows]})
+
     def answers(self, share: RolloutShare, pick: Callable[[ModelOutput], Tensor]) -> dict[int, Tensor]:
         """One `[T]` grid of the model's output for each own row, without gradient, on the CPU."""
         chunks, batches = self.micro_batches(share, share.rows, ())

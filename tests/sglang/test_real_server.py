@@ -183,3 +183,13 @@ def test_an_interrupt_leaves_an_external_server_alone(external: LocalServer, tas
         run.send_signal(signal.SIGINT)
         assert run.wait(120) == 130, (tmp_path / "screen").read_text()
     assert SglangClient(external.address).request("GET", "/health_generate", timeout=30) is None
+
+
+def test_the_check_for_gpus_passes_its_stages(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "gpu_check_servers.py"
+    options = ["--sglang-python", PYTHON, "--set", f"sglang.sglang_options={json.dumps(OPTIONS)}"]
+    command = [sys.executable, script, "--device", "cpu", "--out", tmp_path / "out", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    stages = json.loads((tmp_path / "out" / "servers.json").read_text())["stages"]
+    assert stages["gap"]["max"] < ROUNDING
