@@ -54,3 +54,27 @@ def test_a_simulated_step_takes_what_a_real_one_takes(tmp_path: Path, role: str)
     found = simulate(run, lambda _: None, [role])[role]
     assert found["train"]["weights"] == found["train"]["gradients"] == found["train"]["Adam moments"] / 2
     assert peak(found) == pytest.approx(real_peak(run, role), rel=0.1)
+
+
+@pytest.mark.slow  # Half a minute each.
+@pytest.mark.parametrize(
+    ("recipe", "role", "overrides"),
+    [
+        ("qwen3-4B-8xgpu-ppo", "critic", ()),
+        ("qwen3-4B-8xgpu-ppo", "critic", ("recompute_granularity=null",)),
+        ("qwen3-4B-8xgpu-ppo", "actor", ()),
+        ("qwen3-4B-8xgpu-ppo", "actor", ("log_probs_chunk_size=1024",)),
+        ("qwen3-4B-8xgpu-grpo", "actor", ()),
+        ("qwen3-8B-16xgpu-ppo", "critic", ()),
+        ("qwen3-8B-16xgpu-ppo", "actor", ()),
+    ],
+)
+def test_the_plan_of_a_recipe_is_within_a_tenth_of_its_step(recipe: str, role: str, overrides: tuple[str, ...]) -> None:
+    """The models of these recipes are known by their `config.json`."""
+    words = [f"parallel.{option}" for option in overrides]
+    if "recompute_granularity=null" in overrides:
+        words += ["parallel.recompute_method=null", "parallel.recompute_num_layers=null"]
+    run = check_run(load_plugins(), Layers([recipe], {}, words))
+    assert run.plan is not None
+    (planned,) = (m.model_bytes + sum(m.working.values()) for m in run.plan.memory if m.role == role)
+    assert planned == pytest.approx(peak(simulate(run, lambda _: None, [role])[role]), rel=0.1)

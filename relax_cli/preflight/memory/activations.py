@@ -48,11 +48,22 @@ def activation_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes
     return bytes_each * (_saved(spec, layout, work) + in_flight)
 
 
-def logits_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, *, entropy_grad: bool) -> int:
-    """fp32: logits, log-softmax and its exponential, or their gradients; the entropy bonus keeps two more."""
-    vocabulary = spec.vocabulary_of_rank(layout.tensor_model_parallel_size)
+def at_head_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:
+    """What is saved while logits exist: the layers are computed again one at a time, and later."""
+    return bytes_each * (_saved(spec, layout, work, again=False) + 2 * work.answers * spec.hidden_size)
+
+
+def logits_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, *, entropy_grad: bool, bytes_each: int) -> int:
+    """Logits, log-softmax, its exponential and their product in fp32, or their gradients; and logits as they come.
+
+    Counted in a simulated step (`--simulate`). A gradient of the entropy keeps one more, and one more over ranks.
+    """
+    ranks = layout.tensor_model_parallel_size
     tokens = min(work.answers, layout.log_probs_chunk_size or work.answers)
-    return 4 * (5 if entropy_grad else 3) * tokens * vocabulary
+    size = 4 * tokens * spec.vocabulary_of_rank(ranks)
+    if entropy_grad:
+        return (5 if ranks == 1 else 6) * size
+    return 4 * size + (size // 2 if bytes_each == 2 else 0)
 
 
 def forward_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:
@@ -61,18 +72,22 @@ def forward_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_ea
     return bytes_each * work.tokens * width
 
 
-def _saved(spec: ModelSpec, layout: ParallelSection, work: Pass) -> int:
-    """Numbers that are kept from the forward to the backward pass."""
+def _saved(spec: ModelSpec, layout: ParallelSection, work: Pass, *, again: bool = True) -> int:
+    """Numbers that are kept from the forward to the backward pass.
+
+    Args:
+        again: count the layers that are computed again at a time.
+    """
     kept, layer_input = _whole_layers(spec, layout, work), work.tokens * _states(spec, layout)
     if layout.recompute_granularity != "full":
         return kept
     layers, count = spec.num_layers, layout.recompute_num_layers or 1
     if layout.recompute_method == "block":
         # The first layers keep their input; one of them at a time is recomputed, next to the others, which keep all.
-        again = min(count, layers)
-        return again * layer_input + kept * min(layers, layers - again + 1) // layers
+        few = min(count, layers)
+        return few * layer_input + kept * min(layers, layers - few + again) // layers
     chunks = -(-layers // count)
-    return chunks * layer_input + kept * min(count, layers) // layers
+    return chunks * layer_input + again * kept * min(count, layers) // layers
 
 
 def _whole_layers(spec: ModelSpec, layout: ParallelSection, work: Pass) -> int:

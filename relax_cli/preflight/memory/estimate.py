@@ -16,6 +16,7 @@ from relax_cli.models.spec import ModelSpec
 from relax_cli.preflight.memory.activations import (
     Pass,
     activation_bytes,
+    at_head_bytes,
     forward_bytes,
     largest_pass,
     logits_bytes,
@@ -172,8 +173,13 @@ class _Sizes:
         working = {"activations": activation_bytes(self.spec, self.layout, work, self.precision.activations)}
         publishing: dict[str, int] = {}
         if role == "actor":
-            entropy_grad = self.config.algorithm.entropy_coef != 0
-            working["logits"] = logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad)
+            logits = self._logits(work, entropy_grad=self.config.algorithm.entropy_coef != 0)
+            # What a CPU's allocator has freed of the one is of no use to the other.
+            head = at_head_bytes(self.spec, self.layout, work, self.precision.activations)
+            if self.on_cpu:
+                working["logits"] = logits
+            elif head + logits > working["activations"]:
+                working = {"activations": head, "logits": logits}
             publishing = self._published()
             if self.on_cpu and lora_of(self.config, role) is not None:
                 publishing["merged weights"] = self.precision.weights * self.spec.parameters
@@ -226,11 +232,15 @@ class _Sizes:
         weights = self.precision.weights * parameters
         working = {
             "activations": forward_bytes(self.spec, self.layout, work, self.precision.activations),
-            "logits": logits_bytes(self.spec, self.layout, work, entropy_grad=False),
+            "logits": self._logits(work, entropy_grad=False),
         }
         host = {} if self.on_cpu else {"parked": weights}
         resident = base | {"weights": weights}
         return RoleMemory("reference", ranks, resident, working, {}, keeps_freed=self.on_cpu, host=host)
+
+    def _logits(self, work: Pass, *, entropy_grad: bool) -> int:
+        each = self.precision.activations
+        return logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad, bytes_each=each)
 
     def _published(self) -> dict[str, int]:
         """Weights on their way from the actor to the rollout workers."""
