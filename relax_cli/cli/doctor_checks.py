@@ -25,6 +25,7 @@ from relax_cli.cli.console import table
 from relax_cli.cli.doctor_versions import Check, driver_check, version_checks
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.versions import NEWEST_MEGATRON
+from relax_cli.data.sandbox.outside import sandbox_fault, sandbox_fix
 from relax_cli.preflight.machine import gpu_count, ray_temp_folder, ray_temp_trouble, total_memory, usable_cores
 from relax_cli.preflight.memory.sizes import in_bytes
 
@@ -111,7 +112,7 @@ def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
     works = {check.name for check in packages if check.status == "ok"}
     has_gpu = gpu_count() > 0
     checks = [_python(), *packages, *version_checks(has_gpu), *_devices(works, timeout)]
-    return [*checks, *_memory(), *_limits(has_gpu), *_disk(), *_ray(), *_plugins(plugins)]
+    return [*checks, *_memory(), *_limits(has_gpu), *_disk(), *_ray(), _sandbox(), *_plugins(plugins)]
 
 
 def check_part(part: Part, timeout: float) -> Check:
@@ -227,6 +228,11 @@ def _ray() -> Iterator[Check]:
     elif trouble := ray_temp_trouble():
         fix = "export RAY_TMPDIR=/tmp (or another short folder), or use --launcher local"
         yield Check("Ray's temporary folder", "note", f"{ray_temp_folder()}: {trouble}", fix)
+
+
+def _sandbox() -> Check:
+    fault = sandbox_fault()
+    return _note_if(bool(fault), "sandbox of --rm-type code", fault or "withstands its probe", sandbox_fix())
 
 
 def _disk() -> Iterator[Check]:

@@ -71,7 +71,16 @@ def test_the_table_and_the_object_agree(invoke: Invoke) -> None:
     shown = json.loads(result.stdout)
     assert (result.exit_code, shown["ok"]) == (0, True)
     names = [check["name"] for check in shown["checks"]]
-    for name in ("Python", *QUICK, "memory", "cores", "open files", "disk, here", "plugin ppo"):
+    for name in (
+        "Python",
+        *QUICK,
+        "memory",
+        "cores",
+        "open files",
+        "disk, here",
+        "sandbox of --rm-type code",
+        "plugin ppo",
+    ):
         assert name in names
     assert all(set(check) == {"name", "status", "found", "fix"} for check in shown["checks"])
     assert all(check["fix"] for check in shown["checks"] if check["status"] != "ok")
