@@ -215,6 +215,14 @@ def test_tests_may_use_what_responses_define(test: Any, sandbox: Sandbox) -> Non
     assert sandbox.run(GOOD, [], [test], 20.0).passed == [True]
 
 
+def test_packages_may_be_imported_and_arrays_are_lists(sandbox: Sandbox) -> None:
+    code = (
+        "import numpy as np\ndef f(x): return np.array(x) * 2\ndef g(x): return {'n': np.int64(x), 'x': np.float32(x)}"
+    )
+    tests = ["assert f([1, 2]) == [2, 4]", "assert g(3) == {'n': 3, 'x': 3.0}", ["f", [[[1]]], [[2]]]]
+    assert sandbox.run(code, [], tests, 60.0).passed == [True] * 3
+
+
 @pytest.mark.parametrize(
     "broken", ["assert Solution().add(1) == 3", "assert no_such_name", "assert twice(lambda: 1)", ["add", [1, 2], 4]]
 )

@@ -19,7 +19,12 @@ class Packer(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> int | None:
         """Numbers stand for what is not plain."""
-        plain = value is None or isinstance(value, PLAIN) or value in PLAIN or hasattr(type(value), "tolist")
+        plain = (
+            value is None
+            or isinstance(value, PLAIN)
+            or hasattr(type(value), "tolist")
+            or any(value is t for t in PLAIN)
+        )
         return None if plain else self._number_of(value)
 
     def reducer_override(self, value: Any) -> Any:
