@@ -68,6 +68,13 @@ DATA_ORDER = problem_kind(
     severity="warning",
 )
 
+OTHER_GROUPS = problem_kind(
+    "resume-other-groups",
+    FOLDERS,
+    "Responses that `--partial-rollout` carries over belong to groups of the checkpoint's `--n-samples-per-prompt`.",
+    option="--n-samples-per-prompt",
+)
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")
 """Files that decide which ids a text becomes, and how chat messages are rendered."""
 TOKENIZER_KEYS = ("chat_template", "bos_token", "eos_token", "add_bos_token", "add_eos_token", "add_prefix_space")
@@ -98,6 +105,7 @@ class RunIdentity:
     dynamic_sampling: bool = False
     curriculum: str | None = None
     carries_over: bool = False
+    samples_per_prompt: int = 1
     reference: str | None = None
     """Of the weights that KL terms compare with; None where there are no KL terms."""
     reference_name: str = ""
@@ -156,6 +164,7 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
         dynamic_sampling=config.batch.dynamic_sampling,
         curriculum=config.data.curriculum,
         carries_over=config.carries_over,
+        samples_per_prompt=config.batch.n_samples_per_prompt,
         reference=None if reference is None else weights_fingerprint(reference),
         reference_name=scrubbed(name or config.model.hf_checkpoint),
         adapters=adapters,
@@ -241,6 +250,7 @@ def differences(run: RunIdentity, meta: CheckpointMeta, where: Path) -> list[Pro
         *model_differences(run.model_shape, run.tokenizer, meta, where, run.hf_checkpoint),
         _other_dataset(run, meta, where),
         _other_order(run, meta, where),
+        _other_groups(run, meta, where),
         _other_reference(run, meta, where),
         other_adapters(run.adapters, meta, where),
         other_base(run.base, meta, where, run.hf_checkpoint),
@@ -333,10 +343,9 @@ def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem
     seen = meta.extra.get("data_position", {}).get("prompts_seen")
     saved_seed = meta.seeds.get("rollout_seed")
     got, expected = [], []
-    in_flight = meta.extra.get("prompts_in_flight")
-    if run.dynamic_sampling or run.carries_over or "prompts_drawn" in meta.extra:
-        seen = None  # It continues at the prompt that the checkpoint names.
-    if in_flight is not None and not run.carries_over:
+    if run.dynamic_sampling or run.carries_over or run.curriculum is not None or "prompts_drawn" in meta.extra:
+        seen = None  # It continues at the prompt that the checkpoint names, or rows are drawn by their past.
+    if (in_flight := meta.extra.get("prompts_in_flight")) is not None and not run.carries_over:
         got.append("--no-partial-rollout")
         expected.append(f"--partial-rollout --over-sampling-batch-size {in_flight}")
     elif "prompts_drawn" in meta.extra and not (run.dynamic_sampling or run.carries_over):
@@ -346,8 +355,6 @@ def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem
     if run.curriculum != saved_curriculum:
         got.append(f"--curriculum {run.curriculum}" if run.curriculum else "no --curriculum")
         expected.append(f"--curriculum {saved_curriculum}" if saved_curriculum else "drop --curriculum")
-    if run.curriculum is not None:
-        seen = None  # Rows are drawn by their past.
     if seen is not None and seen != meta.iteration * run.rollout_batch_size and meta.iteration:
         got.append(f"--rollout-batch-size {run.rollout_batch_size}")
         expected.append(f"--rollout-batch-size {seen // meta.iteration}")
@@ -364,6 +371,14 @@ def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem
         expected=" ".join(expected),
         fix=" ".join(expected),
     )
+
+
+def _other_groups(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
+    saved = meta.extra.get("carried_samples_per_prompt", run.samples_per_prompt)
+    if not run.carries_over or saved == run.samples_per_prompt:
+        return None
+    what, fix = "the checkpoint has unfinished groups of another size", f"--n-samples-per-prompt {saved}"
+    return OTHER_GROUPS(what, where=str(where), got=str(run.samples_per_prompt), expected=str(saved), fix=fix)
 
 
 def _other_reference(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:

@@ -192,6 +192,7 @@ class KnownExtra(TypedDict, total=False):
     prompts: NonNegativeInt | None
     curriculum: str
     prompts_in_flight: PositiveInt
+    carried_samples_per_prompt: PositiveInt
     data_position: dict[str, NonNegativeInt | None]
     adapters: dict[str, dict[str, Any]]
     has_critic: bool

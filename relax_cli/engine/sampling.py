@@ -38,7 +38,7 @@ class Sampling:
     def position(self, rollout: RolloutGroup) -> dict[str, Any]:
         """What a checkpoint keeps of the sampling, where it does not follow from the number of rollouts.
 
-        `prompts_drawn` and `prompts_in_flight` are numbers, `sampling` has arrays.
+        `sampling` has arrays, everything else is a number.
         """
         return {}
 
@@ -205,7 +205,8 @@ class PartialSampling(DrawnSampling):
         """See `Sampling`."""
         kept = super().position(rollout)
         arrays = kept.get("sampling", {}) | to_arrays(rollout.carried())
-        return kept | {"prompts_drawn": self.drawn, "prompts_in_flight": self.size, "sampling": arrays}
+        counts = {"prompts_in_flight": self.size, "carried_samples_per_prompt": self.batch.n_samples_per_prompt}
+        return kept | counts | {"prompts_drawn": self.drawn, "sampling": arrays}
 
 
 def sampling_of(

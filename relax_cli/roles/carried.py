@@ -73,7 +73,7 @@ def from_arrays(arrays: Mapping[str, NDArray[Any]], samples_per_prompt: int) -> 
         return []
     read = {name: arrays[f"carried_{name}"].tolist() for name in ("places", "rows", "lengths", "ends")}
     if len(read["lengths"]) != samples_per_prompt * len(read["places"]):
-        raise ValueError(f"{len(read['lengths'])} responses to {len(read['places'])} prompts")
+        raise ValueError(f"{len(read['lengths'])} responses to {len(read['places'])} prompts in flight")
     ends = np.cumsum([0, *read["lengths"]]).tolist()
     tokens, log_probs, versions = (arrays[f"carried_{name}"].tolist() for name in ("tokens", "log_probs", "versions"))
     if not len(tokens) == len(log_probs) == len(versions) == ends[-1]:

@@ -285,6 +285,17 @@ def test_a_way_to_sample_that_ends_is_said(
     assert examined(changed(plain, **same)).warnings == ()
 
 
+def test_unfinished_groups_keep_their_size(config: Config, tmp_path: Path) -> None:
+    identity = identify(config, tmp_path / "model", prompts=2).meta()
+    carried = {"prompts_in_flight": 12, "carried_samples_per_prompt": 4}
+    save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **carried)
+    load = {"load": str(tmp_path / "s"), "save": str(tmp_path / "s")}
+    for samples, refused in ((4, []), (8, ["resume-other-groups"])):
+        batch = {"over_sampling_batch_size": 12, "n_samples_per_prompt": samples}
+        changes = {"rollout": {"partial_rollout": True}, "batch": batch, "checkpoint": load}
+        assert [p.id for p in examined(changed(config, **changes)).problems] == refused
+
+
 def test_everything_that_differs_is_said_at_once(config: Config, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", num_hidden_layers=3)
     (other / "tokenizer.json").write_text("{}")
