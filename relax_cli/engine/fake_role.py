@@ -41,7 +41,8 @@ class FakeBuilder(RoleBuilder):
         dtype = torch.bfloat16 if section.device == "cuda" else torch.float32
         device = Device("cpu", torch.device("cpu"), "fake", dtype, shared_memory=False)
         ranks = parallel.Rank(spec.rank, spec.ranks)
-        parallel.initialize(ranks, section.tensor_model_parallel_size, device, self.config.run.seed)
+        sizes = section.tensor_model_parallel_size, section.expert_model_parallel_size
+        parallel.initialize(ranks, sizes[0], device, self.config.run.seed, expert_parallel=sizes[1])
         return device
 
     def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.experts import route_in_turn
 from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelOutput
 from relax_cli.models.hf import HfWeights
 from tests.support.tiny_models import on_ranks, save_tiny_model
@@ -136,6 +137,18 @@ def test_the_router_can_be_more_exact(moe: Path) -> None:
     one, other = (model.forward([samples(ROWS)])[0].log_probs_BT for model in (exact, usual))
     torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
     assert one.dtype == other.dtype == torch.float32
+
+
+def test_simulated_routing_gives_experts_equally_many_tokens(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3_moe", num_experts_per_tok=3)
+    model = build(Run("policy", tmp_path))
+    route_in_turn(model.model)
+    counts: list[list[int]] = []
+    experts = model.model.decoder.layers[0].mlp.experts
+    experts.register_forward_hook(lambda _, given, __: counts.append(given[1].tolist()))
+    tokens = torch.zeros(4, 9, dtype=torch.int64)
+    model.forward([MicroBatch(tokens, torch.full((4,), 5), torch.full((4,), 4))])
+    assert counts == [[4 * 8 * 3 // 4] * 4]
 
 
 def publish(rank: int, ranks: int, port: int, run: Run) -> list[dict[str, Any]]:

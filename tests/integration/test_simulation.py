@@ -16,6 +16,7 @@ from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
 from relax_cli.quickstart.task import prepare
 from tests.support.real_step import ENVIRONMENT
+from tests.support.tiny_models import save_experts_for_task
 
 
 def checked(folder: Path, recipe: str, *overrides: str) -> CheckedRun:
@@ -78,3 +79,11 @@ def test_the_plan_of_a_recipe_is_within_a_tenth_of_its_step(recipe: str, role: s
     assert run.plan is not None
     (planned,) = (m.model_bytes + sum(m.working.values()) for m in run.plan.memory if m.role == role)
     assert planned == pytest.approx(peak(simulate(run, lambda _: None, [role])[role]), rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_simulated_step_of_experts_takes_what_a_real_one_takes(tmp_path: Path) -> None:
+    model = save_experts_for_task(tmp_path / "experts")
+    run = checked(tmp_path / "task", "tiny-ppo-cpu", f"model.hf_checkpoint={model}")
+    found = simulate(run, lambda _: None, ["actor"])["actor"]
+    assert peak(found) == pytest.approx(real_peak(run, "actor"), rel=0.1)

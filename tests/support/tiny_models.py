@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import traceback
 from collections.abc import Callable
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 import transformers
+
+from relax_cli.quickstart.task import MODEL
 
 VOCAB = 96
 # Ranks are forks of one process that has imported all this and computed nothing.
@@ -58,6 +62,16 @@ def save_tiny_model(
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
     return model
+
+
+def save_experts_for_task(folder: Path, **more: Any) -> Path:
+    """A random mixture of experts that reads the quickstart's tokens."""
+    sizes = json.loads((MODEL / "config.json").read_text())
+    save_tiny_model(folder, "qwen3_moe", vocab=sizes["vocab_size"], **more)
+    for source in MODEL.iterdir():
+        if source.suffix != ".safetensors" and source.name != "config.json":
+            shutil.copy(source, folder / source.name)
+    return folder
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

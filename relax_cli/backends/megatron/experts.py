@@ -52,11 +52,23 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]
     """Part of the optimizer step's tokens, over all ranks, in the micro-batch that comes next."""
     reported: Tensor | float = 0.0
     """The auxiliary losses of an optimizer step, weighted by their shares."""
+    in_turn = False
+    """Whether tokens go to the next experts whatever the scores are, so that all experts get equally many."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Scores of the experts `[S, B, experts]` in the router's type."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
         return F.linear(input.to(dtype), self.weight.to(dtype))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights `[N, experts]`, 0 of experts that are not chosen, and which are chosen."""
+        if not self.in_turn:
+            return super().routing(logits, padding_mask)  # type: ignore[no-any-return]
+        probs_NE = logits.flatten(0, -2).softmax(-1)
+        tokens, experts = probs_NE.shape
+        next_Nk = torch.arange(tokens * self.topk).view(tokens, self.topk) % experts
+        chosen_NE = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, next_Nk, torch.ones_like(next_Nk) > 0)
+        return probs_NE * chosen_NE, chosen_NE
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
@@ -64,6 +76,13 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]
         """Has the backward pass add the gradient of `aux_loss`; losses here carry their denominators themselves."""
         self.reported = self.reported + aux_loss.detach() * (self.share / aux_loss_coeff)
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * self.share)  # type: ignore[no-any-return]
+
+
+def route_in_turn(model: torch.nn.Module) -> None:
+    """Give all experts of a model on the CPU equally many tokens from now on, where numbers mean nothing."""
+    for module in model.modules():
+        if isinstance(module, ExpertRouter):
+            module.in_turn = True
 
 
 class Balance:

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from relax_cli.backends.megatron.experts import route_in_turn
 from relax_cli.backends.megatron.loaded import LoadedModel
 from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelKind, ModelOutput, TrainStep
 from relax_cli.backends.megatron.trainer import LossFunction, TrainableModel
@@ -84,6 +85,8 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is OPS._fused_sdp_choice.default:
             # What a real tensor of this type and these heads would get; for fake ones torch has no opinion.
             return func(*(_short(leaf) for leaf in args), **kwargs)
+        if func is OPS.masked_select.default:
+            func, args = OPS.index.Tensor, (args[0], [args[1]])
         if func is OPS.index.Tensor:
             args = (args[0], _positions(args[1]))
         with self._fake:
@@ -183,7 +186,9 @@ class FakeTrainable(TrainableModel):
             super().__init__(kind, *args, **settings)
         ranks = self.model.config.tensor_model_parallel_size
         accounts.vocabulary = padded_vocab(self.spec, ranks) // ranks
-        accounts.name((buffer.grad_data for buffer in self.ddp.buffers), "gradients")
+        route_in_turn(self.model)
+        buffers = (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)
+        accounts.name((buffer.grad_data for buffer in buffers), "gradients")
         masters = self.optimizer.masters
         moments = (t for state in self.optimizer.adam.state.values() for t in state.values() if t.dim())
         accounts.name(moments, None if masters.on_host else "Adam moments")
