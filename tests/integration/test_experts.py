@@ -52,9 +52,12 @@ def test_ranks_may_have_other_numbers_of_micro_batches(moe: Path) -> None:
     same(train(0, 1, 0, run), on_ranks(2, train, replace(run, layout=EP2, idle_second_rank=True))[0])
 
 
-def test_two_copies_of_each_expert_share_their_optimizer(moe: Path) -> None:
-    run = Run("policy", moe)
-    split = replace(run, layout=EP2, optimizer={"use_distributed_optimizer": True})
+@pytest.mark.parametrize("stages", [1, 2])
+def test_expert_parallelism_goes_with_other_kinds(moe: Path, stages: int) -> None:
+    # Without stages, two ranks have the same experts and share their moments.
+    run, uneven = Run("policy", moe), {"decoder_last_pipeline_num_layers": 1} if stages > 1 else {}
+    shared = {"use_distributed_optimizer": True}
+    split = replace(run, layout=EP2 | uneven, pipeline_parallel=stages, optimizer=shared)
     same(train(0, 1, 0, run), on_ranks(4, train, split)[0])
 
 
