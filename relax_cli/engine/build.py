@@ -48,6 +48,8 @@ class WorkerSpec:
     """The GPUs of the server that this rank starts, as CUDA_VISIBLE_DEVICES has them; empty: what the rank sees."""
     longest_prompts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """See `LaunchPlan.longest_prompts`."""
+    cwd: str = field(default_factory=os.getcwd)
+    """What the paths of the configuration are relative to."""
 
     def at(self, addr: str, port: int) -> WorkerSpec:
         """The same rank, with the meeting point of its process group."""

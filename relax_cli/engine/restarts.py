@@ -13,6 +13,9 @@ from relax_cli.errors import ProcessLost
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun
 
+NODE_SECONDS = 600.0
+"""How long a restart waits for the CPUs and GPUs of a node that was lost."""
+
 
 def train_with_restarts(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRun:
     """`run.train`, and again after a process of the run was lost, `--max-restarts` times at most.
@@ -26,16 +29,17 @@ def train_with_restarts(plugins: Plugins, checked: CheckedRun, console: Console)
     most = checked.config.run.max_restarts
     # One folder for all of it, also where the name is made from the time.
     checked = _with(checked, run={"run_dir": prepare_run(checked)[0].run.run_dir}) if most else checked
+    patience = 0.0
     for restart in range(1, most + 1):
         try:
-            return train(plugins, checked, console)
+            return train(plugins, checked, console, patience)
         except ProcessLost as lost:
-            checked = from_newest_pair(checked)
+            checked, patience = from_newest_pair(checked), NODE_SECONDS
             folder = checked.config.checkpoint.load
             begin = "the start" if folder is None else f"the newest pair in {folder}"
             lines = [*(problem.message for problem in lost.problems), f"restart {restart} of {most}, from {begin}"]
             console.print("\n".join(lines), markup=False, highlight=False, style="yellow")
-    return train(plugins, checked, console)
+    return train(plugins, checked, console, patience)
 
 
 def from_newest_pair(checked: CheckedRun) -> CheckedRun:

@@ -7,7 +7,7 @@ import shutil
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,11 @@ class FinishedRun:
     """KeyboardInterrupt or Terminated; None when the run is complete."""
 
 
-def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRun:
+def train(plugins: Plugins, checked: CheckedRun, console: Console, patience: float = 0.0) -> FinishedRun:
     """Launch the roles of a valid run, train, and clean up.
+
+    Args:
+        patience: see `LaunchPlan`.
 
     Raises:
         ResumeError: the checkpoints given cannot be resumed from; nothing was started or written.
@@ -97,7 +100,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRu
         trackers = open_trackers(plugins, config, run_dir, first, display, metrics)
         closing_summary: dict[str, Any] = {}
         stack.callback(trackers.close, closing_summary)
-        plan = launch_plan(checked, config, start.decision, run_dir, display)
+        plan = replace(launch_plan(checked, config, start.decision, run_dir, display), patience=patience)
         keep_tokenizer(plan.model_folder, run_dir)
         identity = identify(config, plan.model_folder, checked.inputs.prompts)
         stop = StopRequest(display.note)

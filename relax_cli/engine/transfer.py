@@ -135,7 +135,8 @@ def open_transfer_queue(keys: QueueKeys) -> None:
     refuse_second_queue()
     protect_process(keys)
     protect_actors(keys)
-    units = {"num_data_storage_units": STORAGE_UNITS}
+    # A cluster's head often has no CPU, and then no storage unit can be there.
+    units = {"num_data_storage_units": STORAGE_UNITS, "required_node_resource": "CPU"}
     opened = transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": units}}))
     servers = [opened.controller.zmq_info, *opened.backend.SimpleStorage.zmq_info.values()]
     check_protected((server.ip, port) for server in servers for port in server.ports.values())

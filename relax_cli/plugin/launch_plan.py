@@ -38,3 +38,5 @@ class LaunchPlan:
     longest_prompts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """Tokens of the longest prompt of each held-out set, and of the training prompts under "", with its place; empty
     where they were not counted."""
+    patience: float = 0.0
+    """Seconds to wait for what a Ray cluster lacks: after a restart, a node that was lost may come back."""

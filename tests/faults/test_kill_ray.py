@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from relax_cli.checkpoint import layout
+from relax_cli.engine.ray.processes import children_named
 from tests.support.fault_runs import Folders, Zygote, arguments, assert_resumable
 
 ENOUGH = ["--num-rollout", "24", "--keep-checkpoints", "3"]
@@ -131,16 +132,36 @@ def test_a_killed_worker_is_named_with_the_resume_command(
     resumed_to_the_end(zygote, fault_task, folders, long_straight, what)
 
 
-@pytest.mark.parametrize("running", [["--max-restarts", "1"]], indirect=True)
-def test_a_run_that_lost_a_worker_restarts_and_changes_no_number(
-    running: tuple[subprocess.Popen[str], Folders], long_straight: Folders
+VICTIMS = {
+    "actor": "rank 0 of actor is gone",
+    "ray::TransferQueueController": "TransferQueueController (process",
+    "ray::SimpleStorage": "SimpleStorageUnit (process",
+    "raylet": "Ray's raylet is gone",
+}
+"""A role or the title of a process, and how it is named when it is lost."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("victim", "running"),
+    [
+        ("actor", ["--max-restarts", "1", "--async-save"]),
+        *(pytest.param(name, ["--max-restarts", "1"], marks=pytest.mark.slow) for name in VICTIMS),
+    ],
+    indirect=["running"],
+)
+def test_a_run_that_lost_a_process_restarts_with_its_numbers(
+    running: tuple[subprocess.Popen[str], Folders], long_straight: Folders, victim: str
 ) -> None:
     process, folders = running
     family = family_of(process.pid)
-    worker_of("actor", family).kill()
-    _, err = process.communicate(timeout=200)
+    if victim == "actor":
+        worker_of("actor", family).kill()
+    else:
+        psutil.Process(children_named(psutil.Process(process.pid), victim)[0][1]).kill()
+    _, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
-    assert "rank 0 of actor is gone" in err
+    assert VICTIMS[victim] in err
     assert f"restart 1 of 1, from the newest pair in {folders.actor}" in err
     assert folders.metrics() == long_straight.metrics()
     assert folders.samples() == long_straight.samples()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from relax_cli.config.layers import Layers
 from relax_cli.config.placement import object_store_bytes, rollout_engine
 from relax_cli.config.recipes import bundled_recipes
 from relax_cli.config.schema import AlgorithmSection, Config, ModelSection, ParallelSection, RolloutSection
+from relax_cli.engine.ray import start
 from relax_cli.engine.ray.launch import RaySession
 from relax_cli.engine.ray.problems import start_failed
 from relax_cli.engine.ray.start import check_resources, cluster_gpus, start_ray
-from relax_cli.errors import EnvironmentFault, ExitCode, Problem
+from relax_cli.errors import EnvironmentFault, ExitCode, Problem, RunError
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
@@ -173,7 +175,39 @@ def test_gpus_that_a_cluster_does_not_have_are_not_waited_for(tmp_path: Path, mo
         check_resources(plan)
     assert caught.value.problems[0].id == "ray-gpus"
     there["GPU"] = 8.0
+    monkeypatch.setattr(start, "refuse_second_queue", lambda: None)
     check_resources(plan)
+
+
+def test_a_restart_waits_for_a_node_that_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, said, waited = {"CPU": 1.0}, [], []
+    queues = ["of the run that was lost"]
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 2:
+            free["CPU"] = 64.0
+        if len(waited) == 4:
+            queues.clear()
+
+    def refuse() -> None:
+        if queues:
+            raise RunError(Problem("queue-taken", "another run has a queue", "wait", got="a queue"))
+
+    run = check_run(load_plugins(), Layers(["tiny-ppo-cpu"], {}, []))
+    assert run.graph is not None
+    plan = replace(plan_of(tmp_path), config=run.config, graph=run.graph, patience=600.0, status=said.append)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: free)
+    monkeypatch.setattr(ray, "available_resources", lambda: free)
+    monkeypatch.setattr(start, "refuse_second_queue", refuse)
+    monkeypatch.setattr(time, "sleep", wait)
+    check_resources(plan)
+    assert waited == [1.0] * 4
+    assert said[0].startswith("waiting up to 600 s: Ray has too few free logical CPUs")
+    assert "another run has a queue" in said[-1]
+    free["CPU"] = 1.0
+    with pytest.raises(EnvironmentFault, match="too few free logical CPUs"):
+        check_resources(replace(plan, patience=0.0))
 
 
 @pytest.mark.parametrize("address", ["192.0.2.7", "2001:db8::7", "0.0.0.0"])

@@ -30,9 +30,11 @@ class Run:
         self.errors = list(errors)
         self.saving = saving
         self.started: list[CheckedRun] = []
+        self.patience: list[float] = []
 
-    def __call__(self, plugins: Any, run: CheckedRun, console: Console) -> Any:
+    def __call__(self, plugins: Any, run: CheckedRun, console: Console, patience: float) -> Any:
         self.started.append(run)
+        self.patience.append(patience)
         if self.errors:
             if self.saving is not None:
                 layout.write_tracker(self.saving, 3)
@@ -54,6 +56,7 @@ def test_a_lost_process_restarts_from_what_was_saved(tmp_path: Path, monkeypatch
     assert result == "finished"
     assert [each.config.checkpoint.load for each in run.started] == [None, str(tmp_path), str(tmp_path)]
     assert [each.config.critic.critic_load for each in run.started] == [None, *2 * [f"{tmp_path}-critic"]]
+    assert run.patience == [0, restarts.NODE_SECONDS, restarts.NODE_SECONDS], "a lost node may come back"
     assert len({each.config.run.run_dir for each in run.started}) == 1
     assert len({each.config_hash for each in run.started}) == 1
     assert f"restart 2 of 2, from the newest pair in {tmp_path}" in screen

@@ -36,13 +36,16 @@ class RoleWorker:
     """Runs one rank of a role inside a Ray actor; its output goes to `logs/<role>-<rank>.log` of the run."""
 
     def __init__(self, spec: WorkerSpec) -> None:
+        if Path(spec.cwd).is_dir():  # The workers of a cluster start in the folder where it was started.
+            os.chdir(spec.cwd)
         with log_of(spec.run_dir, spec.role, spec.rank).open("a", encoding="utf-8") as log:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(log.fileno(), stream.fileno())
         faulthandler.enable(sys.stderr)
         self.spec = spec
         self.role: Any = None
-        self._note(f"rank {spec.rank} of {spec.role} on node {this_node()}, process {os.getpid()}")
+        node_id = ray.get_runtime_context().get_node_id()
+        self._note(f"rank {spec.rank} of {spec.role} on node {this_node()} ({node_id}), process {os.getpid()}")
 
     def whereabouts(self) -> Whereabouts:
         """Where this rank runs."""

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import secrets
 import signal
+import time
 from typing import Any
 
 import ray
@@ -13,7 +14,8 @@ import ray
 from relax_cli.config.placement import needed_cpus, object_store_bytes, rollout_engine, shared_bundles
 from relax_cli.engine.ray import worker_setup
 from relax_cli.engine.ray.problems import check_reachable, not_local, start_failed, too_few_cpus, too_few_gpus
-from relax_cli.errors import EnvironmentFault
+from relax_cli.engine.ray.queue_keys import refuse_second_queue
+from relax_cli.errors import EnvironmentFault, RunError
 from relax_cli.models.files import weight_bytes
 from relax_cli.plugin.launch_plan import LaunchPlan
 
@@ -83,11 +85,26 @@ def cluster_gpus() -> int:
 
 
 def check_resources(plan: LaunchPlan) -> None:
-    """Refuse before anything waits for CPUs or GPUs that will never be there.
+    """Refuse before anything waits for CPUs or GPUs that will never be there; waits `patience` seconds for them.
 
     Raises:
         EnvironmentFault: the cluster has fewer free logical CPUs, or fewer GPUs at all, than the run needs.
+        RunError: it has the queue of another run.
     """
+    deadline = time.monotonic() + plan.patience
+    while True:
+        try:
+            _check_now(plan)
+            return
+        except (EnvironmentFault, RunError) as fault:
+            if time.monotonic() >= deadline:
+                raise
+            (problem,) = fault.problems
+            plan.status(f"waiting up to {plan.patience:.0f} s: {problem.message} ({problem.got})")
+            time.sleep(1.0)
+
+
+def _check_now(plan: LaunchPlan) -> None:
     gpus = shared_bundles(plan.config.parallel, plan.config.sglang) if plan.config.parallel.device == "cuda" else 0
     there = int(ray.cluster_resources().get("GPU", 0))
     if there < gpus:
@@ -95,3 +112,4 @@ def check_resources(plan: LaunchPlan) -> None:
     free, needed = ray.available_resources().get("CPU", 0.0), needed_cpus(plan.config.parallel, plan.config.sglang)
     if free < needed:
         raise EnvironmentFault(too_few_cpus(plan, free, needed))
+    refuse_second_queue()
