@@ -18,7 +18,7 @@ NOT_SIMULATED = problem_kind(
     "not-simulated",
     MACHINE_THEME,
     "`validate-config --simulate` builds the model that a run would build. What cannot be built here, as models of "
-    "Megatron-Bridge without a GPU, cannot be simulated.",
+    "Megatron-Bridge without a GPU, cannot be simulated. Neither can pipeline stages.",
 )
 
 TRAINED = ("critic", "actor")
@@ -47,6 +47,8 @@ def simulate(checked: CheckedRun, status: Callable[[str], None], roles: Sequence
             checked.inputs.model.family,
             "a model that relax builds itself",
         )
+    if (stages := checked.config.parallel.pipeline_model_parallel_size) > 1:
+        raise _refused("pipeline stages are not simulated: they wait for each other", str(stages), "1 pipeline stage")
     found = {}
     for role in (name for name in roles if name in checked.graph):
         status(f"simulating a step of the {role}")

@@ -289,6 +289,8 @@ def _assumptions(config: Config, inputs: RunInputs) -> list[str]:
     found = [f"{prompts}; every response as long as allowed", f"numbers: {precision_of(config).name}"]
     if config.parallel.recompute_granularity is not None:
         found.append(_recomputation(config.parallel))
+    if config.parallel.pipeline_model_parallel_size > 1:
+        found.append(f"of {config.parallel.pipeline_model_parallel_size} pipeline stages the one that needs the most")
     if inputs.model is not None and inputs.model.expert_parameters:
         found.append("experts get equally many tokens")
     ranks = config.parallel.tensor_model_parallel_size

@@ -339,3 +339,11 @@ def test_what_cannot_be_built_here_is_not_simulated(invoke: Invoke) -> None:
     (problem,) = json.loads(result.stdout)["problems"]
     assert problem["id"] == "not-simulated"
     assert "Megatron-Bridge" in problem["message"]
+
+
+def test_pipeline_stages_are_not_simulated(invoke: Invoke) -> None:
+    stages = ("--recipe", "qwen3-4B-8xgpu-ppo", "--pipeline-model-parallel-size", "2")
+    result = invoke("validate-config", *stages, "--simulate", "--format", "json")
+    assert result.exit_code != 0
+    problems = json.loads(result.stdout)["problems"]
+    assert "not-simulated" in {problem["id"] for problem in problems}

@@ -85,14 +85,15 @@ def test_a_server_has_the_bytes_of_the_export(way: str, policy: TrainableModel, 
     assert not contract.receiver.groups
 
 
-def test_two_tp_ranks_send_whole_tensors_and_fail_together(folder: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_ranks_send_whole_tensors_and_fail_together(stages: int, folder: Path) -> None:
     refusing = Faults(refused_begins=2)
     with ExitStack() as stack:
         faults = {**dict.fromkeys(WAYS), "auto": refusing}
         servers = [stack.enter_context(running_server(folder, faults[way], tp=2)) for way in faults]
         targets = [WeightTarget(address, this_node(), 0, ranks=2) for _, address in servers]
         jobs = list(zip(faults, targets, strict=True))
-        (failures, state), (others, nothing) = on_ranks(2, send, folder, jobs)
+        (failures, state), (others, nothing) = on_ranks(2, send, folder, jobs, stages)
         assert failures[:3] == others[:3] == ["", "", ""]
         assert state is not None
         assert nothing is None

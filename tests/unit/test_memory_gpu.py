@@ -127,6 +127,25 @@ def test_moments_and_masters_are_split_over_data_parallel_ranks(spec: ModelSpec)
     assert shared.host == {"parked": shared.model_bytes - 4 * parameters}
 
 
+def test_a_pipeline_stage_has_its_layers_for_several_batches(spec: ModelSpec) -> None:
+    split: dict[str, Any] = {"parallel__pipeline_model_parallel_size": 4}
+    matrix = spec.vocab_size * spec.hidden_size
+    layers = spec.parameters - matrix - spec.hidden_size
+    critic, actor = role(spec, "critic", **split), role(spec, **split, **FULL)
+    # The first stage has the embedding, and its layers keep the activations of four micro-batches.
+    assert critic.resident["weights"] == 2 * (layers // 4 + matrix)
+    assert critic.working["activations"] == pytest.approx(activations(spec), rel=0.01)
+    # Where those are computed again, the last needs more: the tied matrix again, the final norm and the logits.
+    assert actor.resident["weights"] == 2 * (layers // 4 + matrix + spec.hidden_size)
+    assert actor.working["logits"] == role(spec).working["logits"]
+    uneven = role(spec, "critic", **split, parallel__decoder_first_pipeline_num_layers=3)
+    assert uneven.resident["weights"] < critic.resident["weights"]
+    recomputed = activations(spec, **split, **FULL)
+    assert recomputed < activations(spec, **split) / 5
+    fewer = role(spec, "critic", **split, batch__rollout_batch_size=2)
+    assert fewer.working["activations"] < critic.working["activations"] / 3
+
+
 def test_adapters_alone_have_gradients_masters_and_moments(spec: ModelSpec) -> None:
     layers, hidden, ffn, queries, keys = 36, 2560, 9728, 4096, 1024
     qkv, fc2 = hidden + queries + 2 * keys, ffn + hidden

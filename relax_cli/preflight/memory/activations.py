@@ -41,16 +41,33 @@ def largest_pass(batch: BatchSection, lengths: Lengths, data_parallel: int, *, p
     return Pass(max(1, min(most, per_rank)), lengths)
 
 
-def activation_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:
-    """What is saved for the backward pass under the chosen recomputation, and the gradients of one layer."""
+def activation_bytes(
+    spec: ModelSpec,
+    layout: ParallelSection,
+    work: Pass,
+    bytes_each: int,
+    *,
+    layers: int | None = None,
+    in_flight: int = 1,
+) -> int:
+    """What is saved for the backward pass under the chosen recomputation, and the gradients of one layer.
+
+    Args:
+        layers: of a pipeline stage; all when None.
+        in_flight: micro-batches that wait there for their backward pass.
+    """
     ranks = layout.tensor_model_parallel_size
-    in_flight = work.tokens * (4 * spec.mlp_numbers(ranks) // 3 + 4 * spec.hidden_size)
-    return bytes_each * (_saved(spec, layout, work) + in_flight)
+    gradients = work.tokens * (4 * spec.mlp_numbers(ranks) // 3 + 4 * spec.hidden_size)
+    return bytes_each * (_saved(spec, layout, work, layers or spec.num_layers, in_flight) + gradients)
 
 
-def at_head_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:
+def at_head_bytes(
+    spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int, *, layers: int | None = None
+) -> int:
     """What is saved while logits exist: the layers are computed again one at a time, and later."""
-    return bytes_each * (_saved(spec, layout, work, again=False) + 2 * work.answers * spec.hidden_size)
+    return bytes_each * (
+        _saved(spec, layout, work, layers or spec.num_layers, 1, again=False) + 2 * work.answers * spec.hidden_size
+    )
 
 
 def logits_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, *, entropy_grad: bool, bytes_each: int) -> int:
@@ -72,22 +89,26 @@ def forward_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_ea
     return bytes_each * work.tokens * width
 
 
-def _saved(spec: ModelSpec, layout: ParallelSection, work: Pass, *, again: bool = True) -> int:
+def _saved(
+    spec: ModelSpec, layout: ParallelSection, work: Pass, layers: int, in_flight: int, *, again: bool = True
+) -> int:
     """Numbers that are kept from the forward to the backward pass.
 
     Args:
         again: count the layers that are computed again at a time.
     """
-    kept, layer_input = _whole_layers(spec, layout, work), work.tokens * _states(spec, layout)
+    kept = _whole_layers(spec, layout, work) * layers // spec.num_layers
+    layer_input = work.tokens * _states(spec, layout)
     if layout.recompute_granularity != "full":
-        return kept
-    layers, count = spec.num_layers, layout.recompute_num_layers or 1
+        return in_flight * kept
+    count = layout.recompute_num_layers or 1
     if layout.recompute_method == "block":
         # The first layers keep their input; one of them at a time is recomputed, next to the others, which keep all.
         few = min(count, layers)
-        return few * layer_input + kept * min(layers, layers - few + again) // layers
+        waiting = (in_flight - 1) * (kept * (layers - few) // layers)
+        return in_flight * few * layer_input + waiting + kept * min(layers, layers - few + again) // layers
     chunks = -(-layers // count)
-    return chunks * layer_input + again * kept * min(count, layers) // layers
+    return in_flight * chunks * layer_input + again * kept * min(count, layers) // layers
 
 
 def _whole_layers(spec: ModelSpec, layout: ParallelSection, work: Pass) -> int:

@@ -51,9 +51,13 @@ def precision_of(config: Config) -> Precision:
 
 
 def roles_memory(config: Config, roles: tuple[str, ...], spec: ModelSpec, lengths: Lengths) -> list[RoleMemory]:
-    """One process of each role, on the CPU or the GPU as `--device` says (`auto`: CPU)."""
-    sizes = _Sizes(config, spec, lengths, precision_of(config))
-    return [sizes.role(role) for role in roles]
+    """One process of each role, on the CPU or the GPU as `--device` says (`auto`: CPU).
+
+    Of several pipeline stages the one that needs the most.
+    """
+    counts = config.parallel.stage_layers(spec.num_layers)
+    stages = [_Sizes(config, spec, lengths, precision_of(config), stage) for stage in range(len(counts))]
+    return [max((sizes.role(role) for sizes in stages), key=lambda memory: memory.peak_bytes) for role in roles]
 
 
 def phase_bytes(config: Config, memory: Sequence[RoleMemory]) -> dict[str, int]:
@@ -106,13 +110,12 @@ def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
     return (precision.weights + precision.master + precision.moments) * parameters + untrained
 
 
-def trained_parameters(config: Config, spec: ModelSpec, role: str, tensor_parallel: int = 1) -> int:
-    """Parameters of the actor or critic that get a gradient, on one rank."""
+def trained_parameters(config: Config, spec: ModelSpec, role: str) -> int:
+    """Parameters of the actor or critic that get a gradient, of all ranks together."""
     lora = lora_of(config, role)
     if lora is not None:
-        return lora.parameters(spec, tensor_parallel) + (spec.hidden_size + 1 if role == "critic" else 0)
-    count = spec.parameters_of_rank if role == "actor" else spec.value_parameters_of_rank
-    return count(tensor_parallel)
+        return lora.parameters(spec) + (spec.hidden_size + 1 if role == "critic" else 0)
+    return spec.parameters if role == "actor" else spec.value_parameters
 
 
 def kept_checkpoints(section: CheckpointSection, rollouts: int | None) -> int:
@@ -124,14 +127,16 @@ def kept_checkpoints(section: CheckpointSection, rollouts: int | None) -> int:
 class _Sizes:
     """The arithmetic of one configuration."""
 
-    def __init__(self, config: Config, spec: ModelSpec, lengths: Lengths, precision: Precision) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, lengths: Lengths, precision: Precision, stage: int = 0) -> None:
         self.config = config
         self.layout = config.parallel
         self.spec = spec
         self.lengths = lengths
         self.precision = precision
         self.tensor_parallel = config.parallel.tensor_model_parallel_size
-        experts = spec.expert_parameters
+        counts = self.layout.stage_layers(spec.num_layers)
+        self.stage, self.stages, self.layers = stage, len(counts), counts[stage]
+        experts = self._in_layers(spec.expert_parameters)
         self.experts_elsewhere = experts - experts // config.parallel.expert_model_parallel_size
         """Parameters of experts that a rank leaves to others."""
         self.engine = rollout_engine(config.rollout, config.sglang, config.parallel)
@@ -170,15 +175,19 @@ class _Sizes:
     def _trained(self, role: str, ranks: int, base: dict[str, int]) -> RoleMemory:
         """Actor or critic: its state, its largest forward and backward pass, and what publishing adds."""
         work = self._pass(ranks)
-        working = {"activations": activation_bytes(self.spec, self.layout, work, self.precision.activations)}
+        layers, bytes_each = self.layers, self.precision.activations
+        passes = -(-self.config.batch.samples_per_step // self._data_parallel(ranks) // max(1, int(work.samples)))
+        in_flight = max(1, min(self.stages - self.stage, passes))
+        activations = activation_bytes(self.spec, self.layout, work, bytes_each, layers=layers, in_flight=in_flight)
+        working = {"activations": activations}
         publishing: dict[str, int] = {}
         if role == "actor":
             logits = self._logits(work, entropy_grad=self.config.algorithm.entropy_coef != 0)
             # What a CPU's allocator has freed of the one is of no use to the other.
-            head = at_head_bytes(self.spec, self.layout, work, self.precision.activations)
-            if self.on_cpu:
+            head = at_head_bytes(self.spec, self.layout, work, bytes_each, layers=layers)
+            if logits and self.on_cpu:
                 working["logits"] = logits
-            elif head + logits > working["activations"]:
+            elif logits and head + logits > activations:
                 working = {"activations": head, "logits": logits}
             publishing = self._published()
             if self.on_cpu and lora_of(self.config, role) is not None:
@@ -193,7 +202,7 @@ class _Sizes:
         section, precision = self.config.checkpoint, self.precision
         if not section.async_save or section.save is None:
             return {}
-        trained = trained_parameters(self.config, self.spec, role, self.tensor_parallel)
+        trained = self._trained_parameters(role)
         split = self._data_parallel(ranks) if self.config.optimizer.use_distributed_optimizer else 1
         updated = (precision.master + precision.moments) * -(-trained // split)
         return {"copy to save": precision.weights * trained + updated}
@@ -201,14 +210,13 @@ class _Sizes:
     def _training_state(self, role: str, data_parallel: int) -> tuple[dict[str, int], dict[str, int]]:
         """Memory of a rank of actor or critic: on its device while awake, and in host memory all the time."""
         spec, precision, section = self.spec, self.precision, self.config.optimizer
-        count = spec.parameters_of_rank if role == "actor" else spec.value_parameters_of_rank
-        trained = trained_parameters(self.config, spec, role, self.tensor_parallel)
+        trained = self._trained_parameters(role)
         mine = trained - (0 if lora_of(self.config, role) else self.experts_elsewhere)
         updated = -(-trained // data_parallel) if section.use_distributed_optimizer else mine
         untrained = precision.weights * -(-spec.untrained_parameters // self.tensor_parallel)
-        held = {"weights": precision.weights * (count(self.tensor_parallel) - self.experts_elsewhere)}
+        held = {"weights": precision.weights * (self._parameters(role) - self.experts_elsewhere)}
         if (lora := lora_of(self.config, role)) is not None:
-            held["adapters"] = precision.weights * lora.parameters(spec, self.tensor_parallel)
+            held["adapters"] = precision.weights * self._in_layers(lora.parameters(spec, self.tensor_parallel))
         held[GRADIENTS] = precision.gradients * mine
         if untrained:
             held["vision tower"] = untrained
@@ -227,7 +235,7 @@ class _Sizes:
 
     def _reference(self, ranks: int, base: dict[str, int]) -> RoleMemory:
         work = self._pass(ranks)
-        parameters = self.spec.parameters_of_rank(self.tensor_parallel) - self.experts_elsewhere
+        parameters = self._parameters("reference") - self.experts_elsewhere
         parameters += -(-self.spec.untrained_parameters // self.tensor_parallel)
         weights = self.precision.weights * parameters
         working = {
@@ -240,7 +248,8 @@ class _Sizes:
 
     def _logits(self, work: Pass, *, entropy_grad: bool) -> int:
         each = self.precision.activations
-        return logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad, bytes_each=each)
+        logits = logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad, bytes_each=each)
+        return logits if self._is_last else 0
 
     def _published(self) -> dict[str, int]:
         """Weights on their way from the actor to the rollout workers."""
@@ -268,7 +277,37 @@ class _Sizes:
         }
 
     def _data_parallel(self, ranks: int) -> int:
-        return max(1, ranks // self.tensor_parallel)
+        return max(1, ranks // (self.tensor_parallel * self.stages))
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def _in_layers(self, count: int) -> int:
+        """What a stage has of something that is in all layers alike."""
+        return count * self.layers // self.spec.num_layers
+
+    def _parameters(self, role: str) -> int:
+        """Parameters of a role's model on one rank: a stage's layers, and what is before or after all layers."""
+        spec, ranks = self.spec, self.tensor_parallel
+        whole = (spec.value_parameters_of_rank if role == "critic" else spec.parameters_of_rank)(ranks)
+        if self.stages == 1:
+            return whole
+        matrix = spec.vocabulary_of_rank(ranks) * spec.hidden_size
+        head = spec.hidden_size + 1 if role == "critic" else matrix
+        norm = spec.hidden_size
+        outside = matrix + norm + (0 if role != "critic" and spec.tied else head)
+        # The last stage has a tied matrix as well.
+        here = matrix * (self.stage == 0) + (norm + head) * self._is_last
+        return self._in_layers(whole - outside) + here
+
+    def _trained_parameters(self, role: str) -> int:
+        """Those of them that get a gradient."""
+        lora = lora_of(self.config, role)
+        if lora is None:
+            return self._parameters(role)
+        head = self.spec.hidden_size + 1 if role == "critic" and self._is_last else 0
+        return self._in_layers(lora.parameters(self.spec, self.tensor_parallel)) + head
 
     def _pass(self, ranks: int) -> Pass:
         chosen = self.config.batch.pack_sequences

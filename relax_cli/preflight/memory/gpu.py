@@ -148,14 +148,16 @@ def what_to_lower(config: Config, spec: ModelSpec, memory: RoleMemory, lengths: 
     state, work = _state_options(config, memory), _batch_options(config, lengths)
     mostly_work = sum(memory.working.values()) > memory.model_bytes - memory.resident.get(GRADIENTS, 0)
     ranks = 2 * layout.tensor_model_parallel_size
-    split = [f"--tensor-model-parallel-size {ranks}"] if spec.num_kv_heads % ranks == 0 == memory.ranks % ranks else []
+    grid = ranks * layout.pipeline_model_parallel_size
+    split = [f"--tensor-model-parallel-size {ranks}"] if spec.num_kv_heads % ranks == 0 == memory.ranks % grid else []
     return (*(work + state if mostly_work else state + work), *split, "a lower --rollout-max-response-len")
 
 
 def _state_options(config: Config, memory: RoleMemory) -> list[str]:
     found = []
     if memory.role != "reference":
-        data_parallel = memory.ranks > config.parallel.tensor_model_parallel_size
+        layout = config.parallel
+        data_parallel = memory.ranks > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
         if data_parallel and not config.optimizer.use_distributed_optimizer:
             found.append("--use-distributed-optimizer")
         if not config.optimizer.optimizer_cpu_offload:

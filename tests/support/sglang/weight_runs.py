@@ -34,14 +34,15 @@ def sender(targets: Sequence[WeightTarget], transport: Any, folder: Path, timeou
 
 
 def send(
-    rank: int, ranks: int, port: int, folder: Path, jobs: list[tuple[str, WeightTarget]]
+    rank: int, ranks: int, port: int, folder: Path, jobs: list[tuple[str, WeightTarget]], stages: int
 ) -> tuple[list[str], dict[str, Any] | None]:
     """Change the weights on every rank alike and send them as version 3, one job after the other.
 
     Returns:
         what went wrong in each job, and the export that servers should have, from rank 0.
     """
-    model = build(Run("policy", folder, tensor_parallel=ranks), rank, ranks, port)
+    run = Run("policy", folder, tensor_parallel=ranks // stages, pipeline_parallel=stages)
+    model = build(run, rank, ranks, port)
     change(model)
     failures = []
     for transport, target in jobs:
