@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from relax_cli.backends.megatron import products
 from relax_cli.config.versions import CPU_MEGATRON, NEWEST_MEGATRON
 from relax_cli.errors import MACHINE_THEME, EnvironmentFault, problem_kind
 
@@ -74,6 +75,8 @@ def install() -> None:
     dispatcher = importlib.import_module(DISPATCHER_MODULE).MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = _NO_STREAM
     dispatcher._maybe_dtoh_and_synchronize = _counts_as_lists
+    if products.is_amd():
+        products.install()
     # The tracker for inference has no states of its own, so that "with the generator of this region" means nothing.
     random.initialize_rng_tracker(inference_rng_tracker=True)
 

@@ -35,6 +35,7 @@ class Batch:
         ends_with_stop: whether a response with these tokens ends with one of these strings.
         """
         self.cache = cache
+        self._part = cache.part(0, 0)
         self.numbers: list[int] = []
         """Of the request in each row."""
         self._requests: list[Request] = []
@@ -109,7 +110,9 @@ class Batch:
             self._logits_BV = None
             return
         size = min(self.cache.capacity[0], -(-running // ROW_STEP) * ROW_STEP)
-        self._logits_BV = self._decoder.step(self._newest_B[:size], self.cache.part(0, size))[:running]
+        if len(self._part.lengths_B) != size:
+            self._part = self.cache.part(0, size)
+        self._logits_BV = self._decoder.step(self._newest_B[:size], self._part)[:running]
 
     def _drop(self, running: int) -> None:
         """Rows from the end take the places of those that have ended."""

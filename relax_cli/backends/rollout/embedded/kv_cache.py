@@ -34,6 +34,18 @@ class Prefix:
         return len(prompt) > len(self.tokens) and prompt[: len(self.tokens)] == self.tokens
 
 
+@dataclass(frozen=True)
+class CachedLayer:
+    """Views of one layer of a cache."""
+
+    all_keys: Tensor
+    """`[B * K * S, D]`, to write to; `all_values` likewise."""
+    all_values: Tensor
+    keys: Tensor
+    """`[B * K, S, D]` of the columns that are attended to; `values` likewise."""
+    values: Tensor
+
+
 class KVCache:
     """Keys and values `[layers, B, K, S, D]`. Every row begins at column 0 and has its own number of columns filled."""
 
@@ -43,6 +55,7 @@ class KVCache:
         self.values = torch.zeros(shape)
         self.lengths_B = torch.zeros(rows, dtype=torch.int64)
         self._bias_BS = torch.full((rows, shape[3]), -math.inf)
+        self._layers: tuple[int, list[CachedLayer]] = (0, [])
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -54,6 +67,7 @@ class KVCache:
         piece = object.__new__(KVCache)
         piece.keys, piece.values = self.keys[:, first:last], self.values[:, first:last]
         piece.lengths_B, piece._bias_BS = self.lengths_B[first:last], self._bias_BS[first:last]
+        piece._layers = (0, [])
         return piece
 
     def begin(self, lengths: Sequence[int]) -> None:
@@ -89,11 +103,23 @@ class KVCache:
         self.keys[:, row, :, columns], self.values[:, row, :, columns] = prefix.keys, prefix.values
         return len(prefix.tokens)
 
-    def places(self, positions: Tensor) -> Tensor:
-        """Of positions `[B, P]` (or `[1, P]`, the same in every row) of a layer's rows: their numbers `[B * P * K]`."""
+    def places(self, positions_BP: Tensor) -> Tensor:
+        """Where in `CachedLayer.all_keys` these positions of each row are, `[B * P * K]`."""
         rows, heads, columns = self.keys.shape[1:4]
-        blocks_BK = torch.arange(rows * heads).view(rows, 1, heads)
-        return (blocks_BK * columns + positions[..., None]).flatten()
+        first_BK = torch.arange(0, rows * heads * columns, columns).view(rows, 1, heads)
+        return (first_BK + positions_BP[..., None]).flatten()
+
+    def layers(self, columns: int) -> list[CachedLayer]:
+        """Every layer, with its first columns to attend to; made once for the same number of columns."""
+        if self._layers[0] != columns:
+            width = self.keys.shape[4]
+            pairs = zip(self.keys, self.values, strict=True)
+            made = [
+                CachedLayer(k.view(-1, width), v.view(-1, width), *(x[:, :, :columns].flatten(0, 1) for x in (k, v)))
+                for k, v in pairs
+            ]
+            self._layers = (columns, made)
+        return self._layers[1]
 
     def bias(self, columns: int) -> Tensor:
         """Additive mask `[B * K, 1, S]`: what each row has of so many columns."""

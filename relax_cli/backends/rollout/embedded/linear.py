@@ -1,7 +1,7 @@
 """Matrix products with weights that change rarely: packed once by oneDNN where torch has it, plain otherwise.
 
 With a few dozen rows a plain product spends a quarter of its time rearranging the weight, every time.
-The packed operators are the ones TorchInductor emits; this module is the only place that names them.
+The packed operators are the ones TorchInductor emits; only this module and `backends.megatron.products` name them.
 """
 
 from __future__ import annotations

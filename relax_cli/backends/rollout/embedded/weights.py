@@ -49,13 +49,13 @@ class Layer:
 
     input_norm: Tensor
     qkv: Linear
-    """Query heads, key heads, value heads: `[N, H]` to `[N, (heads + 2K) * D]`."""
+    """`[N, H]` to `[N, K, G + 2, D]` in one dimension: of each key/value head its queries, its key and its value."""
     qk_norm: Tensor | None
-    """`[heads + K, D]`: the query weight for each query head, then the key weight for each key head."""
+    """`[G + 1, D]`: the query weight for each query head, then the key weight."""
     output: Linear
     post_norm: Tensor
-    router: Tensor | None
-    """`[experts, H]` in a layer with experts."""
+    router: Linear | None
+    """`[N, H]` to `[N, experts]` in a layer with experts."""
     mlps: list[Mlp]
     """One, or that of each expert."""
 
@@ -155,21 +155,22 @@ class _Buffers:
 
     def _qkv(self, prefix: str, kind: str, *inputs: int) -> Tensor:
         c = self.spec
-        widths = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
-        fused = torch.empty(sum(widths), *inputs)
-        for name, target in zip("qkv", fused.split_with_sizes(widths), strict=True):
-            shape = tuple(target.shape)
+        heads = (c.num_heads // c.num_kv_heads, 1, 1)
+        fused = torch.empty(c.num_kv_heads, sum(heads), c.head_dim, *inputs)
+        for name, target in zip("qkv", fused.split_with_sizes(heads, dim=1), strict=True):
+            shape = (target.shape[0] * target.shape[1] * c.head_dim, *inputs)
             if name != "v":
-                target = torch.unflatten(target, 0, (-1, c.head_dim // 2, 2)).transpose(1, 2)
+                target = torch.unflatten(target, 2, (-1, 2)).transpose(2, 3)
             self.slots[f"{prefix}{name}_proj.{kind}"] = _Slot(shape, tuple(target.shape), target)
-        return fused
+        return fused.flatten(0, 2)
 
     def _qk_norm(self, prefix: str) -> Tensor:
         c = self.spec
-        fused = torch.empty(c.num_heads + c.num_kv_heads, c.head_dim)
-        for name, heads in zip("qk", fused.split_with_sizes((c.num_heads, c.num_kv_heads)), strict=True):
+        heads = (c.num_heads // c.num_kv_heads, 1)
+        fused = torch.empty(sum(heads), c.head_dim)
+        for name, target in zip("qk", fused.split_with_sizes(heads), strict=True):
             # One weight of [D] is copied to every head.
-            target = torch.unflatten(heads, 1, (-1, 2)).transpose(1, 2)
+            target = torch.unflatten(target, 1, (-1, 2)).transpose(1, 2)
             self.slots[f"{prefix}{name}_norm.weight"] = _Slot((c.head_dim,), (2, c.head_dim // 2), target)
         return fused
 
@@ -185,7 +186,7 @@ def _pack(tensors: dict[str, Tensor]) -> Layer:
         qk_norm=tensors.get("qk_norm"),
         output=packed("output"),
         post_norm=tensors["post_norm"],
-        router=tensors.get("router"),
+        router=linear(tensors["router"]) if "router" in tensors else None,
         mlps=[Mlp(*(packed(f"{number}.{name}") for name in ("gate", "up", "down"))) for number in range(count)],
     )
 
