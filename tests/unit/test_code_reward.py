@@ -12,7 +12,7 @@ from relax_cli.config.schema import Config, RewardSection
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardInput, code, load_reward
 from relax_cli.data.rewards.code import CodeJudge, Suite, code_of, same_output, suite_of
-from relax_cli.data.sandbox.outside import SandboxError, sandbox_fault
+from relax_cli.data.sandbox.outside import Ran, SandboxError, sandbox_fault
 from relax_cli.errors import RunError
 from relax_cli.preflight import labels
 from relax_cli.preflight.labels import label_check
@@ -119,12 +119,9 @@ def test_programs_are_judged_in_the_pool() -> None:
     assert all(result.parts["timed_out"] == result.parts["unjudged"] == 0 for result in found)
 
 
-@needs_sandbox
 def test_tests_that_time_does_not_reach_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "SECONDS", 2.0)
-    judge = CodeJudge()
-    found = judge(sample("import time\nn = input()\nprint(3)\ntime.sleep(0 if n == '1 2' else 99)", PAIRS))
-    assert found == {"reward": 0.0, "passed": 0.5, "timed_out": 1.0}
+    monkeypatch.setattr(code.Sandbox, "run", lambda *_: Ran(["3\n"], ended="late"))
+    assert CodeJudge()(sample(ADDS, PAIRS)) == {"reward": 0.0, "passed": 0.5, "timed_out": 1.0}
 
 
 def test_without_a_sandbox_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

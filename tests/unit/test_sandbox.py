@@ -21,6 +21,10 @@ from relax_cli.data.sandbox.outside import Ran, Sandbox, sandbox_fault
 pytestmark = pytest.mark.skipif(bool(sandbox_fault()), reason=sandbox_fault())
 
 
+LONG = 60.0
+"""A deadline that a busy machine keeps."""
+
+
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     made = Sandbox()
@@ -89,7 +93,7 @@ def test_an_attack_fails(attack: str, sandbox: Sandbox, public: Path) -> None:
     secret.write_text("secret")
     places = {"secret": secret, "folder": public, "parent": os.getpid(), "python": os.path.realpath("/bin/true")}
     code = f"{PREAMBLE}{ATTACKS[attack].format(**places)}\nprint('done')"
-    ran = sandbox.run(code, [""], [], 20.0)
+    ran = sandbox.run(code, [""], [], LONG)
     assert (ran.outputs, ran.ended) == ([None], "")
     assert [path.name for path in public.iterdir()] == ["secret"]
 
@@ -102,13 +106,13 @@ thread.join()
 open('/scratch/file', 'w').write('x')
 print(os.listdir('.'), os.getuid(), sorted(os.environ))
 """
-    (printed,) = sandbox.run(code, ["1 2"], [], 20.0).outputs
+    (printed,) = sandbox.run(code, ["1 2"], [], LONG).outputs
     assert printed == f"3\n['file'] 65534 {sorted(outside.ENVIRONMENT)}\n"
 
 
 def test_a_grading_leaves_nothing_to_the_next(sandbox: Sandbox) -> None:
-    assert sandbox.run("open('/scratch/f', 'w')", [""], [], 20.0).outputs == [""]
-    assert sandbox.run("import os; print(os.listdir('/scratch'))", [""], [], 20.0).outputs == ["[]\n"]
+    assert sandbox.run("open('/scratch/f', 'w')", [""], [], LONG).outputs == [""]
+    assert sandbox.run("import os; print(os.listdir('/scratch'))", [""], [], LONG).outputs == ["[]\n"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_a_grading_leaves_nothing_to_the_next(sandbox: Sandbox) -> None:
 )
 def test_a_response_without_end_is_ended(code: str) -> None:
     sandbox = Sandbox()
-    assert sandbox.run("print(1)", ["", ""], [], 20.0) == Ran(["1\n", "1\n"])
+    assert sandbox.run("print(1)", ["", ""], [], LONG) == Ran(["1\n", "1\n"])
     me = psutil.Process()
     started = me.children()[-1]
     inside: list[psutil.Process] = []
@@ -134,19 +138,32 @@ def test_a_response_without_end_is_ended(code: str) -> None:
     looking = threading.Thread(target=look)
     looking.start()
     assert sandbox.run(code, ["", ""], [], 1.0).ended == "late"
-    looking.join(20)
-    assert len(inside) == 3
-    deadline = time.monotonic() + 20
+    looking.join(LONG)
+    deadline = time.monotonic() + LONG
     while any(process.is_running() for process in inside) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(process.is_running() for process in inside)
-    assert sandbox.run("print(1)", [""], [], 20.0) == Ran(["1\n"])
+    assert sandbox.run("print(1)", [""], [], LONG) == Ran(["1\n"])
     sandbox.close()
+
+
+def test_a_killed_worker_leaves_no_process() -> None:
+    code = "from relax_cli.data.sandbox.outside import Sandbox; Sandbox().run('while True: pass', [''], [], 99.0)"
+    worker = psutil.Process(subprocess.Popen([sys.executable, "-c", code]).pid)
+    deadline = time.monotonic() + LONG
+    while len(inside := worker.children(recursive=True)) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    worker.kill()
+    worker.wait()
+    while any(process.is_running() for process in inside):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("code", ["while True: print('x' * 1000)", "import os\nos.write(1, bytes(2 << 20))"])
 def test_endless_output_ends_the_response(code: str, sandbox: Sandbox) -> None:
-    assert sandbox.run(code, [""], [], 20.0).outputs == [None]
+    assert sandbox.run(code, [""], [], LONG).outputs == [None]
 
 
 FAKES = {
@@ -172,7 +189,7 @@ FAKES = {
 @pytest.mark.parametrize("fake", FAKES)
 def test_a_verdict_is_not_faked(fake: str, sandbox: Sandbox) -> None:
     tests: list[Any] = ["assert abs(f(1)) == 2", ["f", [1], 2], "try:\n  assert f(1) == 2\nexcept ValueError: pass"]
-    assert sandbox.run(FAKES[fake], [], tests, 20.0).passed == [False] * 3
+    assert sandbox.run(FAKES[fake], [], tests, LONG).passed == [False] * 3
 
 
 GOOD = """
@@ -212,7 +229,7 @@ def many(): return {(1, 2): {3}, 'x': [None, True, b'y', 1j, frozenset({1})]}
     ],
 )
 def test_tests_may_use_what_responses_define(test: Any, sandbox: Sandbox) -> None:
-    assert sandbox.run(GOOD, [], [test], 20.0).passed == [True]
+    assert sandbox.run(GOOD, [], [test], LONG).passed == [True]
 
 
 def test_packages_may_be_imported_and_arrays_are_lists(sandbox: Sandbox) -> None:
@@ -220,14 +237,14 @@ def test_packages_may_be_imported_and_arrays_are_lists(sandbox: Sandbox) -> None
         "import numpy as np\ndef f(x): return np.array(x) * 2\ndef g(x): return {'n': np.int64(x), 'x': np.float32(x)}"
     )
     tests = ["assert f([1, 2]) == [2, 4]", "assert g(3) == {'n': 3, 'x': 3.0}", ["f", [[[1]]], [[2]]]]
-    assert sandbox.run(code, [], tests, 60.0).passed == [True] * 3
+    assert sandbox.run(code, [], tests, LONG).passed == [True] * 3
 
 
 @pytest.mark.parametrize(
     "broken", ["assert Solution().add(1) == 3", "assert no_such_name", "assert twice(lambda: 1)", ["add", [1, 2], 4]]
 )
 def test_a_wrong_value_or_name_fails_alone(broken: Any, sandbox: Sandbox) -> None:
-    assert sandbox.run(GOOD, [], [broken, ["twice", [1], 2]], 20.0).passed == [False, True]
+    assert sandbox.run(GOOD, [], [broken, ["twice", [1], 2]], LONG).passed == [False, True]
 
 
 def test_where_namespaces_are_forbidden_there_is_no_sandbox() -> None:

@@ -194,7 +194,7 @@ def sandbox_fault() -> str:
             secret.write_text("secret", "ascii")
             # So that nothing but the sandbox protects it.
             Path(folder).chmod(0o777)
-            printed = sandbox.run(PROBE, [str(secret)], [], 20.0).outputs
+            printed = sandbox.run(PROBE, [str(secret)], [], 60.0).outputs
         if printed != [""]:
             return "the sandbox " + (", ".join(str(printed[0]).splitlines()) if printed else "gives no answer")
         if sandbox.run("while True: pass", [""], [], 0.5).ended != "late":
