@@ -127,8 +127,8 @@ def test_a_grading_leaves_nothing_to_the_next(sandbox: Sandbox) -> None:
 def test_a_response_without_end_is_ended(code: str) -> None:
     sandbox = Sandbox()
     assert sandbox.run("print(1)", ["", ""], [], LONG) == Ran(["1\n", "1\n"])
-    me = psutil.Process()
-    started = me.children()[-1]
+    assert sandbox._process is not None
+    started = psutil.Process(sandbox._process.pid)
     inside: list[psutil.Process] = []
 
     def look() -> None:
