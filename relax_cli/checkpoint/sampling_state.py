@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,6 @@ def read_sampling(folder: Path) -> Arrays:
 
 def sampling_unreadable(folder: Path, got: str) -> ResumeError:
     """The error of a file that is not what a run wrote."""
-    fix = "resume from another checkpoint: relax checkpoint verify " + str(folder.parent)
+    fix = f"resume from an earlier checkpoint: relax checkpoint list {shlex.quote(str(folder.parent))} shows them"
     what = "what the checkpoint says of the run's sampling cannot be used"
     return ResumeError(UNREADABLE(what, where=str(folder / FILE), got=got, expected="a file that relax wrote", fix=fix))
