@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron import heads, parallel
 from relax_cli.backends.megatron.loaded import run_batch
 from relax_cli.backends.megatron.trainer import MicroBatch, TrainableModel
+from relax_cli.config.schema import ParallelSection
+from relax_cli.models.spec import read_spec
+from relax_cli.preflight.memory.activations import Pass, logits_bytes
+from relax_cli.preflight.memory.sizes import Lengths
 from tests.support.tiny_models import VOCAB, on_ranks, save_tiny_model
 from tests.support.training_runs import (
     RECOMPUTE,
@@ -120,6 +127,53 @@ def test_chunked_logits_split_over_ranks_train_like_one(sequence_parallel: bool,
     run = Run("policy", qwen3)
     layout = {"sequence_parallel": sequence_parallel, "log_probs_chunk_size": 3}
     assert_close(on_ranks(2, train, replace(run, tensor_parallel=2, layout=layout)), train(0, 1, 0, run))
+
+
+class Wide(TorchDispatchMode):
+    """Counts bytes of tensors whose last dimension is that of the logits."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.peak, self.live = width, 0, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and tensor.shape[-1:] == (self.width,) and storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+                self.peak = max(self.peak, sum(self.live.values()))
+        return result
+
+
+def copies_of_logits(rank: int, ranks: int, port: int, run: Run) -> dict[str, float]:
+    """The most memory of that shape in one pass forward and backward, in fp32 logits, by gradient of the entropy."""
+    model = build(run, rank, ranks, port)
+    found = {}
+    for entropy_grad in (False, True):
+        states_NH = torch.randn(256, 8, dtype=model.device.training_dtype, requires_grad=True)
+        head_HV = torch.randn(8, VOCAB // ranks, dtype=model.device.training_dtype)
+        tokens_N = torch.randint(0, VOCAB, (256,), generator=torch.Generator().manual_seed(1))
+        with pytest.MonkeyPatch.context() as patch, Wide(VOCAB // ranks) as wide:
+            patch.setattr(heads, "ROWS_BYTES", 4 * VOCAB)
+            logp, entropy = heads.token_statistics(
+                states_NH @ head_HV, tokens_N, vocab_size=VOCAB, temperature=0.7, entropy_grad=entropy_grad
+            )
+            (logp.sum() + entropy.sum() if entropy_grad else logp.sum()).backward()
+        found[str(entropy_grad)] = wide.peak / (4 * 256 * VOCAB // ranks)
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_plan_counts_the_copies_of_logits(ranks: int, bf16: bool, qwen3: Path) -> None:
+    run = Run("policy", qwen3, tensor_parallel=ranks, bf16=bf16)
+    measured = copies_of_logits(0, 1, 0, run) if ranks == 1 else on_ranks(2, copies_of_logits, run)[0]
+    layout, work = ParallelSection(tensor_model_parallel_size=ranks), Pass(1, Lengths(prompt=8, response=256))
+    for entropy_grad in (False, True):
+        planned = logits_bytes(read_spec(qwen3), layout, work, entropy_grad=entropy_grad)
+        assert measured[str(entropy_grad)] == pytest.approx(planned / (4 * 256 * VOCAB // ranks), rel=0.1)
 
 
 # Sequence parallelism

@@ -356,7 +356,7 @@ def test_chunks_of_logits_lower_the_peak_of_the_actor_alone(tmp_path: Path) -> N
         layout = ParallelSection(log_probs_chunk_size=chunk)
         work = Pass(2, Lengths(prompt=8, response=512))
         model = spec(tmp_path, QWEN3_4B)
-        return {str(grad): logits_bytes(model, layout, work, entropy_grad=grad, bytes_each=2) for grad in (False, True)}
+        return {str(grad): logits_bytes(model, layout, work, entropy_grad=grad) for grad in (False, True)}
 
     assert logits(256) == {name: size // 4 for name, size in logits(None).items()}
     assert logits(5000) == logits(None)

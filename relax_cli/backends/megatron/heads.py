@@ -19,6 +19,8 @@ from relax_cli.backends.megatron.micro_batch import ModelOutput, ResponseIndex
 
 NEVER = -1e30
 """Logit of a token that does not exist: finite, so that probability times logit is 0."""
+ROWS_BYTES = 64 << 20
+"""Memory of the rows of fp32 logits that are reduced at a time."""
 
 
 def policy_output(
@@ -110,7 +112,7 @@ def log_probs_and_entropy(logits_NV: Tensor, tokens_N: Tensor, *, entropy_grad: 
         all_NV = logits_NV.log_softmax(-1)
         log_probs_N = all_NV.gather(-1, tokens_N[:, None]).squeeze(-1)
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            return log_probs_N, -torch.linalg.vecdot(all_NV.exp(), all_NV)
+            return log_probs_N, -_by_rows(lambda rows_NV: torch.linalg.vecdot(rows_NV.exp(), rows_NV), all_NV)
     return _vocab_parallel(logits_NV, tokens_N, entropy_grad)
 
 
@@ -127,7 +129,15 @@ def _vocab_parallel(logits_NV: Tensor, tokens_N: Tensor, entropy_grad: bool) -> 
     log_probs_N = _sum_over_ranks(torch.where(mine_N, picked_N, 0.0)) - log_total_N
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         # A function of sums over ranks: `-Σ p log p` of a slice would send the total only that slice's gradient.
-        return log_probs_N, log_total_N - _sum_over_ranks(torch.linalg.vecdot(weights_NV, shifted_NV)) / total_N
+        expected_N = _by_rows(torch.linalg.vecdot, weights_NV, shifted_NV)
+        return log_probs_N, log_total_N - _sum_over_ranks(expected_N) / total_N
+
+
+def _by_rows(reduce: Callable[..., Tensor], *all_NV: Tensor) -> Tensor:
+    """`reduce` of some rows at a time: between them and `[N]` is as much memory as they take."""
+    rows = max(1, ROWS_BYTES // (4 * all_NV[0].size(-1)))
+    parts = zip(*(torch.split(x_NV, rows) for x_NV in all_NV), strict=True)
+    return torch.cat([reduce(*part) for part in parts])
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:

@@ -219,8 +219,11 @@ class PolicyModel(_ResponseModel):
 
         def statistics(states_NH: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
             logits_NV = self.output_layer(states_NH, weight=weight)[0]
+            # A view that is divided in place costs a copy of its gradient.
+            if logits_NV.size(0) > tokens_N.numel():
+                logits_NV = logits_NV[: tokens_N.numel()]
             return token_statistics(
-                logits_NV[: tokens_N.numel()],
+                logits_NV,
                 tokens_N,
                 vocab_size=self.spec.vocab_size,
                 temperature=self.temperature,

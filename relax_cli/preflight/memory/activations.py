@@ -70,17 +70,15 @@ def at_head_bytes(
     )
 
 
-def logits_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, *, entropy_grad: bool, bytes_each: int) -> int:
-    """Logits, log-softmax, its exponential and their product in fp32, or their gradients; and logits as they come.
+def logits_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, *, entropy_grad: bool) -> int:
+    """fp32 tensors of the logits' size in the backward pass of `heads`: what is kept, and gradients. Forward has fewer.
 
-    Counted in a simulated step (`--simulate`). A gradient of the entropy keeps one more, and one more over ranks.
+    A vocabulary that is split keeps exponentials in the place of one log-softmax.
     """
     ranks = layout.tensor_model_parallel_size
+    copies = (6 if entropy_grad else 4) if ranks > 1 else (4 if entropy_grad else 3)
     tokens = min(work.answers, layout.log_probs_chunk_size or work.answers)
-    size = 4 * tokens * spec.vocabulary_of_rank(ranks)
-    if entropy_grad:
-        return (5 if ranks == 1 else 6) * size
-    return 4 * size + (size // 2 if bytes_each == 2 else 0)
+    return 4 * copies * tokens * spec.vocabulary_of_rank(ranks)
 
 
 def forward_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int) -> int:

@@ -247,9 +247,7 @@ class _Sizes:
         return RoleMemory("reference", ranks, resident, working, {}, keeps_freed=self.on_cpu, host=host)
 
     def _logits(self, work: Pass, *, entropy_grad: bool) -> int:
-        each = self.precision.activations
-        logits = logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad, bytes_each=each)
-        return logits if self._is_last else 0
+        return logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad) if self._is_last else 0
 
     def _published(self) -> dict[str, int]:
         """Weights on their way from the actor to the rollout workers."""
