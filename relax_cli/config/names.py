@@ -53,6 +53,7 @@ OTHER_TRAINERS = {
     "num_rollout": "iterations max_iterations max_steps num_steps num_train_steps num_updates steps total_steps "
     "total_training_steps train_steps",
     "num_steps_per_rollout": "num_minibatches num_mini_batches updates_per_rollout",
+    "context_parallel_size": "context_parallel cp cp_size",
     "pipeline_model_parallel_size": "pipeline_parallel_size pp pp_size",
     "prompt_data": "data data_path dataset dataset_name dataset_path prompt_dataset train_data train_dataset "
     "train_file train_files training_data",

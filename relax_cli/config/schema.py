@@ -285,6 +285,7 @@ class ParallelSection(Section):
     decoder_last_pipeline_num_layers: int | None = Field(
         None, ge=1, description="layers of the last pipeline stage; an equal share when unset"
     )
+    context_parallel_size: int = Field(1, ge=1, description="context-parallel size (only 1 is supported)")
     expert_model_parallel_size: int = Field(
         1, ge=1, description="expert-parallel size: data-parallel ranks that share out the experts"
     )

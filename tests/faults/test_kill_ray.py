@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -183,6 +184,35 @@ def test_more_kills_with_ray(
     process, folders = running
     what = kill_driver(process, seed) if victim == "driver" else kill_worker(process, folders, victim, seed)
     resumed_to_the_end(zygote, fault_task, folders, long_straight, what)
+
+
+STAGES = ["--pipeline-model-parallel-size", "2"]
+STAGES += ["--resource", '{"actor": [1, 2], "critic": [1, 2], "rollout": [1, 1], "advantages": [1, 0]}']
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("running", [STAGES], indirect=True)
+def test_a_pipeline_killed_while_it_saves_resumes_on_one_rank(
+    zygote: Zygote, fault_task: Path, running: tuple[subprocess.Popen[str], Folders], long_straight: Folders
+) -> None:
+    process, folders = running
+    family = family_of(process.pid)
+    deadline = time.monotonic() + 240
+    while not list(folders.critic.glob(".iter_*.tmp")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.communicate(timeout=30)
+    assert_gone(family)
+    assert assert_resumable(folders, "two stages") >= 1
+    ended = zygote.run(folders.root, arguments(fault_task, folders, *ENOUGH))
+    assert ended.code == 0, ended.err
+    for found, expected in zip(folders.metrics(), long_straight.metrics(), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.slow

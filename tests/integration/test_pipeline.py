@@ -57,10 +57,11 @@ def train_each(rank: int, ranks: int, _: int, runs: list[tuple[Run, int]]) -> li
     return [train(rank, ranks, port, run) for run, port in runs]
 
 
-def on_four_ranks(runs: list[Run]) -> list[list[dict[str, Any]]]:
+def spawned(runs: list[Run], ranks: int = 4) -> list[list[dict[str, Any]]]:
     """What each rank has of every run, in the order of the runs; their processes are started once."""
     return [
-        list(of_run) for of_run in zip(*on_ranks(4, train_each, [(run, lasting_port()) for run in runs]), strict=True)
+        list(of_run)
+        for of_run in zip(*on_ranks(ranks, train_each, [(run, lasting_port()) for run in runs]), strict=True)
     ]
 
 
@@ -84,13 +85,25 @@ def test_stages_train_like_one_process(models: dict[str, Path]) -> None:
     }
     plain = {(*key[:2], run.lora): Run(run.kind, run.model, lora=run.lora) for key, run in runs.items()}
     alone = {key: train(0, 1, 0, run) for key, run in plain.items()}
-    for (key, run), results in zip(runs.items(), on_four_ranks(list(runs.values())), strict=True):
+    for (key, run), results in zip(runs.items(), spawned(list(runs.values())), strict=True):
         expected = alone[(*key[:2], run.lora)]
         for rank, result in enumerate(results):
             assert_same(result, expected, f"{key}, rank {rank}")
         if run.kind == "policy":
             assert results[0]["state"].keys() == expected["state"].keys()
             assert not any(result["state"] for result in results[1:]), "one rank hands out the weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_eight_processes_train_like_one(kind: Any, models: dict[str, Path]) -> None:
+    layouts: list[dict[str, Any]] = [GRID, {"tensor_parallel": 2, "pipeline_parallel": 4}, {"pipeline_parallel": 4}]
+    shared = {"layout": {"sequence_parallel": True}, "optimizer": {"use_distributed_optimizer": True}}
+    runs = [replace(Run(kind, models["tied"]), **layout) for layout in (*layouts, {**GRID, **shared})]
+    alone = train(0, 1, 0, Run(kind, models["tied"]))
+    for number, results in enumerate(spawned(runs, ranks=8)):
+        for rank, result in enumerate(results):
+            assert_same(result, alone, f"layout {number}, rank {rank}")
 
 
 @pytest.mark.parametrize(("kind", "model"), [("policy", "tied"), ("value", "untied")])
@@ -105,7 +118,7 @@ def test_a_checkpoint_moves_between_all_layouts(kind: Any, model: str, models: d
         replace(whole, load=load, save=save, **layout)
         for layout, load, save in zip(CHAIN, folders, folders[1:], strict=False)
     ]
-    for step, results in enumerate(on_four_ranks(links), 1):
+    for step, results in enumerate(spawned(links), 1):
         for rank, result in enumerate(results):
             assert_same(result, alone, f"layout {step}, rank {rank}", slice(step, step + 2))
     back = train(0, 1, 0, replace(whole, steps=1, load=folders[-1]))

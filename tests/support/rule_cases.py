@@ -120,6 +120,11 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"parallel__launcher": "local", "parallel__resource": roles(actor=[1, 2])},
         {"parallel__launcher": "local"},
     ),
+    (
+        "context-parallel-not-supported",
+        {"parallel__context_parallel_size": 2, "parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
+        {"parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
+    ),
     ("fully-async-not-supported", {"parallel__fully_async": True}, {"parallel__fully_async": False}),
     (
         "ranks-not-divisible",

@@ -98,6 +98,18 @@ def local_launcher_one_process(parallel: ParallelSection) -> Found:
         )
 
 
+@rule("context-parallel-not-supported", THEME, option="--context-parallel-size")
+def context_parallel_not_supported(parallel: ParallelSection) -> Found:
+    """`--context-parallel-size` above 1: a sample is not split over ranks along its positions."""
+    if parallel.context_parallel_size != 1:
+        yield Finding(
+            "context parallelism is not supported",
+            got=str(parallel.context_parallel_size),
+            expected="1",
+            fix="drop --context-parallel-size (--sequence-parallel and --recompute-granularity also save activations)",
+        )
+
+
 @rule("fully-async-not-supported", THEME, option="--fully-async")
 def fully_async_not_supported(parallel: ParallelSection) -> Found:
     """`--fully-async` would generate while training, which is not supported."""
