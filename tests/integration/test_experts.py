@@ -14,6 +14,7 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.experts import route_in_turn
 from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelOutput
 from relax_cli.models.hf import HfWeights
+from relax_cli.models.lora import Lora
 from tests.support.tiny_models import on_ranks, save_tiny_model
 from tests.support.training_runs import PROMPT_LENS, RESPONSE_LENS, ROWS, Run, build, micro_batches, samples, train
 
@@ -132,6 +133,13 @@ def test_the_router_can_be_more_exact(moe: Path) -> None:
     one, other = (model.forward([samples(ROWS)])[0].log_probs_BT for model in (exact, usual))
     torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
     assert one.dtype == other.dtype == torch.float32
+
+
+def test_adapters_in_the_attention_leave_experts_alone(moe: Path) -> None:
+    lora = Lora(4, 8.0, ("linear_qkv", "linear_proj"))
+    trained, stored = train(0, 1, 0, Run("policy", moe, lora=lora, lr=1e-2))["state"], dict(HfWeights(moe))
+    changed = {name.split(".", 3)[-1] for name in stored if not np.array_equal(trained[name], stored[name].numpy())}
+    assert changed == {f"self_attn.{part}_proj.weight" for part in "qkvo"}
 
 
 def test_simulated_routing_gives_experts_equally_many_tokens(tmp_path: Path) -> None:
