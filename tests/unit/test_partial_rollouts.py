@@ -25,7 +25,7 @@ SIZE, PART, LONGEST = 2, 3, 11
 
 def length_of(seed: int) -> int:
     """Tokens up to the stop token; above the limit it is never reached."""
-    return 1 + seed * 7 % (LONGEST + 3)
+    return 1 + seed * 5 % (LONGEST + 3)
 
 
 class Worker:
@@ -148,14 +148,16 @@ def test_each_token_says_which_weights_sampled_it() -> None:
     batches = [run.step(rollout_id) for rollout_id in range(8)]
     ages = []
     for rollout_id, batch in enumerate(batches):
-        for _, _, generation in batch:
+        for index, (_, content, generation) in enumerate(batch):
             tokens, versions = generation["tokens"], generation["weight_versions"]
             assert [token // 1000 for token in tokens] == versions == sorted(versions)
             assert [token % 1000 for token in tokens] == list(range(len(tokens)))
             assert generation["log_probs"] == [-float(token) for token in tokens]
             ages += [rollout_id - version for version in versions]
-            # A response is as long as in one go.
-            assert (len(tokens) == LONGEST) == (generation["finish_reason"] == "length") or len(tokens) < LONGEST
+            whole = length_of(int(content.removeprefix("row ")) * SIZE + index % SIZE)
+            assert (len(tokens), generation["finish_reason"]) == (
+                (whole, "stop") if whole <= LONGEST else (LONGEST, "length")
+            )
     # A response takes at most 4 parts, and waits while at most 6 older prompts are chosen.
     assert 1 <= max(ages) <= 6
     assert run.metrics["partial/carried_prompts"] == 3
@@ -168,6 +170,8 @@ def test_a_rollout_ends_with_the_part_that_completes_its_batch() -> None:
     lengths = [min(LONGEST, max(length_of(p * SIZE), length_of(p * SIZE + 1))) for p in range(7)]
     needed = sorted(-(-length // PART) for length in lengths)[3]
     assert parts == min(needed, LONGEST // PART)
+    for rollout_id in (1, 2, 3):
+        run.step(rollout_id)
     limits = [request.most_tokens for request in run.ranks.workers[0].asked]
     assert set(limits) <= {PART, LONGEST % PART + PART}, "no short last part"
 
@@ -179,6 +183,9 @@ def test_equal_rewards_are_dropped_and_replaced() -> None:
             assert int(content.removeprefix("row ")) % 3 or run.metrics["sampling/filled_frac"] > 0
     assert run.metrics["sampling/filled_frac"] == 0
     assert run.metrics["sampling/prompts"] > 0
+    few = Run(1, dynamic_sampling=True, over_sampling_batch_size=5)
+    few.step(0)
+    assert (few.metrics["sampling/prompts"], few.metrics["sampling/filled_frac"]) == (7, 0), "5, and 2 for the dropped"
     bounded = Run(1, dynamic_sampling=True, dynamic_sampling_max_rounds=1, over_sampling_batch_size=5)
     bounded.step(0)
     assert bounded.metrics["sampling/filled_frac"] == 1 / 4
@@ -186,15 +193,20 @@ def test_equal_rewards_are_dropped_and_replaced() -> None:
 
 
 def test_after_a_failure_no_part_is_sampled_twice() -> None:
+    alone = Worker(0, 1, config())
+    assert alone.advance(0, 0, [(0, 0)]) == alone.advance(0, 0, [(0, 0)])
+    assert len(alone.asked) == SIZE
     expected, run = Run(2), Run(2)
     broken = run.ranks.workers[1]
     working, broken.pool._work = broken.pool._work, Work(**{**vars(broken.pool._work), "generate": lambda _: 1 / 0})
     with pytest.raises(ZeroDivisionError):
         run.step(0)
     broken.pool._work = working
-    assert [run.step(rollout_id) for rollout_id in range(3)] == [expected.step(rollout_id) for rollout_id in range(3)]
-    counts = [[len(worker.asked) for worker in either.ranks.workers] for either in (run, expected)]
-    assert counts[0] == counts[1]
+    for rollout_id in range(3):
+        assert run.step(rollout_id) == expected.step(rollout_id)
+        assert run.metrics == expected.metrics
+        counts = [[len(worker.asked) for worker in either.ranks.workers] for either in (run, expected)]
+        assert counts[0] == counts[1]
 
 
 def test_a_lower_limit_ends_what_is_longer() -> None:
