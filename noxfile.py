@@ -46,7 +46,10 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Benchmarks, each against a reference measured in the same run."""
+    """What docs/speed.md says: machine and versions, then benchmarks against references measured in the same run."""
     session.install(*CONSTRAINTS, "-e", ".[test]")
+    session.run("python", "benchmarks/machine.py")
     session.run("python", "benchmarks/gae.py", *session.posargs)
-    session.run("python", "benchmarks/ppo_step.py", *session.posargs)
+    for lengths in ("fixed", "ragged"):
+        for name in ("sampler", "ppo_step"):
+            session.run("python", f"benchmarks/{name}.py", "--lengths", lengths, *session.posargs)
