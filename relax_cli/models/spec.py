@@ -108,6 +108,10 @@ class ModelSpec:
         """Numbers that a layer's MLP keeps of one token on one rank for the backward pass, besides its input."""
         return 3 * (self.ffn_hidden_size // tensor_parallel)
 
+    def mlp_in_flight(self, tensor_parallel: int) -> int:
+        """Numbers of one token that a layer's MLP has for a moment in the backward pass, mostly gradients."""
+        return 4 * (self.ffn_hidden_size // tensor_parallel)
+
     def experts_in(self, layer: int) -> int:
         """Experts of a layer; 0 where it has one dense MLP."""
         return 0
@@ -172,6 +176,11 @@ class MoeSpec(ModelSpec):
         """
         each = 2 * self.hidden_size + 4 * self.expert_ffn_size
         return self.experts_per_token * each // tensor_parallel + 2 * self.num_experts
+
+    def mlp_in_flight(self, tensor_parallel: int) -> int:
+        """See `ModelSpec`; also tokens and their gradients in the order of ranks and of experts, there and back."""
+        copies = 6 * self.experts_per_token * self.hidden_size
+        return 4 * self.mlp_numbers(tensor_parallel) // 3 + copies // tensor_parallel
 
     def _backbone(self, tensor_parallel: int) -> int:
         dense = 3 * self.hidden_size * self.ffn_hidden_size // tensor_parallel

@@ -66,6 +66,7 @@ def test_a_simulated_step_takes_what_a_real_one_takes(tmp_path: Path, role: str)
         ("qwen3-4B-8xgpu-ppo", "actor", ()),
         ("qwen3-4B-8xgpu-ppo", "actor", ("log_probs_chunk_size=1024",)),
         ("qwen3-4B-8xgpu-grpo", "actor", ()),
+        ("qwen3-30B-A3B-8xgpu-ppo", "critic", ()),  # about two minutes
         ("qwen3-8B-16xgpu-ppo", "critic", ()),
         ("qwen3-8B-16xgpu-ppo", "actor", ()),
     ],

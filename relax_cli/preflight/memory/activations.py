@@ -57,7 +57,7 @@ def activation_bytes(
         in_flight: micro-batches that wait there for their backward pass.
     """
     ranks = layout.tensor_model_parallel_size
-    gradients = work.tokens * (4 * spec.mlp_numbers(ranks) // 3 + 4 * spec.hidden_size)
+    gradients = work.tokens * (spec.mlp_in_flight(ranks) + 4 * spec.hidden_size)
     return bytes_each * (_saved(spec, layout, work, layers or spec.num_layers, in_flight) + gradients)
 
 
