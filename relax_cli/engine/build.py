@@ -132,7 +132,6 @@ class RoleBuilder:
 
     def _join_ranks(self) -> Any:
         """The device, once all ranks of this role have found each other."""
-        from relax_cli.backends.device import select_device
         from relax_cli.backends.meeting import LOOPBACK_DEVICE, is_loopback
         from relax_cli.backends.megatron import parallel
 
@@ -140,9 +139,7 @@ class RoleBuilder:
         if is_loopback(spec.master_addr) and not self.config.sglang.rollout_external:
             # NCCL chooses once in a process, and external servers may be on another machine.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_DEVICE)
-        device = select_device(section.device)
-        if not (section.colocate or section.offload or section.offload_train):
-            device = replace(device, shared_memory=False)
+        device = self._device()
         rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)
         parallel.initialize(
             rank,
@@ -153,6 +150,14 @@ class RoleBuilder:
             expert_parallel=section.expert_model_parallel_size,
         )
         return device
+
+    def _device(self) -> Any:
+        from relax_cli.backends.device import select_device
+
+        section = self.config.parallel
+        is_shared = section.colocate or section.offload or section.offload_train
+        device = select_device(section.device)
+        return device if is_shared else replace(device, shared_memory=False)
 
     def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:
         from relax_cli.backends.megatron.trainer import TrainableModel

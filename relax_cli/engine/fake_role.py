@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 
 from relax_cli.backends.device import Device
-from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.fake_step import Accounts, FakeTrainable
 from relax_cli.config.schema import Config
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
@@ -36,14 +35,9 @@ class FakeBuilder(RoleBuilder):
         data_parallel = max(1, spec.ranks // self.config.parallel.tensor_model_parallel_size)
         self.config = smaller(self.config, lengths, data_parallel)
 
-    def _join_ranks(self) -> Device:
-        spec, section = self.spec, self.config.parallel
-        dtype = torch.bfloat16 if section.device == "cuda" else torch.float32
-        device = Device("cpu", torch.device("cpu"), "fake", dtype, shared_memory=False)
-        ranks = parallel.Rank(spec.rank, spec.ranks)
-        sizes = section.tensor_model_parallel_size, section.expert_model_parallel_size
-        parallel.initialize(ranks, sizes[0], device, self.config.run.seed, expert_parallel=sizes[1])
-        return device
+    def _device(self) -> Device:
+        dtype = torch.bfloat16 if self.config.parallel.device == "cuda" else torch.float32
+        return Device("cpu", torch.device("cpu"), "fake", dtype, shared_memory=False)
 
     def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:
         return FakeTrainable(
