@@ -136,10 +136,16 @@ def test_ppo_learns_on_a_server_that_crashes_once(task: Path, tmp_path: Path) ->
     assert "crash diagnostics" not in log, "a server that crashes does not wait"
 
 
-@pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
-def test_weights_arrive_by_every_transport(task: Path, external: LocalServer, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "sleeps"), [("tensor", False), ("tensor", True), ("distributed", False), ("disk", True)]
+)
+def test_weights_arrive_by_every_transport(
+    task: Path, external: LocalServer, tmp_path: Path, way: str, sleeps: bool
+) -> None:
+    """Without a GPU a server that sleeps keeps its memory, but takes the requests and says its checksums."""
     transport = f"sglang.update_weight_transport={way}"
-    more = ("batch.num_rollout=4", "critic.num_critic_only_steps=0", transport)
+    offload = f"parallel.offload_rollout={str(sleeps).lower()}"
+    more = ("batch.num_rollout=4", "critic.num_critic_only_steps=0", transport, offload)
     finished = train(task, tmp_path / "run", "tiny-ppo-cpu", *on(external, *more))
     assert len(finished.metrics) == 4
     assert_newest_weights(finished)

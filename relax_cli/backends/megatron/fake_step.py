@@ -89,17 +89,10 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, args = OPS.index.Tensor, (args[0], [args[1]])
         if func is OPS.index.Tensor:
             args = (args[0], _positions(args[1]))
-        if func is OPS.masked_select.default:
-            func, args = OPS.index.Tensor, (args[0], _positions([args[1].expand(args[0].shape)]))
         with self._fake:
             found = func(*args, **kwargs)
         if not given and isinstance(found, Tensor) and not found.is_floating_point():
             return func(*args, **kwargs)
-        if func is OPS.topk.default:
-            return found[0], _in_turn(found[1].shape, given[0].size(-1))
-        if isinstance(found, Tensor) and not found.is_floating_point():
-            # What numbers decide is decided by nobody; it has to be something.
-            return torch.zeros(found.shape, dtype=found.dtype)
         for leaf in tree_leaves(found):
             if isinstance(leaf, FakeTensor):
                 self._count(leaf)
@@ -180,11 +173,6 @@ def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         is_mask = index is not None and index.dtype == torch.bool
         found += index.nonzero(as_tuple=True) if index is not None and is_mask else [index]
     return found
-
-
-def _in_turn(shape: torch.Size, size: int) -> Tensor:
-    """A router's choices when all experts are equally busy."""
-    return torch.arange(shape.numel()).remainder_(size).view(shape)
 
 
 class FakeTrainable(TrainableModel):
