@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +114,21 @@ def test_what_megatrons_own_writer_leaves_is_understood(
     assert np.array_equal(started, outputs_from(0, 1, 0, Run("value", one), None))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
-def test_weights_load_at_another_tensor_parallel_size(
-    saved: int, loaded: int, two_models: tuple[Path, Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("way", "saved", "loaded"),
+    [("tensor_parallel", 1, 2), ("tensor_parallel", 2, 1), ("pipeline_parallel", 2, 2)],
+)
+def test_weights_load_at_another_layout(
+    way: str, saved: int, loaded: int, two_models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     one, two = two_models
-    source = Run("policy", one, tensor_parallel=saved)
+    source = replace(Run("policy", one), **{way: saved})  # type: ignore[arg-type]
     if saved == 1:
         save_weights(source, tmp_path)
     else:
         on_ranks(2, save_on_rank, source, tmp_path)
     expected = outputs_from(0, 1, 0, Run("value", one), None)
-    target = Run("value", two, tensor_parallel=loaded)
+    target = replace(Run("value", two), **{way: loaded})  # type: ignore[arg-type]
     folder = tmp_path / "release"
     found = on_ranks(2, outputs_from, target, folder)[0] if loaded == 2 else outputs_from(0, 1, 0, target, folder)
     np.testing.assert_allclose(found, expected, atol=2e-5)
