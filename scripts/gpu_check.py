@@ -7,7 +7,7 @@
 |---|---|
 | machine | versions, device, peak of a matrix product in the training type |
 | parity | log-probabilities, values and gradients of the device equal those of the CPU in fp32; bf16 is near |
-| sleep | memory before, during and after sleep; weights, moments and the next step unchanged |
+| sleep | attention takes a fused kernel; memory before, during and after sleep; weights and the next step unchanged |
 | quickstart | `relax train` on the quickstart task learns: reward and held-out score before and after |
 | resume | 4 steps straight against 2 + 2 resumed |
 | speed | PPO on a model of SmolLM2-135M's shape: tokens per second and model FLOP utilisation |
@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -35,6 +36,8 @@ from typing import Any
 PARTS = ("machine", "parity", "sleep", "quickstart", "resume", "speed")
 LIMIT = 240.0
 """Seconds that a part may take."""
+FUSED_ATTENTION = re.compile("flash_attention|efficient_attention|cudnn_attention|FlashAttn|FusedAttn")
+"""Names of torch's and TransformerEngine's kernels that do not make a matrix of scores."""
 TOTAL = 480.0
 """Seconds that all parts may take on a GPU; parts that find no time left fail."""
 
@@ -98,6 +101,8 @@ def sleep(check: Check) -> dict[str, Any]:
 
     folder = _shaped_model(check)
     rested, unrested = (_trainable("policy", folder, check.device, None, parks=True) for _ in range(2))
+    attention = _attention_of(rested)
+    assert any(FUSED_ATTENTION.search(name) for name in attention), f"attention ran without a fused kernel: {attention}"
     for model in (rested, unrested):
         _train_once(model)
     # One of the two at a time on the device, so that the curve is that of one model.
@@ -120,7 +125,17 @@ def sleep(check: Check) -> dict[str, Any]:
     unrested.wake()
     norms.append(_train_once(unrested))
     assert abs(norms[0] / norms[1] - 1) < 1e-3, f"the step after sleep differs: gradient norms {norms}"
-    return {"bytes": curve, "seconds": {"sleep": slept - started, "wake": woken - slept}, "grad_norms": norms}
+    seconds = {"sleep": slept - started, "wake": woken - slept}
+    return {"attention": attention, "bytes": curve, "seconds": seconds, "grad_norms": norms}
+
+
+def _attention_of(model: Any) -> list[str]:
+    """Names of the operations that computed the attention of one forward pass."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        model.forward([_batch()])
+    return sorted({event.key for event in seen.key_averages() if re.search("attention|attn", event.key, re.I)})
 
 
 def quickstart(check: Check) -> dict[str, Any]:

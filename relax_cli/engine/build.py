@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,13 +19,19 @@ from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan, LoadFrom
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Estimator
-from relax_cli.preflight.machine import usable_cores
+from relax_cli.preflight.machine import allocator_settings, usable_cores
 from relax_cli.preflight.plan import optimizer_steps
 from relax_cli.roles.context import RoleContext
 from relax_cli.roles.queue import SampleQueue
 
 if TYPE_CHECKING:
     from relax_cli.backends.rollout.protocol import RolloutEngine, SamplingParams
+
+EXACT_HOST_MEMORY, EXACT_SINCE = "pinned_max_cached_size_mb:1", (2, 13)
+"""Larger blocks of page-locked memory have the requested size; the first version this was read in.
+
+Not `pinned_max_round_threshold_mb` alone: a smaller block that is kept may then be handed out (pytorch/pytorch#192722).
+"""
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,12 @@ def cpu_environment(threads: int) -> dict[str, str]:
 
     And up to 256 MB of freed memory stay in the process: to get the same pages from the kernel in every pass costs a
     twentieth of a small model's step. Tensors above 32 MB go back as before.
+
+    torch rounds page-locked memory up to a power of two where it may keep it for later; roles keep theirs themselves.
+    Left out next to settings of the user's own, and for versions of torch that refuse the option.
     """
-    return {
+    knows = tuple(map(int, version("torch").split(".")[:2])) >= EXACT_SINCE
+    return ({} if allocator_settings() or not knows else {"PYTORCH_ALLOC_CONF": EXACT_HOST_MEMORY}) | {
         "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "OMP_NUM_THREADS": str(threads),

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from relax_cli.config.placement import needed_cpus, processes_of, shared_bundles, takes_bundles
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
+from relax_cli.engine import build
 from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
 from relax_cli.engine.ray.launch import RaySession, build_order
 from relax_cli.errors import EnvironmentFault
@@ -112,3 +114,27 @@ def test_a_worker_is_told_the_gpus_of_its_server() -> None:
 
 def test_the_embedded_engine_takes_one_bundle_per_rank() -> None:
     assert len(launched("rollout", PAIRS, RolloutSection(rollout_engine="embedded"))) == 8
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "users", "setting"),
+    [
+        ("2.13.0+cpu", {}, "pinned_max_cached_size_mb:1"),
+        ("2.14.1", {}, "pinned_max_cached_size_mb:1"),
+        ("2.12.1", {}, None),
+        ("2.14.1", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("2.14.1", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_parked_roles_take_their_size_in_host_memory(
+    torch_version: str, users: dict[str, str], setting: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(build, "version", lambda _: torch_version)
+    assert build.cpu_environment(2).get("PYTORCH_ALLOC_CONF") == setting
+    # The option exists: torch accepts any name.
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    assert b"pinned_max_cached_size_mb" in library.read_bytes()
