@@ -127,3 +127,9 @@ def test_packed_samples_without_a_response_change_nothing(qwen3: Path) -> None:
     result = model.train_step([batch], lambda output, _: (output.log_probs_BT.sum(), {}))
     assert (result.grad_norm, result.skipped) == (0.0, False)
     np.testing.assert_equal(model.forward([batch])[0].main.shape, (2, 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_pipeline_stages_train_like_one_rank(kind: str, qwen3: Path) -> None:
+    run = Run(kind, qwen3)  # type: ignore[arg-type]
+    assert_close(on_ranks(2, train, replace(run, pipeline_parallel=2, packed=True)), train(0, 1, 0, run))
