@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from relax_cli import api
 from relax_cli.preflight.check_run import CheckedRun
 
-RECIPES = ("qwen3-4B-8xgpu-ppo", "qwen3-4B-8xgpu-grpo", "qwen3-8B-16xgpu-ppo")
+RECIPES = ("qwen3-4B-8xgpu-ppo", "qwen3-4B-8xgpu-grpo", "qwen3-8B-16xgpu-ppo", "qwen3-30B-A3B-8xgpu-ppo")
 SHARE_OF_LONGEST = 0.25
 """Mean length of prompts and responses over the longest that the recipe allows."""
 BYTES = 2
@@ -51,13 +51,15 @@ def phases(checked: CheckedRun, gpu: Hardware) -> dict[str, float]:
     tokens = samples * (prompt + response)
     again = 2 if config.parallel.recompute_granularity == "full" else 0
     rate = plan.gpus * gpu.flops * gpu.busy
+    # Of a mixture of experts a token uses a part; a batch reads all of them.
+    idle = spec.parameters - spec.active_parameters
     found = {
         "generate": (weights_read + cache_read) / (gpu.bandwidth * gpu.read)
-        + 2 * plan.parameters["policy"] * samples * prompt / rate
+        + 2 * (plan.parameters["policy"] - idle) * samples * prompt / rate
     }
     for name, role in (("critic", "critic"), ("policy", "actor")):
         if name in plan.parameters:
-            forward = 2 * plan.parameters[name] * tokens / rate
+            forward = 2 * (plan.parameters[name] - idle) * tokens / rate
             found[f"{role}: forward"] = (
                 forward if role == "critic" or not config.algorithm.use_rollout_logprobs else 0.0
             )
