@@ -26,7 +26,11 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dynamic-sampling-unused", {"dynamic_sampling_max_rounds": "5"}, {"dynamic_sampling": ON}),
     ("over-sampling-unused", {"over_sampling_batch_size": "512"}, {"dynamic_sampling": ON}),
     ("over-sampling-unused", {"over_sampling_batch_size": "512"}, {"partial_rollout": ON}),
-    ("partial-rollout-len-unused", {"partial_rollout_len": "5"}, {"partial_rollout": ON}),
+    (
+        "partial-rollout-len-unused",
+        {"partial_rollout_len": "5"},
+        {"partial_rollout": ON, "over_sampling_batch_size": "512"},
+    ),
     ("partial-rollout-unused", {"partial_rollout": ON}, {"over_sampling_batch_size": "512"}),
     ("token-budget-unused", {"max_tokens_per_gpu": "512"}, {"use_dynamic_batch_size": ON}),
     (
