@@ -170,13 +170,15 @@ def test_a_broken_connection_is_repeated_under_a_new_id(
     server: ContractServer, served: tuple[ContractServer, str], embedded: EmbeddedEngine, kind: Kind
 ) -> None:
     requests = some_requests(5)
-    server.faults.order([Fault(kind)] * 4)
+    # On a busy machine one request may meet all of them.
+    faults = engine_module.CONNECTION_TRIES - 1
+    server.faults.order([Fault(kind)] * faults)
     assert_equal(engine_for(served[1]).generate(requests, SAMPLING), embedded.generate(requests, SAMPLING))
     bodies = generated(server)
-    assert len(bodies) == 9
-    assert len({body["rid"] for body in bodies}) == 9
+    assert len(bodies) == 5 + faults
+    assert len({body["rid"] for body in bodies}) == 5 + faults
     # The lost ones are not left running.
-    assert len([path for path, _ in server.requests if path == "/abort_request"]) == 4
+    assert len([path for path, _ in server.requests if path == "/abort_request"]) == faults
 
 
 def test_connections_that_keep_breaking_end_the_call(
