@@ -145,8 +145,7 @@ def check_run(
         planned = with_paths(config, resolved.unread)
         seen = inputs if skip_files else _with_named_model(inputs, planned, resolved)
         plan = known(lambda: _plan(planned, graph, seen, machine, start))
-    if here:
-        problems, notes = problems + notes, []
+    problems, notes = (problems + notes, []) if here else (problems, notes)
     problems = shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
     if start is not None:
         problems = [*start.problems, *problems, *start.warnings]

@@ -1,0 +1,95 @@
+"""Options of roles, devices and parallelism."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from relax_cli.config.section import Section
+
+Count = Annotated[int, Field(le=1 << 16)]
+
+
+class ParallelSection(Section):
+    """Roles, devices and parallelism."""
+
+    resource: dict[str, tuple[Count, Count]] = Field(
+        default_factory=lambda: {"actor": (1, 1), "rollout": (1, 1)},
+        description='JSON {"role": [services, devices]}; on a CPU, devices are worker processes',
+    )
+    colocate: bool = Field(False, description="roles share devices and take turns")
+    overlap_updates: bool = Field(False, description="train actor and critic at the same time (CPU only)")
+    fully_async: bool = Field(False, description="generate while training (not supported yet)")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda if every role gets its GPUs, else cpu"
+    )
+    launcher: Literal["ray", "local"] = Field(
+        "ray", description="Ray workers, or everything in one process for a debugger"
+    )
+    offload: bool = Field(False, description="--offload-train and --offload-rollout")
+    offload_train: bool = Field(False, description="move sleeping trainers to host memory")
+    offload_rollout: bool = Field(False, description="release the GPU memory of a sleeping rollout engine")
+    tensor_model_parallel_size: int = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
+    pipeline_model_parallel_size: int = Field(
+        1, ge=1, description="pipeline-parallel size: ranks that share the layers"
+    )
+    decoder_first_pipeline_num_layers: int | None = Field(
+        None, ge=1, description="layers of the first pipeline stage; an equal share when unset"
+    )
+    decoder_last_pipeline_num_layers: int | None = Field(
+        None, ge=1, description="layers of the last pipeline stage; an equal share when unset"
+    )
+    context_parallel_size: int = Field(1, ge=1, description="context-parallel size (only 1 is supported)")
+    expert_model_parallel_size: int = Field(
+        1, ge=1, description="expert-parallel size: data-parallel ranks that share out the experts"
+    )
+    moe_aux_loss_coeff: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="mixture of experts: weight of the loss that evens out the load of experts; 0: none",
+    )
+    moe_router_dtype: Literal["fp32", "fp64"] = Field(
+        "fp32", description="mixture of experts: type in which tokens are matched with experts"
+    )
+    sequence_parallel: bool = Field(
+        False, description="shard norms and residuals along the sequence over tensor-parallel ranks"
+    )
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="Megatron-core's layers; auto: TransformerEngine on CUDA if it imports, else local"
+    )
+    recompute_granularity: Literal["full", "selective"] | None = Field(
+        None, description="activations to recompute in the backward pass; none when unset"
+    )
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        None, description="full recomputation: chunks of layers (uniform), or the first layers (block)"
+    )
+    recompute_num_layers: int | None = Field(
+        None, ge=1, description="full recomputation: layers per chunk, or how many first layers"
+    )
+    recompute_modules: tuple[str, ...] = Field(
+        (), description="selective recomputation: parts of a layer (repeatable); core_attn when unset"
+    )
+    log_probs_chunk_size: int | None = Field(
+        None,
+        ge=1,
+        description="response tokens whose logits exist at a time, forward and backward; all when unset",
+    )
+    ray_num_cpus: int | None = Field(
+        None, ge=1, le=100_000, description="logical CPUs of a local Ray; as many as the roles need when unset"
+    )
+    threads_per_rank: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads per worker; cores / ranks of the role when unset"
+    )
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """How many of a model's `layers` each pipeline stage has; less in all where they cannot be shared out."""
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        stages = self.pipeline_model_parallel_size
+        if stages == 1:
+            return [layers]
+        middle = stages - (first is not None) - (last is not None)
+        rest = max(0, layers - (first or 0) - (last or 0))
+        shares = [rest // middle] * middle if middle else []
+        return [*([] if first is None else [first]), *shares, *([] if last is None else [last])]
