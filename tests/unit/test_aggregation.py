@@ -42,7 +42,8 @@ def test_the_denominator_follows_option_then_estimator(
     nothing: Any = SimpleNamespace()
     known = load_plugins().estimator(estimator)
     context = RoleContext(config, known, known.options(), nothing, nothing, Path(), 0, 1)
-    role = TrainingRole(nothing, context, save_dir=None)
+    model: Any = SimpleNamespace(packs=True)
+    role = TrainingRole(model, context, save_dir=None)
     assert (role.aggregation, role.mode) == (aggregation, mode)
     assert role.loss_denominator(RolloutShare(0, {}, [[], []], [11.0, 37.0]), 1) == denominator
 
