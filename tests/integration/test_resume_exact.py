@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from relax_cli.checkpoint import layout
 from relax_cli.quickstart.task import prepare
+from relax_cli.roles.sample_files import read_samples, sample_files
 from tests.support.cli_runs import read_metrics, start, without_times
 from tests.support.local_runs import Finished, train
 
@@ -202,9 +202,10 @@ def test_a_run_that_changes_its_layout_keeps_losses_and_prompts(task: Path, tmp_
         for name in ("value_loss", "pg_loss", "ppo_kl", "entropy", "actor/lr", "critic/lr"):
             assert ours.get(name) == pytest.approx(theirs.get(name), abs=1e-5), (ours["step"], name)
     assert prompts(moved) == prompts(straight)
+    assert len(prompts(straight)) == 5
 
 
 def prompts(out: Path) -> list[list[str]]:
     """The prompts of every step, in order."""
-    paths = sorted((out / "run" / "rollouts").glob("step_*.jsonl"))
-    return [[json.loads(line)["prompt"] for line in path.read_text().splitlines()] for path in paths]
+    steps = sample_files(out / "run")
+    return [[sample["prompt"] for sample in read_samples(paths, numbers=False)] for paths in steps.values()]
