@@ -16,6 +16,7 @@ import pytest
 from relax_cli.backends import ports
 from relax_cli.backends.rollout.protocol import Request, SamplingParams, ServerDied
 from relax_cli.backends.rollout.sglang import guard
+from relax_cli.backends.rollout.sglang import server as server_module
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.server import NO_CRASH_DUMPS, LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.targets import WeightTarget
@@ -107,7 +108,11 @@ def test_a_server_that_ends_while_starting_is_shown_with_its_log(make: Callable[
     assert problem.fix == f"tail -n 60 {server.log_file}"
 
 
-def test_a_port_taken_while_the_model_loads_is_replaced(make: Callable[..., LocalServer]) -> None:
+def test_a_port_taken_while_the_model_loads_is_replaced(
+    make: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whoever has the port accepts connections and never answers.
+    monkeypatch.setattr(server_module, "HEALTH_SECONDS", 2.0)
     server = make()
     taken = server.port
     with socket.create_server(("127.0.0.1", taken)):
