@@ -55,7 +55,7 @@ def report(
         output.result({"ok": False, "problems": problems_data(error.problems), **empty}, problems_text(error.problems))
         return ExitCode.USAGE
     data, more = as_dict(checked), ""
-    if simulates:
+    if simulates and not checked.errors:
         with output.err.status("simulating") as screen:
             data["simulation"] = simulate(checked, screen.update)
         more = "\n".join(simulation_lines(data["simulation"], checked.plan))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -171,9 +171,7 @@ class RoleBuilder:
         return device if is_shared else replace(device, shared_memory=False)
 
     def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:
-        from relax_cli.backends.megatron.trainer import TrainableModel
-
-        return TrainableModel(
+        return self._trainable()(
             kind,
             self.spec.model_folder,
             self._how_to_build(lora_of(self.config, self.spec.role)),
@@ -182,6 +180,11 @@ class RoleBuilder:
             warmup_iters=warmup_iters,
             decay_iters=decay_iters,
         )
+
+    def _trainable(self) -> Callable[..., Any]:
+        from relax_cli.backends.megatron.trainer import TrainableModel
+
+        return TrainableModel
 
     def _how_to_build(self, lora: Lora | None = None) -> Any:
         from relax_cli.backends.megatron.micro_batch import Build

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,7 +20,6 @@ from relax_cli.backends.megatron.fake_step import Accounts, FakeTrainable
 from relax_cli.config.schema import Config
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
 from relax_cli.engine.transfer import LocalQueue
-from relax_cli.models.lora import lora_of
 from relax_cli.preflight.memory.activations import largest_pass
 from relax_cli.preflight.memory.sizes import Lengths
 
@@ -39,17 +40,8 @@ class FakeBuilder(RoleBuilder):
         dtype = torch.bfloat16 if self.config.parallel.device == "cuda" else torch.float32
         return Device("cpu", torch.device("cpu"), "fake", dtype, shared_memory=False)
 
-    def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:
-        return FakeTrainable(
-            self.accounts,
-            kind,
-            self.spec.model_folder,
-            self._how_to_build(lora_of(self.config, self.spec.role)),
-            self.config.optimizer,
-            lr=lr,
-            warmup_iters=warmup_iters,
-            decay_iters=decay_iters,
-        )
+    def _trainable(self) -> Callable[..., Any]:
+        return partial(FakeTrainable, self.accounts)
 
 
 def smaller(config: Config, lengths: Lengths, data_parallel: int) -> Config:

@@ -40,7 +40,7 @@ def simulate(checked: CheckedRun, status: Callable[[str], None], roles: Sequence
         EnvironmentFault: a role cannot be simulated here.
     """
     if checked.graph is None or checked.inputs.model is None:
-        raise _refused("it is not known what the run would build", "the problems above", "a valid configuration")
+        raise _refused("it is not known what the run would build", "no model folder", "one, read without --skip-files")
     if checked.inputs.needs_bridge:
         raise _refused(
             "models of Megatron-Bridge are not simulated",

@@ -338,7 +338,7 @@ def test_a_simulation_is_shown_next_to_the_plan(invoke: Invoke, monkeypatch: pyt
     [
         (("--recipe", "qwen35-9B-8xgpu-ppo"), "Megatron-Bridge"),
         (("--recipe", "qwen3-4B-8xgpu-ppo", "--pipeline-model-parallel-size", "2"), "pipeline stages"),
-        (("--advantage-estimator", "none"), "not known"),
+        ((*TINY[1:], "--hf-checkpoint", "nowhere"), "not known"),
     ],
 )
 def test_what_cannot_be_built_here_is_not_simulated(invoke: Invoke, words: tuple[str, ...], said: str) -> None:
@@ -347,3 +347,11 @@ def test_what_cannot_be_built_here_is_not_simulated(invoke: Invoke, words: tuple
     (problem,) = json.loads(result.stdout)["problems"]
     assert problem["id"] == "not-simulated"
     assert said in problem["message"]
+
+
+def test_what_is_not_valid_is_told_and_not_simulated(invoke: Invoke) -> None:
+    result = invoke("validate-config", "--advantage-estimator", "none", "--simulate", "--format", "json")
+    assert result.exit_code == 2
+    found = {problem["id"] for problem in json.loads(result.stdout)["problems"]}
+    assert "unknown-estimator" in found
+    assert "not-simulated" not in found

@@ -21,6 +21,14 @@ Install = Callable[..., str]
 Relax = Callable[..., Result]
 
 
+def install(folder: Path, name: str) -> None:
+    """Let a package that lies in a folder count as installed once the folder is on the path."""
+    info = folder / f"relax_{name}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: relax-{name}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(f"[relax.plugins]\n{name} = relax_{name}\n")
+
+
 def test_show_gives_summary_paper_options_and_where_the_math_is(relax: Relax) -> None:
     (plugin,) = json.loads(relax("plugins", "show", "sapo", "--format", "json").stdout)["plugins"]
     assert (plugin["distribution"], plugin["status"]) == ("relax-cli", "ok")
@@ -93,10 +101,7 @@ def test_new_writes_a_package_and_says_what_to_do_next(relax: Relax, tmp_path: P
 def test_a_new_reward_keeps_the_rules_and_judges(relax: Relax, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new = relax("plugins", "new", "blue", "--kind", "reward", "--dir", str(tmp_path), "--format", "json")
     assert json.loads(new.stdout)["next"][2] == "relax train --label-key label --rm-type blue ..."
-    info = tmp_path / "relax_blue-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: relax-blue\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[relax.plugins]\nblue = relax_blue\n")
+    install(tmp_path, "blue")
     monkeypatch.syspath_prepend(str(tmp_path))
     checks = json.loads(relax("plugins", "check", "blue", "--format", "json").stdout)["checks"]
     assert {check["check"]: check["status"] for check in checks}["references"] == "ok"
@@ -110,10 +115,7 @@ def test_a_new_curriculum_keeps_the_rules_and_weighs(
 ) -> None:
     new = relax("plugins", "new", "again", "--kind", "curriculum", "--dir", str(tmp_path), "--format", "json")
     assert json.loads(new.stdout)["next"][2] == "relax train --curriculum again ..."
-    info = tmp_path / "relax_again-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: relax-again\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[relax.plugins]\nagain = relax_again\n")
+    install(tmp_path, "again")
     monkeypatch.syspath_prepend(str(tmp_path))
     checks = json.loads(relax("plugins", "check", "again", "--format", "json").stdout)["checks"]
     assert [check for check in checks if check["status"] != "ok"] == []
@@ -127,10 +129,7 @@ def test_a_new_environment_keeps_the_rules_and_plays(
 ) -> None:
     new = relax("plugins", "new", "hunt", "--kind", "env", "--dir", str(tmp_path), "--format", "json")
     assert json.loads(new.stdout)["next"][2] == "relax train --label-key label --env hunt ..."
-    info = tmp_path / "relax_hunt-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: relax-hunt\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[relax.plugins]\nhunt = relax_hunt\n")
+    install(tmp_path, "hunt")
     # Also for the process in which the example is played.
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

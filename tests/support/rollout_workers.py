@@ -48,12 +48,12 @@ class Worker:
         return {"reward": Spread.of(j.result.reward for j in self.kept)}
 
 
-class Workers(Ranks[Any]):
-    """Several of them."""
+class InOrder(Ranks[Any]):
+    """Workers of this process, called one after the other."""
 
-    def __init__(self, count: int, dull: Callable[[int], bool]) -> None:
-        super().__init__("rollout", count)
-        self.workers = [Worker(rank, count, dull) for rank in range(count)]
+    def __init__(self, workers: Sequence[Any]) -> None:
+        super().__init__("rollout", len(workers))
+        self.workers = workers
 
     def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:
         return lambda: [request(worker) for worker in self.workers]
@@ -63,6 +63,13 @@ class Workers(Ranks[Any]):
 
     def tell(self, request: Callable[[Any], object]) -> None:
         raise AssertionError
+
+
+class Workers(InOrder):
+    """Several of them."""
+
+    def __init__(self, count: int, dull: Callable[[int], bool]) -> None:
+        super().__init__([Worker(rank, count, dull) for rank in range(count)])
 
     @property
     def kept(self) -> list[tuple[int, int, Any]]:

@@ -44,7 +44,7 @@ def sample(response: str, label: Any) -> RewardInput:
         (["assert f(1)", "assert f(2)"], Suite(checks=["assert f(1)", "assert f(2)"])),
         ({"test_list": ["assert f(1)"], "test_setup_code": "import math"}, Suite(checks=["import math\nassert f(1)"])),
         ({"test_list": ["assert f(1)"], "test_imports": ["import re"]}, Suite(checks=["import re\n\nassert f(1)"])),
-        ({"test": "def check(c): pass", "entry_point": "f"}, Suite(checks=["def check(c): pass\n\ncheck(f)"])),
+        ({"test": "def check(c): assert c", "entry_point": "f"}, Suite(checks=["def check(c): assert c\n\ncheck(f)"])),
     ],
 )  # fmt: skip
 def test_labels_have_the_forms_of_data_sets(label: Any, tests: Suite) -> None:
@@ -60,6 +60,8 @@ def test_labels_have_the_forms_of_data_sets(label: Any, tests: Suite) -> None:
         ({"inputs": ["1"], "outputs": []}, "keys inputs, outputs"),
         ({"answer": 3}, "keys answer"),
         ("assert f(", "not Python"),
+        ("35", "asserts nothing"),
+        (["assert f(1) == 2", "f(2) == 3"], "asserts nothing"),
         ({"test_list": "assert f(1)"}, "not a list of texts"),
         ([{"input": "1"}], "input and output"),
         ([{"input": 1, "output": "1"}], "neither text nor lines"),

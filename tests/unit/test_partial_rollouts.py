@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,14 @@ from relax_cli.backends.rollout.protocol import Generation, Request
 from relax_cli.config.schema import Config
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
-from relax_cli.engine.groups import Ranks, RolloutGroup
+from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.sampling import PartialSampling
 from relax_cli.roles.carried import Begun, BegunGroup, from_arrays, to_arrays
 from relax_cli.roles.drawing import renumbered
 from relax_cli.roles.judging import Judged, Sampled
 from relax_cli.roles.pool import Pool, Progress, Work
 from relax_cli.roles.spread import Spread
+from tests.support.rollout_workers import InOrder
 
 SIZE, PART, LONGEST = 2, 3, 11
 
@@ -79,21 +80,11 @@ class Worker:
         self.pool.add(groups)
 
 
-class Workers(Ranks[Any]):
+class Workers(InOrder):
     """Several of them."""
 
     def __init__(self, count: int, config: Config) -> None:
-        super().__init__("rollout", count)
-        self.workers = [Worker(rank, count, config) for rank in range(count)]
-
-    def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:
-        return lambda: [request(worker) for worker in self.workers]
-
-    def on(self, rank: int, request: Callable[[Any], Any]) -> Any:
-        return request(self.workers[rank])
-
-    def tell(self, request: Callable[[Any], object]) -> None:
-        raise AssertionError
+        super().__init__([Worker(rank, count, config) for rank in range(count)])
 
 
 def config(**batch: Any) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from dataclasses import dataclass, field
@@ -107,10 +108,18 @@ def suite_of(label: Any) -> Suite:
     for check in found.checks:
         if isinstance(check, str):
             try:
-                compile(check, "test", "exec")
-            except (SyntaxError, ValueError) as error:
+                tree = ast.parse(check)
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 raise ValueError(f"a test is not Python: {error}") from error
+            if not any(map(_can_fail, ast.walk(tree))):
+                raise ValueError("a test asserts nothing, so that every response would pass it")
     return found
+
+
+def _can_fail(node: ast.AST) -> bool:
+    """Whether this part of a test says what is wrong: `assert`, `raise`, or a function such as `assertEqual`."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return isinstance(node, ast.Assert | ast.Raise) or "assert" in name.lower()
 
 
 def _parsed(text: str) -> Any:
