@@ -16,7 +16,7 @@ PART = " " * 12
 
 
 def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDTH) -> list[str]:
-    """The four parts: what is wrong, where, got and expected, the fix; a fix that is typed is never broken into lines.
+    """The four parts: what is wrong, where, got and expected, the fix. A fix may be typed: it is one line.
 
     Args:
         label: what to call the problem in place of its severity.
@@ -34,10 +34,10 @@ def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDT
     parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": fix}
     lines = [(f"{label or problem.severity}: {problem.message}  [{problem.id}]", "  ")]
     lines += [(f"  {name:<9} {text}", PART) for name, text in parts.items() if text]
-    typed = len(lines) - 1 if problem.fix.startswith(("--", "pip ", "relax ")) else None
     shown = []
-    for i, (line, indent) in enumerate(lines):
-        shown += [line] if width is None or i == typed else wrapped(line, indent)
+    for line, indent in lines:
+        whole = width is None or line.startswith("  fix ")
+        shown += [line] if whole else wrapped(line, indent)
     return [scrubbed(line).replace("\n", f"\n{PART}") for line in shown]
 
 

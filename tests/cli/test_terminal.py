@@ -188,6 +188,15 @@ def test_problems_come_last_on_a_terminal(invoke: Invoke) -> None:
     ]  # fmt: skip
 
 
+def test_a_command_within_a_fix_stays_on_one_line() -> None:
+    from relax_cli.cli.problem_text import problem_lines
+
+    fix = "give an existing folder; one from a hub: hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B"
+    lines = problem_lines(Problem("e", "wrong " * 20, fix))
+    assert f"  fix       {fix}" in lines
+    assert max(len(line) for line in lines if line != f"  fix       {fix}") <= 80
+
+
 @pytest.mark.parametrize(
     ("typed", "on_path", "shown"),
     [
