@@ -174,8 +174,8 @@ def squared(output: Any, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tens
     ("change", "said"),
     [
         ({"layers": 3}, "(2, "),
-        ({"family": "llama"}, "which the model has not"),
-        ({"tied": True}, "output_layer.weight, which the model has not"),
+        ({"family": "llama"}, "unknown to the model"),
+        ({"tied": True}, "output_layer.weight, unknown to the model"),
     ],
 )
 def test_weights_of_another_model_are_refused(

@@ -91,7 +91,7 @@ def refuse_other_shapes(
     if not (differing or missing or unknown):
         return
     got = [f"{name} {saved[name]}" for name in differing]
-    got += [f"no {name}" for name in missing] + [f"{name}, which the model has not" for name in unknown]
+    got += [f"no {name}" for name in missing] + [f"{name}, unknown to the model" for name in unknown]
     expected = [f"{name} {wanted[name]}" for name in (*differing, *missing)]
     raise ResumeError(
         OTHER_MODEL(

@@ -91,7 +91,7 @@ def moe_option_unused(parallel: ParallelSection, inputs: RunInputs) -> Found:
     """`--moe-aux-loss-coeff` only works with a mixture of experts."""
     if parallel.moe_aux_loss_coeff and inputs.model_config and not _has_experts(inputs):
         yield Finding(
-            "--moe-aux-loss-coeff changes nothing: it evens out the load of experts, which the model has not",
+            "--moe-aux-loss-coeff changes nothing: it balances the load of experts, and the model has none",
             got=str(parallel.moe_aux_loss_coeff),
             expected="0 for this model",
             fix="drop --moe-aux-loss-coeff",
