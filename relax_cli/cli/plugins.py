@@ -19,14 +19,15 @@ from relax_cli.config.schema import Config
 from relax_cli.config.text import with_program
 from relax_cli.errors import ExitCode
 from relax_cli.plugin.manager import installed_plugins
+from relax_cli.plugin.records import Curriculum, Env, Estimator, Record, Reward
 from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.scaffold import Kind, write_package
+from relax_cli.plugin.trackers import Tracker
 
 if TYPE_CHECKING:
     from relax_cli.plugin.installed import Plugin
     from relax_cli.plugin.kit.findings import CheckResult
     from relax_cli.plugin.manager import Plugins
-    from relax_cli.plugin.records import Estimator
 
 Name = Annotated[
     str,
@@ -41,6 +42,13 @@ KindOption = Annotated[Kind, typer.Option("--kind", help="what the package provi
 Directory = Annotated[
     Path | None, typer.Option("--dir", metavar="DIR", help="new or empty folder [default: relax-NAME]")
 ]
+SHOWN: dict[str, tuple[type[Record], str]] = {
+    "rewards": (Reward, "function"),
+    "envs": (Env, "class"),
+    "curriculums": (Curriculum, "function"),
+    "trackers": (Tracker, "opens"),
+}
+"""What `relax plugins show` has besides estimators, and what it calls the place of their code."""
 
 
 def register(parent: typer.Typer, plugins: Plugins) -> None:
@@ -74,7 +82,7 @@ def register(parent: typer.Typer, plugins: Plugins) -> None:
         from relax_cli.plugin.kit import check_plugin as run_checks
 
         results = [result for plugin in found for result in run_checks(plugin)]
-        results += [check_env(env) for plugin in found for env in plugin.envs]
+        results += [check_env(env) for plugin in found for env in plugin.of(Env)]
         ok = all(result.status != "failed" for result in results)
         output.result({"ok": ok, "name": name, "checks": [asdict(r) for r in results]}, _verdict(name, results))
         if not ok:
@@ -141,10 +149,7 @@ def describe(plugin: Plugin) -> dict[str, Any]:
         "module": plugin.entry.value,
         "where": plugin.where,
         "estimators": [_describe_estimator(estimator) for estimator in plugin.estimators],
-        "rewards": [asdict(reward) for reward in plugin.rewards],
-        "envs": [asdict(env) for env in plugin.envs],
-        "curriculums": [asdict(curriculum) for curriculum in plugin.curriculums],
-        "trackers": [asdict(tracker) for tracker in plugin.trackers],
+        **{key: [asdict(record) for record in plugin.of(kind)] for key, (kind, _) in SHOWN.items()},
     }
 
 
@@ -195,14 +200,10 @@ def _page(data: dict[str, Any]) -> str:
         lines.append(f"  needs        {', '.join(needs) or 'nothing'}")
         rows = [[f"  {o['flag']}", _default(o["default"]), o["help"]] for o in estimator["options"]]
         lines += ["", table(("  option", "default", "meaning"), rows)]
-    for reward in data["rewards"]:
-        lines += ["", f"reward {reward['name']}: {reward['summary']}", f"  function     {reward['function']}"]
-    for env in data["envs"]:
-        lines += ["", f"environment {env['name']}: {env['summary']}", f"  class        {env['environment']}"]
-    for one in data["curriculums"]:
-        lines += ["", f"curriculum {one['name']}: {one['summary']}", f"  function     {one['function']}"]
-    for tracker in data["trackers"]:
-        lines += ["", f"tracker {tracker['name']}: {tracker['summary']}", f"  opens        {tracker['opens']}"]
+    for key, (kind, called) in SHOWN.items():
+        for one in data[key]:
+            lines += ["", f"{kind.what} {one['name']}: {one['summary']}"]
+            lines.append(f"  {called:<12} {one[kind.references[0]]}")
     return "\n".join(lines)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pluggy
 
 from relax_cli.errors import Problem
-from relax_cli.plugin.records import Curriculum, Env, Estimator, Reward
-from relax_cli.plugin.trackers import Tracker
+from relax_cli.plugin.records import Estimator, Record
+
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,26 @@ class Plugin:
     """Calls the hooks of this plugin alone; None when the plugin is broken."""
     misspelt: tuple[Problem, ...] = ()
     """One problem for each hook that does not exist."""
-    estimators: tuple[Estimator, ...] = ()
-    rewards: tuple[Reward, ...] = ()
-    envs: tuple[Env, ...] = ()
-    curriculums: tuple[Curriculum, ...] = ()
-    trackers: tuple[Tracker, ...] = ()
+    records: tuple[Record, ...] = ()
+    """Everything named that it provides."""
     where: str = ""
     """`file:line` of the code that failed, where that is known."""
     others: tuple[Plugin, ...] = ()
     """The other plugins, each without its own `others`."""
 
     @property
-    def records(self) -> tuple[Estimator | Reward | Env | Curriculum | Tracker, ...]:
-        """Everything named that it provides."""
-        return (*self.estimators, *self.rewards, *self.envs, *self.curriculums, *self.trackers)
+    def estimators(self) -> list[Estimator]:
+        """Those that it provides."""
+        return self.of(Estimator)
 
     @property
     def is_ours(self) -> bool:
         """Whether it comes with relax: such code is not under suspicion."""
         return self.row.distribution == "relax-cli"
+
+    def of(self, kind: type[R]) -> list[R]:
+        """The records of one kind."""
+        return [record for record in self.records if isinstance(record, kind)]
 
     @property
     def title(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
@@ -18,7 +18,16 @@ from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.installed import Plugin, PluginRow
 from relax_cli.plugin.launch_plan import LaunchPlan
-from relax_cli.plugin.records import BUILTIN_CURRICULUMS, Curriculum, Env, Estimator, Normalized, Reward, unusable
+from relax_cli.plugin.records import (
+    BUILTIN_CURRICULUMS,
+    Curriculum,
+    Env,
+    Estimator,
+    Normalized,
+    Record,
+    Reward,
+    unusable,
+)
 from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
 from relax_cli.plugin.user_code import UserCodeError, user_code
@@ -30,23 +39,14 @@ HOOK_SECONDS = 120.0
 TRACKER_SECONDS = 300.0
 """Deadline of `relax_step_end`, which may wait for a server. `relax_launch` may take as long as it likes."""
 HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("relax_"))
-_KINDS = {
-    "relax_estimators": "estimator",
-    "relax_rewards": "reward",
-    "relax_envs": "env",
-    "relax_curriculums": "curriculum",
-    "relax_trackers": "tracker",
+_RECORDS: dict[str, type[Record]] = {
+    f"relax_{kind.__name__.lower()}s": kind for kind in (Estimator, Reward, Env, Curriculum, Tracker)
+}
+_KINDS = {hook: kind.__name__.lower() for hook, kind in _RECORDS.items()} | {
     "relax_step_end": "tracker",
     "relax_launch": "launcher",
 }
-_RECORDS = {
-    "relax_estimators": Estimator,
-    "relax_rewards": Reward,
-    "relax_envs": Env,
-    "relax_curriculums": Curriculum,
-    "relax_trackers": Tracker,
-}
-R = TypeVar("R", Estimator, Reward, Env, Curriculum, Tracker)
+R = TypeVar("R", bound=Record)
 
 UNKNOWN_ESTIMATOR = problem_kind(
     "unknown-estimator",
@@ -57,15 +57,11 @@ UNKNOWN_ESTIMATOR = problem_kind(
 UNKNOWN_PLUGIN = problem_kind("unknown-plugin", "Plugins", "No plugin of that name is installed.")
 DUPLICATE = {
     kind: problem_kind(
-        f"duplicate-{kind.__name__.lower()}", "Plugins", f"Two packages provide {what} of one name; both are named."
+        f"duplicate-{kind.__name__.lower()}",
+        "Plugins",
+        f"Two packages provide {'an' if kind.what[0] == 'e' else 'a'} {kind.what} of one name; both are named.",
     )
-    for kind, what in {
-        Estimator: "an estimator",
-        Reward: "a reward",
-        Env: "an environment",
-        Curriculum: "a curriculum",
-        Tracker: "a tracker",
-    }.items()
+    for kind in _RECORDS.values()
 }
 PLUGIN_FAILED = problem_kind(
     "plugin-failed", "Plugins", "A hook of a plugin raised an exception or returned something of the wrong type."
@@ -218,21 +214,19 @@ class Plugins:
         """What the chosen estimator, reward, environment, curriculum and trackers name and cannot be loaded, tried in
         another process. Ours are known to load.
         """
-        estimator, env = config.algorithm.advantage_estimator, config.episode.env
-        rewards = dict(config.reward.shares)
+        chosen: dict[type[Record], Collection[str | None]] = {
+            Estimator: [config.algorithm.advantage_estimator],
+            Reward: dict(config.reward.shares),
+            Env: [config.episode.env],
+            Curriculum: [config.data.curriculum],
+            Tracker: config.run.track,
+        }
         return [
             problem
             for plugin, _ in self._working()
             if not plugin.is_ours
             for problem in broken_references(
-                plugin,
-                [
-                    *(e for e in plugin.estimators if e.name == estimator),
-                    *(r for r in plugin.rewards if r.name in rewards),
-                    *(e for e in plugin.envs if e.name == env),
-                    *(c for c in plugin.curriculums if c.name == config.data.curriculum),
-                    *(t for t in plugin.trackers if t.name in config.run.track),
-                ],
+                plugin, [one for kind, names in chosen.items() for one in plugin.of(kind) if one.name in names]
             )
         ]
 
@@ -284,7 +278,7 @@ class Plugins:
         owners: dict[str, str] = {}
         found: dict[str, R] = {}
         for plugin in self._plugins:
-            for record in (record for record in plugin.records if isinstance(record, kind)):
+            for record in plugin.of(kind):
                 name, owner = record.name, plugin.row.distribution
                 if name in found:
                     what = kind.__name__.lower()
@@ -332,20 +326,20 @@ def _load(entry: EntryPoint) -> Plugin:
     if misspelt := _unknown_hooks(entry, manager, module):
         reason = "; ".join(problem.message for problem in misspelt)
         return replace(_broken(entry, reason), misspelt=misspelt)
-    provided: list[tuple[Any, ...]] = []
+    provided: list[Record] = []
     for hook, kind in _RECORDS.items():
         try:
             with _guarded(passes=()):
                 results = getattr(manager.hook, hook)()
-                provided.append(tuple(_of_type(results[0] or [], hook, list, kind) if results else ()))
-                reason = next(filter(None, (unusable(r) for r in provided[-1] if isinstance(r, Estimator))), "")
+                found = _of_type(results[0] or [], hook, list, kind) if results else []
+                reason = next(filter(None, (unusable(r) for r in found if isinstance(r, Estimator))), "")
         except UserCodeError as error:
             return _broken(entry, f"{hook} raised {error.reason}", error.place)
         if reason:
             return _broken(entry, reason)
+        provided += found
     hooks = tuple(sorted(caller.name for caller in manager.get_hookcallers(module) or ()))
-    estimators, rewards, envs, curriculums, trackers = provided
-    return Plugin(_row(entry, hooks), entry, module, manager.hook, (), estimators, rewards, envs, curriculums, trackers)
+    return Plugin(_row(entry, hooks), entry, module, manager.hook, records=tuple(provided))
 
 
 def _unknown_hooks(entry: EntryPoint, manager: pluggy.PluginManager, module: Any) -> tuple[Problem, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_cli.config.model import base_type, options_by_name
 from relax_cli.config.schema import Aggregation, Config, Section
@@ -20,13 +20,34 @@ REFERENCE = problem_kind("plugin-reference", "Plugins", "A plugin refers to a `m
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """An advantage estimator with its policy loss."""
+class Record:
+    """Something that a plugin provides by name."""
 
     name: str
-    """What a user types after `--advantage-estimator`."""
+    """What a user types to choose it."""
     summary: str
     """One line."""
+    what: ClassVar[str]
+    """Its kind, for messages."""
+    references: ClassVar[tuple[str, ...]] = ("function",)
+    """The fields that are a `"module:function"`."""
+
+    @property
+    def title(self) -> str:
+        """For messages: `reward mine`."""
+        return f"{self.what} {self.name}"
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return the function that it names; raises ConfigError where that leads nowhere."""
+        return load_reference(getattr(self, self.references[0]), self.title)
+
+
+@dataclass(frozen=True)
+class Estimator(Record):
+    """An advantage estimator with its policy loss (`--advantage-estimator`)."""
+
+    what = "estimator"
+    references = ("advantages", "policy_loss")
     paper: str
     """Where the formulas come from."""
     options: type[Section]
@@ -46,20 +67,12 @@ class Estimator:
     documents it, and `relax plugins check` leaves that check out."""
 
     def load_advantages(self) -> Callable[[AdvantageInputs], AdvantageOutputs]:
-        """Import and return the advantage function.
-
-        Raises:
-            ConfigError: the reference does not lead to a function.
-        """
-        return load_reference(self.advantages, f"estimator {self.name}")
+        """Import and return the advantage function; raises ConfigError where the reference leads nowhere."""
+        return load_reference(self.advantages, self.title)
 
     def load_policy_loss(self) -> Callable[[LossInputs], LossTerms]:
-        """Import and return the policy loss.
-
-        Raises:
-            ConfigError: the reference does not lead to a function.
-        """
-        return load_reference(self.policy_loss, f"estimator {self.name}")
+        """Import and return the policy loss; raises ConfigError where the reference leads nowhere."""
+        return load_reference(self.policy_loss, self.title)
 
 
 def unusable(estimator: Estimator) -> str:
@@ -82,33 +95,20 @@ def unusable(estimator: Estimator) -> str:
 
 
 @dataclass(frozen=True)
-class Reward:
-    """A named reward function."""
+class Reward(Record):
+    """A named reward function (`--rm-type`)."""
 
-    name: str
-    """What a user types after `--rm-type`."""
-    summary: str
-    """One line."""
+    what = "reward"
     function: str
     """`"module:function"` judging a batch of samples."""
 
-    def load(self) -> Callable[..., Any]:
-        """Import and return the function.
-
-        Raises:
-            ConfigError: the reference does not lead to a function.
-        """
-        return load_reference(self.function, f"reward {self.name}")
-
 
 @dataclass(frozen=True)
-class Env:
-    """A named environment of multi-turn episodes."""
+class Env(Record):
+    """A named environment of multi-turn episodes (`--env`)."""
 
-    name: str
-    """What a user types after `--env`."""
-    summary: str
-    """One line."""
+    what = "environment"
+    references = ("environment",)
     environment: str
     """`"module:Class"` (or a function that returns an instance) with `reset(row)` and `step(response)`."""
     example: Mapping[str, Any] = field(default_factory=dict)
@@ -116,23 +116,12 @@ class Env:
 
 
 @dataclass(frozen=True)
-class Curriculum:
-    """A named curriculum: which rows come next, by how well each went before."""
+class Curriculum(Record):
+    """A named curriculum (`--curriculum`): which rows come next, by how well each went before."""
 
-    name: str
-    """What a user types after `--curriculum`."""
-    summary: str
-    """One line."""
+    what = "curriculum"
     function: str
     """`"module:function"` taking a `RowHistory` and returning a weight for each row."""
-
-    def load(self) -> Callable[..., Any]:
-        """Import and return the function.
-
-        Raises:
-            ConfigError: the reference does not lead to a function.
-        """
-        return load_reference(self.function, f"curriculum {self.name}")
 
 
 BUILTIN_CURRICULUMS = {

@@ -9,26 +9,13 @@ from collections.abc import Sequence
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.installed import Plugin
-from relax_cli.plugin.records import REFERENCE, Curriculum, Env, Estimator, Reward, env_fault, load_reference
-from relax_cli.plugin.trackers import Tracker
-
-ENVIRONMENT = "environment"
+from relax_cli.plugin.records import REFERENCE, Env, Record, env_fault, load_reference
 
 
-def broken_references(
-    plugin: Plugin, records: Sequence[Estimator | Reward | Env | Curriculum | Tracker] | None = None
-) -> list[Problem]:
+def broken_references(plugin: Plugin, records: Sequence[Record] | None = None) -> list[Problem]:
     """What these records of a plugin, or all of them, name and cannot be loaded."""
-    references: list[tuple[str, str]] = []
-    for record in plugin.records if records is None else records:
-        if isinstance(record, Estimator):
-            references += [(x, f"estimator {record.name}") for x in (record.advantages, record.policy_loss)]
-        elif isinstance(record, Reward | Curriculum):
-            references.append((record.function, f"{type(record).__name__.lower()} {record.name}"))
-        elif isinstance(record, Env):
-            references.append((record.environment, f"{ENVIRONMENT} {record.name}"))
-        else:
-            references.append((record.opens, f"tracker {record.name}"))
+    chosen = plugin.records if records is None else records
+    references = [(getattr(record, field), record.title) for record in chosen for field in record.references]
     if not references:
         return []
     try:
@@ -57,7 +44,7 @@ def load_all(asked: str) -> None:
     for reference, owner in references:
         try:
             loaded = load_reference(reference, owner)
-            if owner.startswith(ENVIRONMENT) and (fault := env_fault(loaded)):
+            if owner.startswith(Env.what) and (fault := env_fault(loaded)):
                 fix = "make it a class with reset(row) and step(response) that is made without arguments"
                 problems.append(REFERENCE(f"{owner} cannot be used", got=f"{reference}: {fault}", fix=fix))
         except ConfigError as error:

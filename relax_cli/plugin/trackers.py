@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_cli.config.schema import RunSection
+from relax_cli.plugin.records import Record
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,11 @@ class TrackerWriter(Protocol):
 
 
 @dataclass(frozen=True)
-class Tracker:
-    """A named tracker."""
+class Tracker(Record):
+    """A named tracker (`--track`)."""
 
-    name: str
-    """What a user types after `--track`."""
-    summary: str
-    """One line."""
+    what = "tracker"
+    references = ("opens",)
     opens: str
     """`"module:function"`, called with a `TrackedRun`, returns a `TrackerWriter`."""
     package: str = ""

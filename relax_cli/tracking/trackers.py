@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any
 
 from relax_cli.errors import EnvironmentFault, problem_kind
-from relax_cli.plugin.records import load_reference
 from relax_cli.plugin.trackers import TrackedRun, Tracker, TrackerWriter
 from relax_cli.plugin.user_code import UserCodeError, user_code
 from relax_cli.plugin.user_deadline import user_deadline
@@ -41,7 +40,7 @@ class Trackers:
         for tracker in chosen:
             try:
                 with user_code(), user_deadline(SECONDS):
-                    self._writers[tracker.name] = load_reference(tracker.opens, f"tracker {tracker.name}")(run)
+                    self._writers[tracker.name] = tracker.load()(run)
             except UserCodeError as error:
                 raise EnvironmentFault(
                     TRACKER_FAILED(

@@ -16,9 +16,8 @@ from relax_cli.plugin.installed import Plugin
 from relax_cli.plugin.kit import package
 from relax_cli.plugin.kit.findings import CheckResult, Finding, Part
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.plugin.records import Curriculum, Env, Estimator, Reward
+from relax_cli.plugin.records import Env, Estimator, Record
 from relax_cli.plugin.references import broken_references
-from relax_cli.plugin.trackers import Tracker
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
 __all__ = ["CheckResult", "Finding", "assert_conforms", "check_estimator", "check_plugin"]
@@ -37,11 +36,10 @@ def check_plugin(plugin: Plugin) -> list[CheckResult]:
     return results + [check_references(plugin, record) for record in named]
 
 
-def check_references(plugin: Plugin, record: Reward | Env | Curriculum | Tracker) -> CheckResult:
+def check_references(plugin: Plugin, record: Record) -> CheckResult:
     """Whether what a plugin provides can be loaded, in a process of its own."""
     found = tuple(Finding(problem.got, problem.fix) for problem in broken_references(plugin, [record]))
-    kind = type(record).__name__.lower()
-    rule = "the environment leads to a class" if isinstance(record, Env) else f"the {kind} leads to a function"
+    rule = f"the {record.what} leads to a {'class' if isinstance(record, Env) else 'function'}"
     return CheckResult("references", record.name, "failed" if found else "ok", rule, found)
 
 

@@ -75,15 +75,10 @@ def name_clash(plugin: Plugin) -> list[Finding]:
     """No other package provides an estimator, a reward, a tracker or an option of the same name."""
     found = []
     for other in plugin.others:
-        for kind, own, theirs in (
-            ("estimator", plugin.estimators, other.estimators),
-            ("reward", plugin.rewards, other.rewards),
-            ("environment", plugin.envs, other.envs),
-            ("curriculum", plugin.curriculums, other.curriculums),
-            ("tracker", plugin.trackers, other.trackers),
-        ):
-            for name in {record.name for record in own} & {record.name for record in theirs}:
-                message = f"{other.row.distribution} also provides the {kind} {name!r}"
+        theirs = {(record.what, record.name) for record in other.records}
+        for record in plugin.records:
+            if (record.what, record.name) in theirs:
+                message = f"{other.row.distribution} also provides the {record.what} {record.name!r}"
                 found.append(Finding(message, "choose another name for yours"))
     return found or [
         Finding(message, "put the estimator's name in front of the option's") for message in _claimed_options(plugin)
