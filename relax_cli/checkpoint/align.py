@@ -110,10 +110,7 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
 
 def apply(alignment: Alignment) -> None:
     """Write the trackers, each in one atomic step.
-
-    Raises:
-        OSError: the disk refused; what was written until then stays.
-    """
+    Raises OSError: the disk refused; what was written until then stays."""
     for move in alignment.moves:
         if move.changes:
             layout.write_tracker(move.folder, move.after)
@@ -121,10 +118,7 @@ def apply(alignment: Alignment) -> None:
 
 def settle(save_dir: Path, iteration: int | None) -> None:
     """Finish what a run was killed in: unfinished folders go, and the tracker moves to `iteration`.
-
-    Raises:
-        OSError: the disk refused.
-    """
+    Raises OSError: the disk refused."""
     for leftover in layout.list_leftovers(save_dir):
         layout.remove_tree(leftover)
     if iteration is not None and layout.read_tracker(save_dir).iteration != iteration:

@@ -109,10 +109,7 @@ def export_hf(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtyp
 
 def export_peft(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtype | None = None) -> Exported:
     """Write the low-rank adapters of a checkpoint as a folder that PEFT loads; see `export_hf`.
-
-    Raises:
-        ConfigError: also where the checkpoint has no adapters.
-    """
+    Raises ConfigError: also where the checkpoint has no adapters."""
     refuse_in_use(out)
     lora = adapters_in(refuse_unfit(checkpoint, model_folder))
     if lora is None:

@@ -23,10 +23,7 @@ STORAGE_FAILED = problem_kind(
 
 def commit(save_dir: Path, iteration: int) -> None:
     """Give the written checkpoint its final name; one of the same iteration from before a resume is replaced.
-
-    Raises:
-        RunError: the disk refused.
-    """
+    Raises RunError: the disk refused."""
     final = layout.iteration_folder(save_dir, iteration)
     with disk_errors():
         if final.exists():
@@ -36,21 +33,14 @@ def commit(save_dir: Path, iteration: int) -> None:
 
 
 def publish(save_dir: Path, iteration: int) -> None:
-    """Point the tracker at `iteration`.
-
-    Raises:
-        RunError: the disk refused.
-    """
+    """Point the tracker at `iteration`. Raises RunError: the disk refused."""
     with disk_errors():
         layout.write_tracker(save_dir, iteration)
 
 
 def withdraw(save_dir: Path, iteration: int) -> None:
     """Undo a save of `iteration` that failed somewhere: the tracker goes back, and the disk gets its room back.
-
-    Raises:
-        RunError: the disk refused; a folder that the tracker still names stays.
-    """
+    Raises RunError: the disk refused; a folder that the tracker still names stays."""
     with disk_errors():
         _remove_leftovers(save_dir)
         if layout.read_tracker(save_dir).iteration == iteration:
@@ -87,11 +77,7 @@ def rotate(save_dir: Path, current: int, keep: int | None, protected: Collection
 
 
 def mark_best(save_dir: Path, best: Best) -> None:
-    """Note which checkpoint is the best.
-
-    Raises:
-        RunError: the disk refused.
-    """
+    """Note which checkpoint is the best. Raises RunError: the disk refused."""
     with disk_errors():
         layout.write_best(save_dir, best)
 

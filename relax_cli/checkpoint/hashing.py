@@ -71,11 +71,7 @@ class _FollowedFile(io.BufferedWriter):
         self._hashing.append(self._reader.submit(self._hash_up_to, self.raw.tell()))
 
     def entry(self) -> FileEntry:
-        """Size and hash of the closed file.
-
-        Raises:
-            OSError: what was written cannot be read again.
-        """
+        """Size and hash of the closed file. Raises OSError: what was written cannot be read again."""
         for part in self._hashing:
             part.result()
         return FileEntry(self._path.name, self._done, self._sha256.hexdigest())

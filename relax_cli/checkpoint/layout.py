@@ -211,10 +211,7 @@ def write_meta(folder: Path, meta: CheckpointMeta) -> None:
 
 def read_meta(folder: Path) -> CheckpointMeta:
     """`relax.json` of a checkpoint.
-
-    Raises:
-        ResumeError: it is missing, damaged, of another format, or names a file outside the checkpoint.
-    """
+    Raises ResumeError: it is missing, damaged, of another format, or names a file outside the checkpoint."""
     path = folder / META_FILE
     try:
         content = read_small_file(path, MOST_META_BYTES)
@@ -265,10 +262,7 @@ def sha256_of(path: Path) -> str:
 
 def damages(folder: Path, *, deep: bool = False) -> list[str]:
     """What is wrong with the files of a checkpoint, one sentence each; with `deep`, also their hashes are checked.
-
-    Raises:
-        ResumeError: `relax.json` itself cannot be used.
-    """
+    Raises ResumeError: `relax.json` itself cannot be used."""
     entries = read_meta(folder).files
     found = strays(folder)
     safe_to_read = not found
@@ -335,10 +329,7 @@ def remove_tree(path: Path) -> None:
 
 def read_small_file(path: Path, most_bytes: int) -> bytes:
     """Content of a regular file of at most `most_bytes`.
-
-    Raises:
-        OSError: also where it is not a regular file, or larger.
-    """
+    Raises OSError: also where it is not a regular file, or larger."""
     check_regular(path, most_bytes)
     return path.read_bytes()
 

@@ -85,10 +85,7 @@ def plan_pruning(actor: Path, critic: Path | None, keep: int) -> Pruning:
 
 def apply(pruning: Pruning) -> None:
     """Remove what goes, oldest first; each loses its name before its files.
-
-    Raises:
-        OSError: the disk refused; what is left is found by the next call.
-    """
+    Raises OSError: the disk refused; what is left is found by the next call."""
     for entry in pruning.doomed:
         if entry.path.name.startswith("."):
             layout.remove_tree(entry.path)
@@ -155,10 +152,7 @@ def _entries(role: str, folder: Path, complete: Sequence[int], stay: dict[int, s
 
 def _refuse_half_a_pair(folder: Path, keep: int) -> str:
     """The role of a save folder whose run saved no other.
-
-    Raises:
-        ConfigError: pruning it alone could leave a pair without its other half.
-    """
+    Raises ConfigError: pruning it alone could leave a pair without its other half."""
     role = "actor"
     for iteration in reversed(layout.list_iterations(folder)):
         try:

@@ -107,10 +107,7 @@ def unsafe(where: Path, reason: str) -> ResumeError:
 
 def load_plain(content: bytes, where: Path) -> Any:
     """Tensors and plain values that `torch.save` wrote; tensors on the CPU.
-
-    Raises:
-        ResumeError: it contains something else, or is damaged.
-    """
+    Raises ResumeError: it contains something else, or is damaged."""
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -134,10 +131,7 @@ def load_common(folder: Path) -> dict[str, Any]:
 
 def read_metadata(folder: Path) -> Metadata:
     """Shapes, types and places of the tensors of a checkpoint.
-
-    Raises:
-        ResumeError: the file asks for more than it has a use for, leads out of the folder, or is damaged.
-    """
+    Raises ResumeError: the file asks for more than it has a use for, leads out of the folder, or is damaged."""
     path = folder / METADATA_FILE
     try:
         content = layout.read_small_file(path, MOST_METADATA_BYTES)

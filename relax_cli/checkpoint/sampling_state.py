@@ -32,11 +32,7 @@ def write_sampling(folder: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def read_sampling(folder: Path) -> Arrays:
-    """The arrays of a checkpoint; none where it has no such file.
-
-    Raises:
-        ResumeError: the file is damaged.
-    """
+    """The arrays of a checkpoint; none where it has no such file. Raises ResumeError: the file is damaged."""
     path = folder / FILE
     if not path.exists():
         return {}

@@ -144,11 +144,7 @@ def world_size() -> int:
 
 
 def on_first_rank(action: Callable[[], None], group: Group = None) -> None:
-    """Run `action` on rank 0 while the others wait.
-
-    Raises:
-        RunError: on every rank, where the disk refused.
-    """
+    """Run `action` on rank 0 while the others wait. Raises RunError: on every rank, where the disk refused."""
     failure: list[RunError | None] = [None]
     if is_first_rank():
         try:

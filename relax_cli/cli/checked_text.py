@@ -119,10 +119,7 @@ def as_text(checked: CheckedRun, *, show_origin: bool, problems_last: bool = Fal
 
 def show(plugins: Plugins, layers: Layers, output: Output) -> None:
     """Print a configuration with its origins: JSON, or YAML that is a recipe again.
-
-    Raises:
-        ConfigError: a value cannot be read.
-    """
+    Raises ConfigError: a value cannot be read."""
     checked = check_run(plugins, layers, skip_files=True)
     if checked.unread:
         raise ConfigError(checked.problems)

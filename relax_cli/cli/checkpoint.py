@@ -187,10 +187,7 @@ def require_save_folder(folder: Path) -> None:
 
 def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: int | None) -> ModelFit:
     """Compare model and tokenizer with those of the checkpoint, and the model's sizes with the ranks.
-
-    Raises:
-        ConfigError: there is no such model, or its config.json is unusable.
-    """
+    Raises ConfigError: there is no such model, or its config.json is unusable."""
     meta = report.sides[0].meta
     saved = None if meta is None else meta.parallel
     size = tensor_parallel or (saved or {}).get("tensor_parallel")

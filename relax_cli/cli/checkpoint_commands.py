@@ -57,11 +57,7 @@ def register(app: typer.Typer) -> None:
 
 
 def expanded(parameter: typer.CallbackParam, value: str | Path | None) -> str | Path | None:
-    """A path with `~` and variables expanded, as `relax train` does it.
-
-    Raises:
-        ConfigError: a variable is not set.
-    """
+    """A path with `~` and variables expanded, as `relax train` does it. Raises ConfigError: a variable is not set."""
     if value is None:
         return None
     text, missing = expand_path(str(value), os.environ)
@@ -81,11 +77,7 @@ def path_argument(metavar: str, help: str) -> Any:
 
 
 def model_folder(name: str, fix: str) -> Path:
-    """The model's folder.
-
-    Raises:
-        ConfigError: it is not there.
-    """
+    """The model's folder. Raises ConfigError: it is not there."""
     folder = folder_of_model(name)
     if folder is None:
         message, expected = "the model folder does not exist", "a folder with config.json and tokenizer"

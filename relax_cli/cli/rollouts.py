@@ -100,11 +100,7 @@ def _chosen(kept: list[Sample], worst: int | None, best: int | None, by_chance: 
 
 
 def _named(samples: Sequence[Sample], field: str, number: int) -> list[Sample]:
-    """The samples with that number.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """The samples with that number. Raises ConfigError: there are none."""
     found = [sample for sample in samples if sample[field] == number]
     if not found:
         there = sorted({sample[field] for sample in samples})

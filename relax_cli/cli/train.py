@@ -41,10 +41,7 @@ def register(app: typer.Typer, plugins: Plugins) -> None:
 
 def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:
     """Check a run and train; shows its warnings before and its results at the end.
-
-    Raises:
-        RelaxError: the run may not start, or it failed.
-    """
+    Raises RelaxError: the run may not start, or it failed."""
     with reading_progress(output) as progress:
         checked = check_run(plugins, layers, progress=progress, cluster_gpus=cluster_gpus).require_valid()
         from relax_cli.engine.restarts import train_with_restarts

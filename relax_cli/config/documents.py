@@ -46,10 +46,7 @@ class TooLarge(ValueError):
 
 def read_document(path: Path) -> CommentedMap:
     """The mapping in a YAML file, with the line of each key; an empty one where the file is empty.
-
-    Raises:
-        ConfigError: it is not such a file, or it is too large.
-    """
+    Raises ConfigError: it is not such a file, or it is too large."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -97,10 +94,7 @@ def yaml_value(text: str) -> Any:
 
 def plain(value: Any) -> Any:
     """ruamel's types as ordinary Python values.
-
-    Raises:
-        TooLarge: it has too many levels or parts, which aliases can make out of little.
-    """
+    Raises TooLarge: it has too many levels or parts, which aliases can make out of little."""
     return _plain(value, MOST_LEVELS, [MOST_VALUES])
 
 

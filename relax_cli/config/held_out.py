@@ -64,10 +64,7 @@ class EvalSection(Section):
 
 def section_of_set(section: EvalSection, name: str) -> EvalSection:
     """The section with what `--eval-sampling` says of one set.
-
-    Raises:
-        ValueError: an item about the set cannot be read.
-    """
+    Raises ValueError: an item about the set cannot be read."""
     values: dict[str, str] = {}
     for item in section.eval_sampling:
         about, _, pairs = item.partition(":")

@@ -75,10 +75,7 @@ def bundled_recipes() -> dict[str, Path]:
 
 def find_recipe(name: str) -> Path:
     """The file of a bundled recipe NAME, or of a FILE path (anything with a suffix or a folder).
-
-    Raises:
-        ConfigError: there is no such recipe.
-    """
+    Raises ConfigError: there is no such recipe."""
     bundled = bundled_recipes()
     if name in bundled:
         return bundled[name]

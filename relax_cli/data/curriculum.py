@@ -80,10 +80,7 @@ class RowHistory:
 
     def restored(self, saved: Mapping[str, NDArray[Any]]) -> RowHistory:
         """The history that was saved as `curriculum_visits` and `curriculum_reward`; this one where there is none.
-
-        Raises:
-            ValueError: it is of other rows.
-        """
+        Raises ValueError: it is of other rows."""
         if "curriculum_visits" not in saved:
             return self
         found = RowHistory(saved["curriculum_visits"], saved["curriculum_reward"])
@@ -127,11 +124,7 @@ class WeightedRows:
         """`(sum w)² / sum w²` of the newest weights: as many rows with equal weights would be as varied."""
 
     def rows(self, rollout_id: int, offset: int, count: int) -> list[int]:
-        """`count` rows of a rollout that has drawn `offset` before.
-
-        Raises:
-            RunError: the curriculum failed.
-        """
+        """`count` rows of a rollout that has drawn `offset` before. Raises RunError: the curriculum failed."""
         if self._order[0] != rollout_id:
             self._order = (rollout_id, self._ordered(rollout_id))
         order = self._order[1]
@@ -158,10 +151,7 @@ class WeightedRows:
 
 def weights_of(name: str, weigh: Weigh, history: RowHistory) -> NDArray[np.float64]:
     """The weights of all rows, once they are what they have to be.
-
-    Raises:
-        RunError: the function failed, or what it returned are no weights.
-    """
+    Raises RunError: the function failed, or what it returned are no weights."""
     import numpy as np
 
     fault = where = ""
@@ -185,11 +175,7 @@ def weights_of(name: str, weigh: Weigh, history: RowHistory) -> NDArray[np.float
 
 
 def load_curriculum(spec: str, named: Mapping[str, Curriculum]) -> Weigh:
-    """The function of `--curriculum`.
-
-    Raises:
-        ConfigError: there is none of that name, or it does not load.
-    """
+    """The function of `--curriculum`. Raises ConfigError: there is none of that name, or it does not load."""
     if is_file_spec(spec):
         return find_curriculum(spec)
     if spec not in named:
@@ -210,10 +196,7 @@ def unknown_curriculum(name: str, known: Mapping[str, Curriculum]) -> Problem:
 
 def find_curriculum(spec: str) -> Weigh:
     """The function of `FILE.py:function`.
-
-    Raises:
-        ConfigError: the file is missing or fails to import, or has no such function.
-    """
+    Raises ConfigError: the file is missing or fails to import, or has no such function."""
     target: Weigh = USER_FILE.find(spec, inspect.isfunction)
     if not accepts(target, None):
         path, _, name = spec.rpartition(":")
@@ -230,9 +213,6 @@ def check_curriculum(spec: str) -> list[Problem]:
 
 def try_curriculum(spec: str) -> None:
     """Call the function of `FILE.py:function` once: the part of `check_curriculum` that runs in the other process.
-
-    Raises:
-        RelaxError: what is wrong with it.
-    """
+    Raises RelaxError: what is wrong with it."""
     tried = RowHistory.empty(4).after([(1, 0.5), (2, 1.0), (2, 0.0), (3, 1.0)])
     weights_of(spec, find_curriculum(spec), tried)

@@ -71,10 +71,7 @@ class LightTokenizer:
 
 def load_light(folder: Path) -> LightTokenizer | None:
     """The tokenizer of a model folder; None where there is no tokenizer.json.
-
-    Raises:
-        ConfigError: its files are damaged.
-    """
+    Raises ConfigError: its files are damaged."""
     path = folder / "tokenizer.json"
     if not path.exists() or not (folder / "tokenizer_config.json").is_file():
         return None

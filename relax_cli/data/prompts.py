@@ -61,10 +61,7 @@ def load_prompts(
 
 def read_prompts(section: DataSection, spec: str, progress: Progress | None = None) -> Iterator[Prompt | Problem]:
     """Every prompt of one item, or what is wrong with its row; one after the other in memory.
-
-    Raises:
-        ConfigError: the data cannot be read at all.
-    """
+    Raises ConfigError: the data cannot be read at all."""
     source = source_of(spec)
     if source.is_task:
         chat = (section.system_prompt, section.chat_template_kwargs)

@@ -28,10 +28,7 @@ TASK = problem_kind(
 
 def generate(spec: str) -> list[Prompt]:
     """The prompts of `reasoning-gym:TASK?size=N&seed=S&param=value`.
-
-    Raises:
-        ConfigError: the package is missing, there is no such task, or it refuses the parameters.
-    """
+    Raises ConfigError: the package is missing, there is no such task, or it refuses the parameters."""
     task, _, query = spec.removeprefix(REASONING_GYM).partition("?")
     try:
         from reasoning_gym.factory import DATASETS, create_dataset

@@ -45,10 +45,8 @@ class Source:
 
     def files(self) -> list[Path]:
         """The files, in the order in which they are read; a single path need not exist.
-
-        Raises:
-            ConfigError: no file matches a glob, a folder was not written by `datasets`, or the hub has no such files.
-        """
+        Raises ConfigError: no file matches a glob, a folder was not written by `datasets`, or the hub has no such
+        files."""
         if self.place.startswith(HUB_PREFIX):
             return list(dataset_files(self.place))
         path = Path(self.place)
@@ -65,10 +63,7 @@ class Source:
 
 def source_of(spec: str) -> Source:
     """`PLACE[@[START:STOP:STEP]][*WEIGHT]`; a file that has exactly this name is that file.
-
-    Raises:
-        ConfigError: the slice or the weight has no meaning.
-    """
+    Raises ConfigError: the slice or the weight has no meaning."""
     match = _ITEM.fullmatch(spec)
     if match is None or Path(spec).exists():
         return Source(spec)
@@ -87,10 +82,7 @@ def source_of(spec: str) -> Source:
 
 def weights_of(sources: Sequence[Source]) -> list[float]:
     """The weight of each source; none where the prompts of all are used alike.
-
-    Raises:
-        ConfigError: only some have one.
-    """
+    Raises ConfigError: only some have one."""
     weights = [source.weight for source in sources if source.weight is not None]
     if weights and len(weights) < len(sources):
         places = [source.place for source in sources if source.weight is None]

@@ -36,10 +36,7 @@ PROMPT_TOO_LONG = problem_kind(
 
 def load_tokenizer(folder: Path) -> Any:
     """The `transformers` tokenizer of a model folder; the network is never asked.
-
-    Raises:
-        ConfigError: there is none, or it does not load.
-    """
+    Raises ConfigError: there is none, or it does not load."""
     if not (folder / "tokenizer_config.json").is_file():
         raise _tokenizer_error(folder, "the model folder has no tokenizer (tokenizer_config.json)")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -76,10 +73,7 @@ def encode_prompt(
 
 def encoded_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) -> tuple[str, bool]:
     """The text of a prompt that is encoded, and whether the tokenizer adds its special tokens.
-
-    Raises:
-        ConfigError: see `encode_prompt`.
-    """
+    Raises ConfigError: see `encode_prompt`."""
     if apply_chat_template:
         # The template writes the special tokens itself.
         return _render(tokenizer, prompt), False
@@ -130,10 +124,7 @@ def prompt_too_long(prompt: Prompt, length: int, limit: int) -> Problem:
 
 def model_vocab_size(folder: Path) -> int:
     """Rows of the model's embedding, from `config.json`.
-
-    Raises:
-        ConfigError: `config.json` is missing, unreadable or does not say.
-    """
+    Raises ConfigError: `config.json` is missing, unreadable or does not say."""
     config = read_config(folder)
     default = DEFAULTS.get(str(config.get("model_type")), {}).get("vocab_size")
     size = language_config(config).get("vocab_size", default)
@@ -144,10 +135,7 @@ def model_vocab_size(folder: Path) -> int:
 
 def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Ids that end a response, ascending: those of generation_config.json, config.json and the tokenizer.
-
-    Raises:
-        ConfigError: a file is unreadable, or an id is not in the model's vocabulary.
-    """
+    Raises ConfigError: a file is unreadable, or an id is not in the model's vocabulary."""
     generation = folder / "generation_config.json"
     found = [*_eos_ids(read_config(folder)), *(_eos_ids(read_json(generation)) if generation.is_file() else ())]
     found += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

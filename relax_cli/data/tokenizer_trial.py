@@ -98,10 +98,7 @@ def use(folder: str, chat: str) -> None:
 
 def load_older(folder: Path) -> LightTokenizer | None:
     """The tokenizer of a folder without a tokenizer.json, as `transformers` makes it into one in another process.
-
-    Raises:
-        ConfigError: it does not load, or, as a warning, it cannot be made into one.
-    """
+    Raises ConfigError: it does not load, or, as a warning, it cannot be made into one."""
     if not any((folder / name).is_file() for name in OLDER_FILES):
         return None
     with tempfile.TemporaryDirectory(prefix="relax-") as made:

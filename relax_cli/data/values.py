@@ -21,10 +21,7 @@ class Unusable(Exception):
 
 def text_of(value: Any) -> str:
     """Text as it is, and bytes that are UTF-8.
-
-    Raises:
-        Unusable: it is neither, or has half a surrogate pair, which no tokenizer and no file takes.
-    """
+    Raises Unusable: it is neither, or has half a surrogate pair, which no tokenizer and no file takes."""
     if isinstance(value, bytes):
         try:
             value = value.decode()
@@ -39,10 +36,7 @@ def text_of(value: Any) -> str:
 
 def label_of(value: Any) -> str:
     """A label as text: a number as people write it (46.0 is `46`, 1e-7 is `0.0000001`), a date in ISO form.
-
-    Raises:
-        Unusable: it is null, true or false, not a finite number, a list or an object.
-    """
+    Raises Unusable: it is null, true or false, not a finite number, a list or an object."""
     if isinstance(value, bool) or value is None:
         raise Unusable(f"is not text or a number, but {_kind(value)}")
     if isinstance(value, int):
@@ -59,10 +53,7 @@ def label_of(value: Any) -> str:
 
 def label_value(value: Any) -> str | list[Any] | dict[str, Any]:
     """A label: a list or an object as plain JSON, true and false as these words, anything else as in `label_of`.
-
-    Raises:
-        Unusable: it is null, not a finite number, or has a part without a JSON form.
-    """
+    Raises Unusable: it is null, not a finite number, or has a part without a JSON form."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple | dict):
@@ -73,10 +64,7 @@ def label_value(value: Any) -> str | list[Any] | dict[str, Any]:
 
 def plain_json(value: Any) -> Any:
     """A value as plain JSON, without the keys that are null: Arrow gives every object the keys of all.
-
-    Raises:
-        Unusable: something in it has no JSON form; the text then begins with its key.
-    """
+    Raises Unusable: something in it has no JSON form; the text then begins with its key."""
     return _without_nulls(_plain(value, "", 0))
 
 
@@ -88,10 +76,7 @@ def _without_nulls(value: Any) -> Any:
 
 def metadata_of(value: Any) -> dict[str, Any]:
     """Metadata as plain JSON: dates are ISO text, decimals numbers, and NaN, pandas' missing value, is null.
-
-    Raises:
-        Unusable: it is not an object, or something in it has no JSON form; the text then begins with its key.
-    """
+    Raises Unusable: it is not an object, or something in it has no JSON form; the text then begins with its key."""
     plain = {} if value is None else _plain(value, "", 0)
     if not isinstance(plain, dict):
         raise Unusable(f"is not an object, but {_kind(value)}")

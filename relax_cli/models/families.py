@@ -135,10 +135,7 @@ MOST_LAYERS = 10_000
 
 def completed(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` of a family in `DEFAULTS` with all values that the family's defaults give, each of its type.
-
-    Raises:
-        ConfigError: a value is not usable, or a key is not understood.
-    """
+    Raises ConfigError: a value is not usable, or a key is not understood."""
     family = config["model_type"]
     if family in MOE_FAMILIES:
         config = _with_num_experts(path, config)
@@ -197,11 +194,7 @@ def _check_experts(path: Path, full: dict[str, Any]) -> None:
 
 
 def positive(path: Path, key: str, value: object) -> float:
-    """The number `value`.
-
-    Raises:
-        ConfigError: it is not a finite number above 0.
-    """
+    """The number `value`. Raises ConfigError: it is not a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise unsupported(path, key, value, "a finite number above 0")
     return float(value)

@@ -42,10 +42,7 @@ UNREADABLE = problem_kind(
 
 def check_regular(path: Path, most_bytes: int | None = None) -> int:
     """Size of a regular file; links are followed.
-
-    Raises:
-        OSError: it is missing, a device, pipe, socket or folder, or larger than `most_bytes`.
-    """
+    Raises OSError: it is missing, a device, pipe, socket or folder, or larger than `most_bytes`."""
     info = path.stat()
     if not stat.S_ISREG(info.st_mode):
         raise OSError(f"{path.name} is not a regular file")
@@ -60,11 +57,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model folder.
-
-    Raises:
-        ConfigError: it cannot be read, or is not an object.
-    """
+    """The object in a JSON file of a model folder. Raises ConfigError: it cannot be read, or is not an object."""
     try:
         check_regular(path, MOST_JSON_BYTES)
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)

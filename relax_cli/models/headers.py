@@ -81,10 +81,7 @@ class Stored:
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of a model folder by name.
-
-    Raises:
-        ConfigError: there are no weights, or a file is missing, damaged or not a regular file.
-    """
+    Raises ConfigError: there are no weights, or a file is missing, damaged or not a regular file."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not single.exists() and not index.exists():
         raise ConfigError(

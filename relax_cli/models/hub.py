@@ -36,19 +36,13 @@ def is_hub_model(name: str) -> bool:
 
 def model_folder(name: str, *, online: bool = True) -> Path:
     """The folder of the cache with the model, which is downloaded where it is not complete.
-
-    Raises:
-        ConfigError: the hub does not give it.
-    """
+    Raises ConfigError: the hub does not give it."""
     return _snapshot(name, "model", None, MODEL_FILES, online)
 
 
 def pinned(item: str) -> str:
     """`hf:OWNER/NAME…` with the commit that it now is, so that all processes of a run read the same.
-
-    Raises:
-        ConfigError: the item has another form, or the hub does not give it.
-    """
+    Raises ConfigError: the item has another form, or the hub does not give it."""
     match = _parts(item)
     if match["revision"] and COMMIT.fullmatch(match["revision"]):
         return item
@@ -60,10 +54,7 @@ def pinned(item: str) -> str:
 @functools.lru_cache(64)
 def dataset_files(item: str) -> tuple[Path, ...]:
     """The files of `hf:OWNER/NAME[/CONFIG][@REVISION][:SPLIT]` in the cache; they are downloaded where they are not.
-
-    Raises:
-        ConfigError: the item has another form, the hub does not give it, or it has no such split.
-    """
+    Raises ConfigError: the item has another form, the hub does not give it, or it has no such split."""
     match = _parts(item)
     repo, revision, split = match["repo"], match["revision"], match["split"] or "train"
     folder = _snapshot(repo, "dataset", revision, ["README.md"])

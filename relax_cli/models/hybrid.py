@@ -87,10 +87,7 @@ class HybridSpec(ModelSpec):
 
 def read_any_spec(folder: Path) -> ModelSpec:
     """What `config.json` in `folder` describes, for our own families and for those of Megatron-Bridge.
-
-    Raises:
-        ConfigError: see `read_spec`.
-    """
+    Raises ConfigError: see `read_spec`."""
     path, whole = folder / CONFIG_FILE, read_config(folder)
     if whole.get("model_type") not in BRIDGE_FAMILIES:
         return read_spec(folder)

@@ -32,10 +32,7 @@ class RopeScaling:
 
 def rotary(path: Path, full: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
-
-    Raises:
-        ConfigError: places disagree, or the scaling is not implemented.
-    """
+    Raises ConfigError: places disagree, or the scaling is not implemented."""
     stated = [_read(path, key, full) for key in ("rope_parameters", "rope_scaling") if full.get(key)]
     stated = stated or [(_base(path, full["rope_theta"]), None)]
     if stated[0] != stated[-1]:

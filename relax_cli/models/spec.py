@@ -221,10 +221,7 @@ def indivisible_sizes(shape: Mapping[str, Any], tensor_parallel: int, *, resized
 
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a model folder as it stands; the only reader of that file.
-
-    Raises:
-        ConfigError: it is not a readable JSON object.
-    """
+    Raises ConfigError: it is not a readable JSON object."""
     return read_json(folder / CONFIG_FILE)
 
 
@@ -249,10 +246,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def read_spec(folder: Path) -> ModelSpec:
     """What `config.json` in `folder` describes, for the families of our own converter.
-
-    Raises:
-        ConfigError: no readable `config.json`, an unknown family, or a feature that is not implemented.
-    """
+    Raises ConfigError: no readable `config.json`, an unknown family, or a feature that is not implemented."""
     path, config = folder / CONFIG_FILE, read_config(folder)
     family = config.get("model_type")
     if family not in FAMILIES:

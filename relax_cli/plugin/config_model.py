@@ -30,10 +30,7 @@ NOT_REBUILT = problem_kind(
 
 def config_model(estimators: Iterable[Estimator]) -> type[Config]:
     """The core `Config` with a section per estimator for those of its options that the core does not have.
-
-    Raises:
-        ConfigError: a section or option name is claimed twice; names both claimants.
-    """
+    Raises ConfigError: a section or option name is claimed twice; names both claimants."""
     owners = {name: f"the core section {section}" for name, (section, _) in options_by_name(Config).items()}
     core_names = set(owners)
     sections: dict[str, Any] = {}
@@ -65,10 +62,7 @@ def config_model(estimators: Iterable[Estimator]) -> type[Config]:
 
 def estimator_options(config: Config, estimator: Estimator) -> Section:
     """The estimator's option model, filled by field name from the core sections and the estimator's own one.
-
-    Raises:
-        ConfigError: the option model's own validators refuse the values.
-    """
+    Raises ConfigError: the option model's own validators refuse the values."""
     known = options_by_name(type(config))
     missing = [n for n in estimator.options.model_fields if n not in known]
     assert not missing, f"options {missing} of {estimator.name} are not in the configuration model"
@@ -87,10 +81,7 @@ def estimator_options(config: Config, estimator: Estimator) -> Section:
 
 def rebuild_config(dump: Mapping[str, Any]) -> Config:
     """The configuration again from `config.model_dump(mode="json")`, given the same plugins.
-
-    Raises:
-        ConfigError: this process lacks the plugin of a section, or a value no longer validates.
-    """
+    Raises ConfigError: this process lacks the plugin of a section, or a value no longer validates."""
     try:
         return config_model(load_plugins().estimators().values()).model_validate(dump)
     except ValidationError as error:

@@ -59,19 +59,12 @@ class ServiceGraph:
         return name in self.names
 
     def __getitem__(self, name: str) -> RoleSpec:
-        """The role of that name.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The role of that name. Raises ConfigError: there is none."""
         return self.roles[self._index(name)]
 
     def with_role(self, spec: RoleSpec, before: str = "actor") -> ServiceGraph:
         """A graph with one more role, in front of `before`.
-
-        Raises:
-            ConfigError: the name is taken, or there is no role `before`.
-        """
+        Raises ConfigError: the name is taken, or there is no role `before`."""
         if spec.name in self.names:
             raise ConfigError(SERVICE_GRAPH(f"the service graph already has a role {spec.name!r}", fix="use replace()"))
         at = self._index(before)
@@ -86,10 +79,7 @@ class ServiceGraph:
         uses_device: bool | None = None,
     ) -> ServiceGraph:
         """A graph in which the role `name` has other properties; None keeps one.
-
-        Raises:
-            ConfigError: there is no such role.
-        """
+        Raises ConfigError: there is no such role."""
         at = self._index(name)
         changes: dict[str, Any] = {"reads": reads, "writes": writes, "uses_device": uses_device}
         new = replace(self.roles[at], **{field: value for field, value in changes.items() if value is not None})

@@ -33,10 +33,7 @@ class EstimatorMath:
 
     def advantages(self, inputs: AdvantageInputs) -> AdvantageOutputs:
         """Advantages of these rows, and returns where the estimator has a critic.
-
-        Raises:
-            RunError: the function raised, or returned something else.
-        """
+        Raises RunError: the function raised, or returned something else."""
 
         def run() -> AdvantageOutputs:
             outputs = self._advantages(inputs)
@@ -49,10 +46,7 @@ class EstimatorMath:
 
     def policy_loss(self, inputs: LossInputs) -> LossTerms:
         """Loss and metrics per token of one micro-batch.
-
-        Raises:
-            RunError: the function raised, or returned something else.
-        """
+        Raises RunError: the function raised, or returned something else."""
 
         def run() -> LossTerms:
             terms = self._policy_loss(inputs)

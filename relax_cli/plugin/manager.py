@@ -108,10 +108,7 @@ class Plugins:
     def named(self, name: str) -> list[Plugin]:
         """The plugins of that name, or else those that provide an estimator of that name; more than one only where
         distributions clash.
-
-        Raises:
-            ConfigError: there is none; gives the nearest name.
-        """
+        Raises ConfigError: there is none; gives the nearest name."""
         known = self.installed()
         matches = [plugin for plugin in known if plugin.row.name == name]
         matches = matches or [plugin for plugin in known if name in {e.name for e in plugin.estimators}]
@@ -150,10 +147,7 @@ class Plugins:
 
     def estimator(self, name: str, *, node: str | None = None) -> Estimator:
         """The estimator of that name; `node` names the machine in the error, where it is not the user's own.
-
-        Raises:
-            ConfigError: no working plugin provides it; gives the nearest name, or why its plugin is broken.
-        """
+        Raises ConfigError: no working plugin provides it; gives the nearest name, or why its plugin is broken."""
         known = self.estimators()
         if name in known:
             return known[name]
@@ -174,10 +168,8 @@ class Plugins:
 
     def service_graph(self, config: Config) -> ServiceGraph:
         """Roles and queue fields of a run: what the estimator's plugin says, completed by what every run needs.
-
-        Raises:
-            ConfigError: unknown estimator, its plugin failed, or a role would wait for a field that no role writes.
-        """
+        Raises ConfigError: unknown estimator, its plugin failed, or a role would wait for a field that no role
+        writes."""
         changed = self._call_chosen("relax_service_graph", ServiceGraph, config, graph=base_graph())
         graph = completed(
             base_graph() if changed is None else changed,
@@ -191,19 +183,13 @@ class Plugins:
 
     def normalize(self, config: Config) -> Normalized:
         """The configuration as the chosen estimator wants it, with every change and its reason.
-
-        Raises:
-            ConfigError: unknown estimator, or its plugin failed.
-        """
+        Raises ConfigError: unknown estimator, or its plugin failed."""
         normalized: Normalized | None = self._call_chosen("relax_normalize_config", Normalized, config)
         return Normalized(config) if normalized is None else normalized
 
     def check(self, config: Config) -> list[Problem]:
         """What the chosen estimator finds wrong; its plugin failing is a problem of its own.
-
-        Raises:
-            ConfigError: unknown estimator.
-        """
+        Raises ConfigError: unknown estimator."""
         self.estimator(config.algorithm.advantage_estimator)
         try:
             return self._call_chosen("relax_check_config", list, config, of=Problem) or []
@@ -234,10 +220,7 @@ class Plugins:
 
     def launch(self, plan: LaunchPlan) -> Any:
         """The running session of the first plugin that takes the plan; None when none does.
-
-        Raises:
-            RelaxError: the launch failed; where the plugin itself is to blame, a `RunError` that names it.
-        """
+        Raises RelaxError: the launch failed; where the plugin itself is to blame, a `RunError` that names it."""
         for plugin, hook in self._working():
             if plugin.is_ours:
                 session = hook.relax_launch(plan=plan)

@@ -171,10 +171,7 @@ class Normalized:
 
 def load_reference(reference: str, owner: str) -> Callable[..., Any]:
     """Resolve `"module:function"` for the plugin record `owner`.
-
-    Raises:
-        ConfigError: the module cannot be imported or has no such function.
-    """
+    Raises ConfigError: the module cannot be imported or has no such function."""
     module_name, _, attribute = reference.partition(":")
     try:
         with user_code():

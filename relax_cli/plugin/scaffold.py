@@ -88,10 +88,7 @@ def write_package(name: str, folder: Path, *, taken: dict[str, str], kind: Kind 
 
 def check_name(name: str, taken: dict[str, str], kind: Kind = "estimator") -> None:
     """Refuse a name that a new plugin cannot have.
-
-    Raises:
-        ConfigError: it is not a lower-case identifier, or it belongs to a plugin, a module or a section.
-    """
+    Raises ConfigError: it is not a lower-case identifier, or it belongs to a plugin, a module or a section."""
     expected, got = "", name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         expected = "lower-case letters, digits and _, beginning with a letter"

@@ -40,10 +40,7 @@ class UserCalls:
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the function returns. Awaited on a loop that runs no code of users.
-
-        Raises:
-            UserCodeError: it raised anything, or took too long.
-        """
+        Raises UserCodeError: it raised anything, or took too long."""
         outcome: Future[Any] = Future()
         outcome.set_running_or_notify_cancel()
         self._watch(+1)

@@ -52,10 +52,7 @@ def check_evaluation(
     plugins: Plugins, layers: Layers, progress: Callable[[str, float], None] | None = None
 ) -> CheckedRun:
     """Check an evaluation by the rules of a run about the options that it has.
-
-    Raises:
-        ConfigError: two plugins claim one name, so that there are no options at all.
-    """
+    Raises ConfigError: two plugins claim one name, so that there are no options at all."""
     machine = Machine()
     overrides = [*layers.overrides, *OWN]
     resolved = resolve(plugins, replace(layers, overrides=overrides), machine, None)

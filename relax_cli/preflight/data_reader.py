@@ -81,10 +81,7 @@ class DataReader:
 
     def __call__(self, section: DataSection, spec: str) -> None:
         """Read every row of `spec`, and count its tokens.
-
-        Raises:
-            ConfigError: rows are bad, or prompts do not fit the limits; or there are warnings about them.
-        """
+        Raises ConfigError: rows are bad, or prompts do not fit the limits; or there are warnings about them."""
         # Not before there is something to read: values that cannot be read hide no problem of the model.
         self._limit = self._config.rollout.rollout_max_prompt_len
         self._mode = self._config.rollout.overlong_prompts

@@ -98,10 +98,7 @@ def _weights_for_adapters(report: ResumeReport, config: Config) -> Iterator[Prob
 
 def decide_run(config: Config, *, has_critic: bool) -> ResumeReport:
     """`examine_run` for a run that is about to be launched, whose `--num-rollout` is known.
-
-    Raises:
-        ResumeError: it is refused, with every problem.
-    """
+    Raises ResumeError: it is refused, with every problem."""
     report = examine_run(config, has_critic=has_critic)
     if report.problems:
         raise ResumeError(report.problems)

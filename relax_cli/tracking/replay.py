@@ -75,10 +75,7 @@ class Replay:
 
     def __init__(self, run: RunFolder, step: int | None, plugins: Plugins) -> None:
         """Read the step.
-
-        Raises:
-            ConfigError: it has no samples, or the configuration does not fit the installed code.
-        """
+        Raises ConfigError: it has no samples, or the configuration does not fit the installed code."""
         self.run = run
         self.config = rebuild_config(run.config)
         self.estimator = plugins.estimator(self.config.algorithm.advantage_estimator)

@@ -47,10 +47,7 @@ class RunFolder:
 
     def samples(self, step: int | None, folder: Folder = "rollouts", *, numbers: bool = True) -> list[Sample]:
         """The samples of a step, of the last one for None.
-
-        Raises:
-            ConfigError: there are none, or the file is damaged.
-        """
+        Raises ConfigError: there are none, or the file is damaged."""
         steps = self.steps(folder)
         chosen = max(steps, default=0) if step is None else step
         if chosen not in steps:
@@ -97,10 +94,7 @@ class TokenTexts:
 
 def read_run(path: Path) -> RunFolder:
     """The run in a folder; a torn last line of a run that is being written is left out.
-
-    Raises:
-        ConfigError: it is not a run folder.
-    """
+    Raises ConfigError: it is not a run folder."""
     name = "config.json"
     try:
         record = json.loads((path / name).read_text("utf-8"))

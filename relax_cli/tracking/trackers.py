@@ -30,11 +30,7 @@ class Trackers:
     """The trackers of a run. One that fails is left out from then on, with one warning."""
 
     def __init__(self, chosen: Iterable[Tracker], run: TrackedRun, warn: Callable[[str], None]) -> None:
-        """Open them.
-
-        Raises:
-            EnvironmentFault: one of them cannot be opened.
-        """
+        """Open them. Raises EnvironmentFault: one of them cannot be opened."""
         self._warn = warn
         self._writers: dict[str, TrackerWriter] = {}
         for tracker in chosen:

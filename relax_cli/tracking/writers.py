@@ -32,10 +32,7 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, done: int = 0) -> None:
         """Open the file, which may not exist yet.
-
-        Raises:
-            ResumeError: its last step is before step `done`, or it is not a metrics file.
-        """
+        Raises ResumeError: its last step is before step `done`, or it is not a metrics file."""
         self._path = run_dir / "metrics.jsonl"
         self._done = done
         self.last: dict[str, Any] | None = None

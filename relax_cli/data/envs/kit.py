@@ -40,11 +40,7 @@ def check_env(env: Env) -> CheckResult:
 
 
 def play_example(asked: str) -> None:
-    """The part of `check_env` that runs in the other process.
-
-    Raises:
-        RelaxError: what is wrong.
-    """
+    """The part of `check_env` that runs in the other process. Raises RelaxError: what is wrong."""
     name, reference, example = json.loads(asked)
     factory = EnvFactory(name, load_reference(reference, f"environment {name}"))
     with stdout_as_stderr():

@@ -93,10 +93,7 @@ def check_env(spec: str) -> list[Problem]:
 
 def find_env(spec: str) -> Any:
     """The class of `FILE.py:Class`, once it is known that it can be an environment.
-
-    Raises:
-        ConfigError: the file is missing or fails to import, or has no such class.
-    """
+    Raises ConfigError: the file is missing or fails to import, or has no such class."""
     target = USER_FILE.find(spec, lambda value: isinstance(value, type) and not env_fault(value))
     path, _, name = spec.rpartition(":")
     if fault := env_fault(target):

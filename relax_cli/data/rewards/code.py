@@ -44,10 +44,7 @@ class CodeJudge:
 
     def __call__(self, sample: RewardInput) -> dict[str, float]:
         """1.0 where every test passes; `passed` is the share that does, `timed_out` whether time ran out.
-
-        Raises:
-            RunError: the label has no tests, or there is no sandbox.
-        """
+        Raises RunError: the label has no tests, or there is no sandbox."""
         try:
             tests = suite_of(sample.label)
             ran = self._sandbox.run(code_of(sample.response), tests.inputs, tests.checks, SECONDS)
@@ -91,10 +88,7 @@ def _same_word(one: str, other: str) -> bool:
 
 def suite_of(label: Any) -> Suite:
     """The tests of a label in one of the forms of docs/rewards.md.
-
-    Raises:
-        ValueError: it has another form, or no test.
-    """
+    Raises ValueError: it has another form, or no test."""
     if isinstance(label, str):
         label = _parsed(label)
     if isinstance(label, dict):

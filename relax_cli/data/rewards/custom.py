@@ -50,11 +50,7 @@ def check_custom(spec: str) -> list[Problem]:
 
 
 def find_custom(spec: str) -> Any:
-    """What `FILE.py:function` names, once it is known that it takes samples.
-
-    Raises:
-        ConfigError: see `load_custom`.
-    """
+    """What `FILE.py:function` names, once it is known that it takes samples. Raises ConfigError: see `load_custom`."""
     target = USER_FILE.find(spec, inspect.isfunction)
     if not _takes_samples(target):
         path, _, name = spec.rpartition(":")

@@ -17,10 +17,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 def judge(sample: RewardInput) -> dict[str, float]:
     """1.0 where the last answer has the value of an answer of the label, else 0.0; without a deadline.
-
-    Raises:
-        RunError: the sample has no label, or one that is not mathematics.
-    """
+    Raises RunError: the sample has no label, or one that is not mathematics."""
     verdicts = [compare(answer, sample.response) for answer in sample.answers("math")]
     if "bad-label" in verdicts:
         raise RunError(

@@ -16,10 +16,7 @@ _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 def regex(sample: RewardInput) -> float:
     """1.0 where the label, a regular expression of Python, is found in the response, else 0.0.
-
-    Raises:
-        RunError: the sample has no label.
-    """
+    Raises RunError: the sample has no label."""
     return float(any(re.search(pattern, sample.response) for pattern in sample.answers("regex")))
 
 
@@ -43,11 +40,7 @@ def json_schema(sample: RewardInput) -> dict[str, float]:
 
 
 def schema_of(label: Any) -> Any:
-    """The schema of a label: an object, or its text.
-
-    Raises:
-        ValueError: it is not a JSON object.
-    """
+    """The schema of a label: an object, or its text. Raises ValueError: it is not a JSON object."""
     schema = json.loads(label) if isinstance(label, str) else label
     if not isinstance(schema, dict):
         raise ValueError("is not a JSON object")

@@ -50,11 +50,7 @@ class PooledReward:
         self._threads: ThreadPoolExecutor | None = None
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
-        """Judge a batch.
-
-        Raises:
-            RunError: what the function raised of a sample.
-        """
+        """Judge a batch. Raises RunError: what the function raised of a sample."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._size, thread_name_prefix=f"{self._name}-reward")
             for _ in range(self._size):

@@ -31,10 +31,7 @@ ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 def judge(sample: RewardInput) -> dict[str, float]:
     """1.0 where the task gives a response to a prompt of `--prompt-data reasoning-gym:TASK` its full score.
-
-    Raises:
-        RunError: a prompt is not from reasoning-gym, or its task does not even accept its own answer.
-    """
+    Raises RunError: a prompt is not from reasoning-gym, or its task does not even accept its own answer."""
     metadata = sample.metadata
     if missing := {"source_dataset", "question", "answer"} - metadata.keys():
         raise _error(

@@ -67,10 +67,7 @@ class RemoteReward:
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[Score]:
         """Judge a batch.
-
-        Raises:
-            RunError: no answer came in time, the server refused, or the answer is not of the form above.
-        """
+        Raises RunError: no answer came in time, the server refused, or the answer is not of the form above."""
         # Metadata of files are plain JSON; those of reasoning-gym may contain its own objects.
         rows = [
             {"prompt": s.prompt, "response": s.response, "label": s.label, "metadata": sendable(s.metadata)}
@@ -106,12 +103,7 @@ class RemoteReward:
         raise AssertionError("the last attempt returns or raises")
 
     def _post(self, body: bytes, seconds: float) -> bytes:
-        """One attempt.
-
-        Raises:
-            TimeoutError: a part of the exchange took that long.
-            _Refused: anything else.
-        """
+        """One attempt. Raises TimeoutError where a part of the exchange took that long, `_Refused` for all else."""
         request = urllib.request.Request(self._url, data=body, headers=self._headers, method="POST")
         try:
             with self._opener.open(request, timeout=seconds) as response:

@@ -28,10 +28,7 @@ LETTER = re.compile(r"\s*\(?([A-Za-z])[).]?\s*")
 
 def exact(samples: Sequence[RewardInput]) -> list[float]:
     """1.0 where the response equals an answer of the label, white space at both ends aside, else 0.0.
-
-    Raises:
-        RunError: a sample has no label.
-    """
+    Raises RunError: a sample has no label."""
     return [float(s.response.strip() in {answer.strip() for answer in s.answers("exact")}) for s in samples]
 
 

@@ -44,11 +44,7 @@ class RewardInput:
         return f"group {self.group}, prompt {self.prompt[-80:]!r}, response {self.response[:80]!r}"
 
     def required_label(self, reward: str) -> str:
-        """The label.
-
-        Raises:
-            RunError: there is none, or not a text, but the reward needs one.
-        """
+        """The label. Raises RunError: there is none, or not a text, but the reward needs one."""
         if isinstance(self.label, str):
             return self.label
         what = "a label" if self.label is None else "a text as its label"
@@ -56,10 +52,7 @@ class RewardInput:
 
     def answers(self, reward: str) -> list[str]:
         """What the reward accepts: the label, or each item of a label that is a list.
-
-        Raises:
-            RunError: there is none, but the reward needs one.
-        """
+        Raises RunError: there is none, but the reward needs one."""
         try:
             if found := answers_of(self.label):
                 return found
@@ -76,10 +69,7 @@ class RewardInput:
 
 def answers_of(label: Label) -> list[str]:
     """The answers that a label accepts: itself, or each item of a list; none of no label.
-
-    Raises:
-        Unusable: it is an object, or has an item without a text.
-    """
+    Raises Unusable: it is an object, or has an item without a text."""
     if isinstance(label, dict):
         raise Unusable("is an object")
     found = [label_value(item) for item in (label if isinstance(label, list) else [label]) if label is not None]
@@ -110,10 +100,7 @@ class RewardFunction(Protocol):
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
         """Judge a batch.
-
-        Raises:
-            RunError: the function failed, or returned something other than one finite number for each sample.
-        """
+        Raises RunError: the function failed, or returned something other than one finite number for each sample."""
 
     def close(self) -> None:
         """End the worker processes, if there are any."""

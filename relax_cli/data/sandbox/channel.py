@@ -14,11 +14,7 @@ MOST_BYTES = 1 << 20
 
 
 def receive(channel: int, most: int = 1 << 32) -> bytes:
-    """One message, and nothing of the next.
-
-    Raises:
-        EOFError: the other end is closed, or sends too much.
-    """
+    """One message, and nothing of the next. Raises EOFError: the other end is closed, or sends too much."""
     (length,) = struct.unpack("I", exactly(channel, 4))
     if length > most:
         raise EOFError
@@ -26,11 +22,7 @@ def receive(channel: int, most: int = 1 << 32) -> bytes:
 
 
 def exactly(channel: int, length: int) -> bytes:
-    """Read so many bytes.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
+    """Read so many bytes. Raises EOFError: the other end is closed."""
     found = bytearray()
     while len(found) < length:
         some = os.read(channel, length - len(found))

@@ -46,11 +46,7 @@ MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of libc.
-
-    Raises:
-        OSError: it failed, with its name.
-    """
+    """Call a function of libc. Raises OSError: it failed, with its name."""
     if getattr(LIBC, name)(*arguments):
         raise OSError(f"{name}: {os.strerror(ctypes.get_errno())}")
 

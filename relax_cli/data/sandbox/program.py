@@ -184,11 +184,7 @@ class Unsendable(TypeError):
 
 
 def remote_id(value: Any) -> int:
-    """The number of an object of the program.
-
-    Raises:
-        Unsendable: it is none.
-    """
+    """The number of an object of the program. Raises Unsendable: it is none."""
     if not isinstance(value, Remote):
         raise Unsendable(f"a {type(value).__name__} cannot be given to the response")
     return value._number

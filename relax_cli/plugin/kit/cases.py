@@ -50,10 +50,7 @@ class Evaluated:
 
 def subject_of(estimator: Estimator, options: Section | None = None) -> Subject:
     """The estimator ready to be checked, with its default options unless others are given.
-
-    Raises:
-        ConfigError: a reference to the math leads nowhere.
-    """
+    Raises ConfigError: a reference to the math leads nowhere."""
     return Subject(
         estimator,
         estimator.load_advantages(),
