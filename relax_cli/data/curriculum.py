@@ -10,39 +10,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from relax_cli.config.names import nearest
-from relax_cli.data.envs.load import is_file_spec
 from relax_cli.errors import ConfigError, Problem, RunError, problem_kind
 from relax_cli.plugin.records import Curriculum
 from relax_cli.plugin.settings_kept import settings_kept
 from relax_cli.plugin.user_code import UserCodeError, user_code
 from relax_cli.plugin.user_deadline import user_deadline
-from relax_cli.plugin.user_file import UserFile, accepts, signature_of
+from relax_cli.plugin.user_file import accepts, is_file_spec, signature_of, user_file
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-OPTION, THEME = "--curriculum", "Data"
 EXPECTED = "FILE.py:function, which takes a RowHistory and returns a weight for each row"
-UNKNOWN = problem_kind(
-    "curriculum-unknown", THEME, "There is no built-in curriculum of that name, nor one of a plugin.", option=OPTION
-)
-SYNTAX = problem_kind(
-    "curriculum-syntax", THEME, "`--curriculum` takes the name of a curriculum, or `FILE.py:function`.", option=OPTION
-)
-FILE = problem_kind("curriculum-file", THEME, "The file cannot be read, or is not valid Python.", option=OPTION)
-FUNCTION = problem_kind("curriculum-function", THEME, "The file does not define that function.", option=OPTION)
 FAILED = problem_kind(
     "curriculum-failed",
-    THEME,
+    "Data",
     "The curriculum fails to import, raises an exception, or does not return one weight for each row: finite, not "
     "negative, and not all 0. A file's is tried on four rows before the launch.",
-    option=OPTION,
+    option="--curriculum",
 )
-USER_FILE = UserFile(
-    "curriculum", OPTION, "function", "curriculum.py:weights", EXPECTED,
-    syntax=SYNTAX, file=FILE, missing=FUNCTION, broken=FAILED,
+USER_FILE = user_file(
+    "curriculum", "curriculum", FAILED, "function", "curriculum.py:weights", EXPECTED,
+    nowhere="There is no built-in curriculum of that name, nor one of a plugin.",
 )  # fmt: skip
 
 REMEMBERED = 4
@@ -179,19 +168,8 @@ def load_curriculum(spec: str, named: Mapping[str, Curriculum]) -> Weigh:
     if is_file_spec(spec):
         return find_curriculum(spec)
     if spec not in named:
-        raise ConfigError(unknown_curriculum(spec, named))
+        raise ConfigError(USER_FILE.unknown(spec, named))
     return named[spec].load()
-
-
-def unknown_curriculum(name: str, known: Mapping[str, Curriculum]) -> Problem:
-    """The problem of a name that no curriculum has."""
-    guess = nearest(name, known)
-    return UNKNOWN(
-        f"there is no curriculum {name!r}",
-        got=name,
-        expected=", ".join([*sorted(known), "FILE.py:function"]),
-        fix=f"{OPTION} {guess}" if guess else f"install its plugin, or use {OPTION} FILE.py:function",
-    )
 
 
 def find_curriculum(spec: str) -> Weigh:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_cli.errors import ConfigError, Problem, ProblemKind
+from relax_cli.config.names import nearest
+from relax_cli.errors import ConfigError, Problem, ProblemKind, problem_kind
 from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.settings_kept import settings_kept
 from relax_cli.plugin.user_code import UserCodeError, from_here, user_code
@@ -34,6 +35,18 @@ class UserFile:
     """The file has no such name."""
     broken: ProblemKind
     """It fails to import, or is not what is needed."""
+    nowhere: ProblemKind
+    """The option takes names as well, and there is none like that."""
+
+    def unknown(self, name: str, known: Collection[str]) -> Problem:
+        """The problem of a name that nothing has."""
+        guess, form = nearest(name, known), self.expected.partition(",")[0]
+        return self.nowhere(
+            f"there is no {self.what} {name!r}",
+            got=name,
+            expected=", ".join([*sorted(known), form]),
+            fix=f"{self.option} {guess}" if guess else f"install its plugin, or use {self.option} {form}",
+        )
 
     def find(self, spec: str, is_listed: Callable[[Any], bool]) -> Any:
         """What `spec` names, after the file was imported.
@@ -107,6 +120,33 @@ class UserFile:
     def _error(self, kind: ProblemKind, message: str, path: str, *, got: str) -> ConfigError:
         fix = f"{self.option} {path}:{self.noun}, with a file that exists"
         return ConfigError(kind(message, where=path, got=got, expected=self.expected, fix=fix))
+
+
+def user_file(
+    what: str, prefix: str, broken: ProblemKind, noun: str, example: str, expected: str, *, nowhere: str = ""
+) -> UserFile:
+    """What the option of `broken` takes from a file, with the problems that all such files share.
+
+    Args:
+        prefix: of their ids.
+        nowhere: when a name is unknown; empty where the option takes files alone.
+    """
+    option = broken.option
+    name = f"the name of {'an' if what[0] in 'aeiou' else 'a'} {what}, or " if nowhere else ""
+    kinds = {
+        "syntax": f"`{option}` takes {name}`{expected.partition(',')[0]}`.",
+        "file": "The file cannot be read, or is not valid Python.",
+        noun: f"The file does not define that {noun}.",
+    } | ({"unknown": nowhere} if nowhere else {})
+    syntax, file, missing, *named = (
+        problem_kind(f"{prefix}-{end}", broken.theme, text, option=option) for end, text in kinds.items()
+    )
+    return UserFile(what, option, noun, example, expected, syntax, file, missing, broken, named[0] if named else syntax)
+
+
+def is_file_spec(spec: str) -> bool:
+    """Whether an option names a file; otherwise it is the name of something that a plugin provides."""
+    return ":" in spec or spec.endswith(".py")
 
 
 def signature_of(target: Any) -> str:

@@ -12,7 +12,7 @@ from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.curriculum import check_curriculum
-from relax_cli.data.envs.load import check_env, is_file_spec
+from relax_cli.data.envs.load import check_env
 from relax_cli.data.formats import FILE_MISSING
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.data.rewards.custom import check_custom
@@ -20,6 +20,7 @@ from relax_cli.data.sources import SOURCE
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.hybrid import language_config
 from relax_cli.models.spec import BRIDGE_FAMILIES, ModelSpec
+from relax_cli.plugin.user_file import is_file_spec
 from relax_cli.preflight.data_reader import DataReader
 from relax_cli.preflight.memory.sizes import Lengths
 from relax_cli.preflight.model_reader import read_model

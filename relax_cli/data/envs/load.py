@@ -7,31 +7,24 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from relax_cli.config.names import nearest
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.plugin.records import env_fault
 from relax_cli.plugin.user_code import UserCodeError, user_code
-from relax_cli.plugin.user_file import UserFile
+from relax_cli.plugin.user_file import is_file_spec, user_file
 
-OPTION = "--env"
 THEME = "Episodes"
 EXPECTED = "FILE.py:Class, a class with reset(row) and step(response)"
-UNKNOWN = problem_kind("env-unknown", THEME, "No installed plugin provides an environment of that name.", option=OPTION)
-SYNTAX = problem_kind(
-    "env-syntax", THEME, "`--env` takes the name of an environment, or `FILE.py:Class`.", option=OPTION
-)
-FILE = problem_kind("env-file", THEME, "The file cannot be read, or is not valid Python.", option=OPTION)
-CLASS = problem_kind("env-class", THEME, "The file does not define that class.", option=OPTION)
 BROKEN = problem_kind(
     "env-broken",
     THEME,
     "The file of the environment fails to import, or what it defines is not made without arguments, or has no "
     "`reset(row)` or `step(response)`.",
-    option=OPTION,
+    option="--env",
 )
-USER_FILE = UserFile(
-    "environment", OPTION, "class", "env.py:Env", EXPECTED, syntax=SYNTAX, file=FILE, missing=CLASS, broken=BROKEN
-)
+USER_FILE = user_file(
+    "environment", "env", BROKEN, "class", "env.py:Env", EXPECTED,
+    nowhere="No installed plugin provides an environment of that name.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,11 +34,6 @@ class EnvFactory:
     name: str
     """As the user typed it."""
     make: Callable[[], Any]
-
-
-def is_file_spec(spec: str) -> bool:
-    """Whether `--env` names a file; otherwise it is the name of an environment."""
-    return ":" in spec or spec.endswith(".py")
 
 
 def load_env(spec: str, named: Mapping[str, str]) -> EnvFactory:
@@ -60,7 +48,7 @@ def load_env(spec: str, named: Mapping[str, str]) -> EnvFactory:
     if is_file_spec(spec):
         return EnvFactory(spec, find_env(spec))
     if spec not in named:
-        raise ConfigError(unknown_env(spec, named))
+        raise ConfigError(USER_FILE.unknown(spec, named))
     module, _, attribute = named[spec].partition(":")
     try:
         with user_code():
@@ -73,17 +61,6 @@ def load_env(spec: str, named: Mapping[str, str]) -> EnvFactory:
                 fix="update or remove the package that provides it",
             )
         ) from error
-
-
-def unknown_env(name: str, known: Mapping[str, str] | frozenset[str]) -> Problem:
-    """The problem of a name that no environment has."""
-    guess = nearest(name, known)
-    return UNKNOWN(
-        f"there is no environment {name!r}",
-        got=name,
-        expected=", ".join([*sorted(known), "FILE.py:Class"]),
-        fix=f"{OPTION} {guess}" if guess else f"install its plugin, or use {OPTION} FILE.py:Class",
-    )
 
 
 def check_env(spec: str) -> list[Problem]:

@@ -9,22 +9,16 @@ from relax_cli.data.rewards.types import BatchReward
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.plugin.settings_kept import settings_kept
 from relax_cli.plugin.user_code import UserCodeError, user_code
-from relax_cli.plugin.user_file import UserFile, accepts, signature_of
+from relax_cli.plugin.user_file import accepts, signature_of, user_file
 
-OPTION = "--custom-rm-path"
-EXPECTED = "FILE.py:function, a function of list[RewardInput]"
-SYNTAX = problem_kind("custom-rm-syntax", "Reward", "`--custom-rm-path` takes `FILE.py:function`.", option=OPTION)
-FILE = problem_kind("custom-rm-file", "Reward", "The file cannot be read, or is not valid Python.", option=OPTION)
-FUNCTION = problem_kind("custom-rm-function", "Reward", "The file does not define that function.", option=OPTION)
 IMPORT = problem_kind(
     "custom-reward",
     "Reward",
     "The file of the reward fails to import, or what it defines cannot be called with a list of samples.",
-    option=OPTION,
+    option="--custom-rm-path",
 )
-USER_FILE = UserFile(
-    "reward", OPTION, "function", "reward.py:score", EXPECTED, syntax=SYNTAX, file=FILE, missing=FUNCTION, broken=IMPORT
-)
+EXPECTED = "FILE.py:function, a function of list[RewardInput]"
+USER_FILE = user_file("reward", "custom-rm", IMPORT, "function", "reward.py:score", EXPECTED)
 
 
 def load_custom(spec: str) -> BatchReward:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from relax_cli.config.schema import DataSection
-from relax_cli.data.curriculum import UNKNOWN, unknown_curriculum
-from relax_cli.data.envs.load import is_file_spec
+from relax_cli.data.curriculum import USER_FILE
 from relax_cli.data.sources import SOURCE, source_of, weights_of
 from relax_cli.errors import ConfigError
 from relax_cli.plugin.records import Curriculum
+from relax_cli.plugin.user_file import is_file_spec
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 
@@ -21,12 +21,12 @@ def prompt_data_missing(data: DataSection) -> Found:
         yield Finding("no prompts to train on are given", fix)
 
 
-@rule(UNKNOWN)
+@rule(USER_FILE.nowhere)
 def curriculum_unknown(data: DataSection, curriculums: Mapping[str, Curriculum]) -> Found:
     """There is no built-in curriculum of that name, nor one of a plugin."""
     name = data.curriculum
     if name is not None and not is_file_spec(name) and name not in curriculums:
-        problem = unknown_curriculum(name, curriculums)
+        problem = USER_FILE.unknown(name, curriculums)
         yield Finding(problem.message, problem.fix, problem.got, problem.expected)
 
 

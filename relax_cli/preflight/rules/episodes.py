@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from relax_cli.config.schema import EpisodeSection, RewardSection, RolloutSection
-from relax_cli.data.envs.load import THEME, UNKNOWN, is_file_spec, unknown_env
+from relax_cli.data.envs.load import THEME, USER_FILE
+from relax_cli.plugin.user_file import is_file_spec
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 
-@rule(UNKNOWN)
+@rule(USER_FILE.nowhere)
 def env_unknown(episode: EpisodeSection, envs: frozenset[str]) -> Found:
     """No installed plugin provides an environment of that name."""
     if episode.env is not None and not is_file_spec(episode.env) and episode.env not in envs:
-        problem = unknown_env(episode.env, envs)
+        problem = USER_FILE.unknown(episode.env, envs)
         yield Finding(problem.message, problem.fix, problem.got, problem.expected)
 
 
