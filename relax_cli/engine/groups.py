@@ -70,7 +70,7 @@ class Ranks(ABC, Generic[Role]):
 
     @abstractmethod
     def start(self, request: Callable[[Role], Result]) -> Callable[[], list[Result]]:
-        """Begin on every rank; the returned function waits for one result per rank."""
+        """Begin on every rank, at the latest when waited for; the returned function waits for one result per rank."""
 
     @abstractmethod
     def on(self, rank: int, request: Callable[[Role], Result]) -> Result:
@@ -235,6 +235,10 @@ class ActorGroup(TrainedGroup):
     """The policy."""
 
     ranks: Ranks[ActorRole]
+
+    def start_begin(self, rollout_id: int) -> Callable[[], object]:
+        """Begin `ActorRole.begin` on every rank; the returned function waits for it."""
+        return self.ranks.start(lambda actor: actor.begin(rollout_id))
 
     def train(self, rollout_id: int) -> dict[str, float]:
         """See `ActorRole.train`; the first rank's metrics, which are those of all."""

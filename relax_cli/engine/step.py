@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from relax_cli.engine.groups import Roles
 from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.session import Session
@@ -74,7 +75,7 @@ def run_step(
     Args:
         sampling: draws the prompts.
         critic_only_steps: the actor does not learn before this step, yet publishes its weights.
-        overlap_updates: actor and critic learn at the same time; both need only what is in the queue by then.
+        overlap_updates: actor and critic work at the same time, each as soon as what it needs is in the queue.
         dump_fields: queue fields to write next to each sample into the run folder.
         starts_phase: called with the name of every phase when it starts.
     """
@@ -94,22 +95,10 @@ def run_step(
     if roles.reference:
         with record.phase("reference"), roles.reference.awake():
             roles.reference.score(rollout_id)
-    if roles.critic:
-        with record.phase("critic"), roles.critic.awake():
-            record.metrics |= roles.critic.predict(rollout_id)
-            if not overlap:
-                record.metrics |= roles.critic.update()
-    if roles.advantages:
-        with record.phase("advantages"):
-            record.metrics |= roles.advantages.compute(rollout_id)
-    if roles.critic and overlap:
-        with record.phase("updates"), roles.critic.awake(), roles.actor.awake():
-            critic_update = roles.critic.start_update()
-            record.metrics |= roles.actor.train(rollout_id)
-            record.metrics |= critic_update()
-    elif actor_learns:
-        with record.phase("actor"), roles.actor.awake():
-            record.metrics |= roles.actor.train(rollout_id)
+    if overlap:
+        _learn_together(roles, record)
+    else:
+        _learn_in_turn(roles, record, actor_learns=actor_learns)
     with record.phase("publish"):
         session.publish_weights(version=rollout_id + 1)
     with record.phase("record"):
@@ -119,3 +108,34 @@ def run_step(
         roles.rollout.clear(rollout_id)
     sampling.finish()
     return record
+
+
+def _learn_in_turn(roles: Roles, record: StepRecord, *, actor_learns: bool) -> None:
+    """Critic, Advantages and Actor, of which at most one is awake."""
+    if roles.critic:
+        with record.phase("critic"), roles.critic.awake():
+            record.metrics |= roles.critic.predict(record.rollout_id)
+            record.metrics |= roles.critic.update()
+    if roles.advantages:
+        with record.phase("advantages"):
+            record.metrics |= roles.advantages.compute(record.rollout_id)
+    if actor_learns:
+        with record.phase("actor"), roles.actor.awake():
+            record.metrics |= roles.actor.train(record.rollout_id)
+
+
+def _learn_together(roles: Roles, record: StepRecord) -> None:
+    """The same numbers: the actor's first forward pass needs no advantages, the critic's update neither."""
+    assert roles.critic is not None
+    with roles.critic.awake(), roles.actor.awake():
+        with record.phase("critic"):
+            actor_begins = roles.actor.start_begin(record.rollout_id)
+            record.metrics |= roles.critic.predict(record.rollout_id)
+            critic_update = roles.critic.start_update()
+        if roles.advantages:
+            with record.phase("advantages"):
+                record.metrics |= roles.advantages.compute(record.rollout_id)
+        with record.phase("updates"):
+            actor_begins()
+            record.metrics |= roles.actor.train(record.rollout_id)
+            record.metrics |= critic_update()

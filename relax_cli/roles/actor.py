@@ -38,6 +38,14 @@ class ActorRole(TrainingRole):
         self.versions = [name for name in context.spec.reads if name == WEIGHT_VERSIONS]
         self.open_sender = open_sender
         self.sender: WeightSender | None = None
+        self.begun: RolloutShare | None = None
+
+    def begin(self, rollout_id: int) -> None:
+        """What `train` can do before there are advantages: read the samples, and the first forward pass."""
+        self.begun = self._share(rollout_id, ())
+        _, batches = self.micro_batches(self.begun, self.begun.step_rows[0], ())
+        if batches:
+            self.model.begin(batches[0], need_entropy_grad=self.algorithm.entropy_coef > 0)
 
     def train(self, rollout_id: int) -> dict[str, float]:
         """The policy steps of this rollout.
@@ -45,13 +53,10 @@ class ActorRole(TrainingRole):
         Raises:
             RunError: a gradient was not finite, and `--on-nan-grad` is `stop`; or see `check_gap`.
         """
-        names = ["rollout_log_probs", *self.versions]
-        if self.own_advantages is None:
-            names.append("advantages")
-        if self.algorithm.needs_reference:
-            names.append("ref_log_probs")
-        share = self.fetch_share(rollout_id, names)
-        self._set_old_log_probs(share)
+        missing = ["advantages"] if self.own_advantages is None else []
+        share, self.begun = self.begun or self._share(rollout_id, missing), None
+        assert share.rollout_id == rollout_id, "what is begun is trained"
+        self.add_fields(share, [name for name in missing if name not in share.columns])
         metrics = self._advantages_without_critic(share) if self.own_advantages is not None else {}
         gaps = LogProbGap()
         metrics |= self.learn(share, lambda step: self._update(share, step, gaps if step == 0 else None))
@@ -74,6 +79,14 @@ class ActorRole(TrainingRole):
             self.sender = self.open_sender(targets, self.model.device)
         assert self.sender.targets == tuple(targets), "servers do not change during a run"
         self.sender.send(self.model.hf_buckets, version)
+
+    def _share(self, rollout_id: int, more: Sequence[str]) -> RolloutShare:
+        names = ["rollout_log_probs", *self.versions, *more]
+        if self.algorithm.needs_reference:
+            names.append("ref_log_probs")
+        share = self.fetch_share(rollout_id, names)
+        self._set_old_log_probs(share)
+        return share
 
     def _set_old_log_probs(self, share: RolloutShare) -> None:
         """Adds `old_log_probs`: the rollout engine's, or the actor's own from before the update."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -101,12 +101,17 @@ class ModelRole(Generic[Model]):
         totals = [int(p) + int(r) for p, r in zip(lengths["prompt_lens"], lengths["response_lens"], strict=True)]
         ranks, rank = parallel.data_parallel_size(), parallel.data_parallel_rank()
         step_rows = plan_rows(totals, self.batch.steps_per_rollout, ranks, rank)
-        rows = sorted(row for rows in step_rows for row in rows)
-        wanted = list(dict.fromkeys([*SAMPLE, *names]))
-        fields = self.queue.get(rollout_id, rows, wanted) if rows else {name: [] for name in wanted}
-        columns = {name: dict(zip(rows, values, strict=True)) for name, values in fields.items()}
-        counts = [float(sum(int(columns["response_mask"][row].sum()) for row in rows)) for rows in step_rows]
-        return RolloutShare(rollout_id, columns, step_rows, parallel.sum_over_data_parallel(counts))
+        share = RolloutShare(rollout_id, {}, step_rows, [])
+        self.add_fields(share, list(dict.fromkeys([*SAMPLE, *names])))
+        masks = share.columns["response_mask"]
+        counts = [float(sum(int(masks[row].sum()) for row in rows)) for rows in step_rows]
+        return replace(share, step_tokens=parallel.sum_over_data_parallel(counts))
+
+    def add_fields(self, share: RolloutShare, names: Sequence[str]) -> None:
+        """Read further fields of this rank's samples."""
+        rows = share.rows
+        fields = self.queue.get(share.rollout_id, rows, names) if rows and names else {name: [] for name in names}
+        share.columns.update({name: dict(zip(rows, values, strict=True)) for name, values in fields.items()})
 
     def micro_batches(
         self, share: RolloutShare, rows: Sequence[int], fields: Sequence[str]

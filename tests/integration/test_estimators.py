@@ -321,6 +321,29 @@ def test_the_micro_batch_size_changes_neither_steps_nor_losses(task: Path, tmp_p
     assert seen[0] == pytest.approx(seen[1], rel=2e-4)
 
 
+def test_an_actor_that_begins_before_the_values_learns_the_same(task: Path, tmp_path: Path) -> None:
+    learnt = []
+    for ahead in (False, True):
+        # Two micro-batches a step: only the first of them begins early.
+        options = (*PPO, "batch.num_steps_per_rollout=1", "algorithm.entropy_coef=0.01")
+        with deployed(task, tmp_path / str(ahead), "tiny-ppo-cpu", *options) as (_, roles):
+            actor, passes = roles["actor"], []
+            actor.model.model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+            for rollout in (0, 1):
+                roles["rollout"].generate(rollout)
+                if ahead:
+                    actor.begin(rollout)
+                    assert len(passes) == 2 * rollout + 1
+                roles["critic"].predict(rollout)
+                roles["advantages"].compute(rollout)
+                metrics = actor.train(rollout)
+            assert len(passes) == 4
+            learnt.append((metrics, [parameter.detach().clone() for parameter in actor.model.model.parameters()]))
+    (in_turn, weights), (ahead_of_it, others) = learnt
+    assert ahead_of_it == in_turn
+    assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+
+
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_gradient_that_is_not_finite_changes_no_weight(role: str, policy: str, task: Path, tmp_path: Path) -> None:

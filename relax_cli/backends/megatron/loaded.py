@@ -94,6 +94,7 @@ def run_stages(
     *,
     passes: int,
     forward_only: bool,
+    begun: ModelOutput | None = None,
 ) -> list[Report]:
     """Micro-batches through all pipeline stages, and back; the reports of `finish` on the last stage.
 
@@ -101,11 +102,13 @@ def run_stages(
         batches: on the device; each is taken just before its forward pass.
         finish: turns what the last stage says into a loss, Megatron's token count (not used) and a report.
         passes: how many batches there are; at least one.
+        begun: what the model said of the first batch, where its forward pass was computed before.
     """
+    ready = [] if begun is None else [begun]
 
     def forward_step(iterator: Iterator[MicroBatch], _: Any) -> tuple[ModelOutput | Tensor, Any]:
         batch = next(iterator)
-        return run_batch(model, batch), partial(finish, batch)
+        return ready.pop() if ready else run_batch(model, batch), partial(finish, batch)
 
     reports: list[Report] = get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -21,7 +21,7 @@ from torch import Tensor
 from relax_cli.backends.device import forget_peak_memory, peak_memory_bytes
 from relax_cli.backends.megatron import checkpointing, parallel, random_state, replicated, start_weights
 from relax_cli.backends.megatron.experts import Balance
-from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_stages
+from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_batch, run_stages
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
 from relax_cli.backends.megatron.optimizer import Optimizer
 from relax_cli.backends.megatron.weight_buckets import Bucket
@@ -67,6 +67,17 @@ class TrainableModel(LoadedModel):
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model)
         config.finalize_model_grads_func = partial(_sum_gradients, replicated.partly_used(self.model, config))
         self.optimizer = Optimizer(self.ddp, optimizer, lr, warmup_iters, decay_iters)
+        self._begun: ModelOutput | None = None
+
+    def begin(self, batch: MicroBatch, need_entropy_grad: bool = False) -> None:
+        """Compute the forward pass of the next `train_step`'s first micro-batch, whose fields may not be known yet.
+
+        Left to the step where stages have to take it together, or experts to be told what they see.
+        """
+        if parallel.stages() == 1 and not self.balanced:
+            if self.kind == "policy":
+                self.model.entropy_grad = need_entropy_grad
+            self._begun = run_batch(self.ddp, batch.to(self.device.torch_device))
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, need_entropy_grad: bool = False
@@ -197,7 +208,8 @@ class TrainableModel(LoadedModel):
                     balance.weigh(None if batch is idle else batch)
                 yield batch
 
-        reported = run_stages(self.ddp, weighed(), finish, passes=passes, forward_only=False)
+        begun, self._begun = self._begun, None
+        reported = run_stages(self.ddp, weighed(), finish, passes=passes, forward_only=False, begun=begun)
         sums: dict[str, float] = {} if balance is None else {LOAD_BALANCING: balance.mean()}
         for metrics in reported:
             for name, value in metrics.items():
