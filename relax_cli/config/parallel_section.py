@@ -40,7 +40,9 @@ class ParallelSection(Section):
     decoder_last_pipeline_num_layers: int | None = Field(
         None, ge=1, description="layers of the last pipeline stage; an equal share when unset"
     )
-    context_parallel_size: int = Field(1, ge=1, description="context-parallel size (only 1 is supported)")
+    context_parallel_size: int = Field(
+        1, ge=1, description="context-parallel size: ranks that share the positions of each sample"
+    )
     expert_model_parallel_size: int = Field(
         1, ge=1, description="expert-parallel size: data-parallel ranks that share out the experts"
     )
@@ -82,6 +84,16 @@ class ParallelSection(Section):
     threads_per_rank: int | None = Field(
         None, ge=1, le=1024, description="CPU threads per worker; cores / ranks of the role when unset"
     )
+
+    @property
+    def grid(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def tokens_of_rank(self, length: int) -> int:
+        """How many tokens of a sample of `length` go through the layers of one rank: two equally long pieces."""
+        ranks = self.context_parallel_size
+        return length if ranks == 1 else 2 * -(-length // (2 * ranks))
 
     def stage_layers(self, layers: int) -> list[int]:
         """How many of a model's `layers` each pipeline stage has; less in all where they cannot be shared out."""

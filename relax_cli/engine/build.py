@@ -158,6 +158,7 @@ class RoleBuilder:
             device,
             self.config.run.seed,
             pipeline_parallel=section.pipeline_model_parallel_size,
+            context_parallel=section.context_parallel_size,
             expert_parallel=section.expert_model_parallel_size,
         )
         return device

@@ -33,7 +33,7 @@ class FakeBuilder(RoleBuilder):
     def __init__(self, spec: WorkerSpec, lengths: Lengths, accounts: Accounts) -> None:
         super().__init__(spec)
         self.accounts = accounts
-        data_parallel = max(1, spec.ranks // self.config.parallel.tensor_model_parallel_size)
+        data_parallel = max(1, spec.ranks // self.config.parallel.grid)
         self.config = smaller(self.config, lengths, data_parallel)
 
     def _device(self) -> Device:
@@ -47,7 +47,7 @@ class FakeBuilder(RoleBuilder):
 def smaller(config: Config, lengths: Lengths, data_parallel: int) -> Config:
     """A rollout of one optimizer step with few micro-batches; the largest of them is that of the run."""
     batch = config.batch
-    largest = int(largest_pass(batch, lengths, data_parallel, packed=False).samples)
+    largest = int(largest_pass(batch, lengths, data_parallel, packed=False, layout=config.parallel).samples)
     samples = min(batch.samples_per_step, MICRO_BATCHES * largest * data_parallel)
     changes = {
         # All samples are equally long, so there is nothing to pad.

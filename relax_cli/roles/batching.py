@@ -6,7 +6,7 @@ Every rank computes the same plan from the same lengths, so no rank has to be to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -54,24 +54,31 @@ def chunks_by_length(columns: Columns, rows: Sequence[int], size: int) -> list[l
     return [by_length[first : first + size] for first in range(0, len(by_length), size)]
 
 
-def chunks_by_tokens(columns: Columns, rows: Sequence[int], budget: int) -> list[list[int]]:
+def chunks_by_tokens(
+    columns: Columns, rows: Sequence[int], budget: int, tokens_of_rank: Callable[[int], int] = int
+) -> list[list[int]]:
     """The fewest chunks of neighbours in length whose padded size, rows x longest, is at most `budget` tokens.
 
     The padding counts, because it is computed and stored like any other token. A sample that is longer than the
     budget gets a chunk of its own.
+
+    Args:
+        tokens_of_rank: how many tokens of a sample with so many one rank has.
     """
     tokens = columns.get("tokens", {})
     chunks: list[list[int]] = []
     for row in sorted(rows, key=lambda row: (tokens[row].numel(), row)):
         # Ascending, so this row is the longest of any chunk that it joins.
-        if chunks and (len(chunks[-1]) + 1) * tokens[row].numel() <= budget:
+        if chunks and (len(chunks[-1]) + 1) * tokens_of_rank(tokens[row].numel()) <= budget:
             chunks[-1].append(row)
         else:
             chunks.append([row])
     return chunks
 
 
-def packed_by_tokens(columns: Columns, rows: Sequence[int], budget: int) -> list[list[int]]:
+def packed_by_tokens(
+    columns: Columns, rows: Sequence[int], budget: int, tokens_of_rank: Callable[[int], int] = int
+) -> list[list[int]]:
     """Few chunks of at most `budget` tokens each, without padding: the longest first, into the first that has room.
 
     A sample that is longer than the budget gets a chunk of its own.
@@ -80,7 +87,7 @@ def packed_by_tokens(columns: Columns, rows: Sequence[int], budget: int) -> list
     chunks: list[list[int]] = []
     room: list[int] = []
     for row in sorted(rows, key=lambda row: (-tokens[row].numel(), row)):
-        size = tokens[row].numel()
+        size = tokens_of_rank(tokens[row].numel())
         place = next((i for i, left in enumerate(room) if size <= left), len(chunks))
         if place == len(chunks):
             chunks.append([])
@@ -90,12 +97,19 @@ def packed_by_tokens(columns: Columns, rows: Sequence[int], budget: int) -> list
     return chunks
 
 
-def micro_batch_rows(columns: Columns, rows: Sequence[int], batch: BatchSection, packed: bool) -> list[list[int]]:
+def micro_batch_rows(
+    columns: Columns,
+    rows: Sequence[int],
+    batch: BatchSection,
+    packed: bool,
+    tokens_of_rank: Callable[[int], int] = int,
+) -> list[list[int]]:
     """The given rows as micro-batches, by samples or, with `--use-dynamic-batch-size`, by tokens."""
     if not batch.use_dynamic_batch_size:
         return chunks_by_length(columns, rows, batch.micro_batch_size)
     assert batch.max_tokens_per_gpu is not None, "checked before launch"
-    return (packed_by_tokens if packed else chunks_by_tokens)(columns, rows, batch.max_tokens_per_gpu)
+    fill = packed_by_tokens if packed else chunks_by_tokens
+    return fill(columns, rows, batch.max_tokens_per_gpu, tokens_of_rank)
 
 
 def pad(rows: Sequence[Tensor], width: int) -> Tensor:

@@ -77,7 +77,7 @@ class ModelRole(Generic[Model]):
     def __init__(self, model: Model, context: RoleContext) -> None:
         self.model = model
         self.queue = context.queue
-        self.batch = context.config.batch
+        self.batch, self.tokens_of_rank = context.config.batch, context.config.parallel.tokens_of_rank
         self.packed = model.packs if self.batch.pack_sequences is None else self.batch.pack_sequences
         self.awake = True
 
@@ -117,7 +117,7 @@ class ModelRole(Generic[Model]):
         self, share: RolloutShare, rows: Sequence[int], fields: Sequence[str]
     ) -> tuple[list[list[int]], list[MicroBatch]]:
         """The given rows as micro-batches with the named fields, and which rows are in which."""
-        chunks = micro_batch_rows(share.columns, rows, self.batch, self.packed)
+        chunks = micro_batch_rows(share.columns, rows, self.batch, self.packed, self.tokens_of_rank)
         return chunks, [make_micro_batch(share.columns, chunk, fields, packed=self.packed) for chunk in chunks]
 
     def score(self, rollout_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Pipeline stages on gloo: the same losses, gradient norms, weights and checkpoints as one process."""
+"""Pipeline stages and context parallelism on gloo: losses, gradient norms, weights and checkpoints of one process."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.support.training_runs import RECOMPUTE, Run, train
 
 LORA = Lora(4, 8.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
 GRID = {"tensor_parallel": 2, "pipeline_parallel": 2}
+SHARED = {"use_distributed_optimizer": True}
+PARTS = {"context_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "two shares of samples": {"pipeline_parallel": 2},
     "four stages": {"pipeline_parallel": 4, "micro_batch_size": 1},
@@ -24,22 +26,40 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "chunks of logits": {**GRID, "layout": {"log_probs_chunk_size": 3}},
     "packed, recomputed": {"pipeline_parallel": 2, "packed": True, "layout": RECOMPUTE["uniform"]},
     "one share is empty": {"pipeline_parallel": 2, "idle_second_rank": True},
-    "shared optimizer": {"pipeline_parallel": 2, "optimizer": {"use_distributed_optimizer": True}},
+    "shared optimizer": {"pipeline_parallel": 2, "optimizer": SHARED},
     "adapters": {**GRID, "lora": LORA},
     "adapters, recomputed": {"pipeline_parallel": 4, "lora": LORA, "layout": RECOMPUTE["uniform"]},
     "experts": {"pipeline_parallel": 2, "layout": {"expert_model_parallel_size": 2}},
+    "parts of samples": {"layout": PARTS, "packed": True, "optimizer": SHARED},
+    "parts, one share is empty": {"layout": PARTS, "idle_second_rank": True},
+    "parts in stages": {"pipeline_parallel": 2, "packed": True, "layout": {**PARTS, **RECOMPUTE["uniform"]}},
+    "parts in stages, padded": {"pipeline_parallel": 2, "layout": PARTS, "lora": LORA},
+    "parts, tensor parallel": {
+        "tensor_parallel": 2,
+        "packed": True,
+        "layout": {**PARTS, "sequence_parallel": True, "log_probs_chunk_size": 3},
+    },
+    "parts, tensor parallel, padded": {"tensor_parallel": 2, "layout": PARTS},
+    # Responses are shorter than a part, so that some ranks have none of their tokens.
+    "four parts": {"micro_batch_size": 1, "layout": {"context_parallel_size": 4, **RECOMPUTE["attention"]}},
+    "experts in parts": {"packed": True, "layout": {**PARTS, "expert_model_parallel_size": 4}},
 }
 CHOSEN = {
     ("policy", "untied"): ["two shares of samples", "four stages", "sequence parallel", "uneven"],
-    ("policy", "tied"): [name for name in LAYOUTS if name != "experts"],
-    ("policy", "experts"): ["experts"],
-    ("value", "tied"): ["four stages", "sequence parallel", "adapters, recomputed", "shared optimizer"],
+    ("policy", "tied"): [name for name in LAYOUTS if "experts" not in name],
+    ("policy", "experts"): ["experts", "experts in parts"],
+    ("value", "tied"): [
+        *("four stages", "sequence parallel", "adapters, recomputed", "shared optimizer"),
+        *("parts in stages", "parts, tensor parallel, padded", "four parts"),
+    ],
 }
 CHAIN: tuple[dict[str, Any], ...] = (
+    {"layout": PARTS, "optimizer": SHARED},
     GRID,
     {"pipeline_parallel": 4},
-    {"pipeline_parallel": 2, "optimizer": {"use_distributed_optimizer": True}},
+    {"pipeline_parallel": 2, "optimizer": SHARED},
     {"tensor_parallel": 2, "layout": {"sequence_parallel": True}},
+    {"pipeline_parallel": 2, "packed": True, "layout": PARTS},
 )
 """Layouts that a checkpoint passes through, from one process and back to one."""
 
@@ -77,7 +97,7 @@ def assert_same(found: dict[str, Any], alone: dict[str, Any], where: str, steps:
         np.testing.assert_allclose(values, alone["state"][name], rtol=0, atol=1e-5, err_msg=f"{where}, {name}")
 
 
-def test_stages_train_like_one_process(models: dict[str, Path]) -> None:
+def test_stages_and_parts_train_like_one_process(models: dict[str, Path]) -> None:
     runs = {
         (kind, model, name): replace(Run(kind, models[model]), **LAYOUTS[name])  # type: ignore[arg-type]
         for (kind, model), names in CHOSEN.items()
@@ -98,7 +118,7 @@ def test_stages_train_like_one_process(models: dict[str, Path]) -> None:
 @pytest.mark.parametrize("kind", ["policy", "value"])
 def test_eight_processes_train_like_one(kind: Any, models: dict[str, Path]) -> None:
     layouts: list[dict[str, Any]] = [GRID, {"tensor_parallel": 2, "pipeline_parallel": 4}, {"pipeline_parallel": 4}]
-    shared = {"layout": {"sequence_parallel": True}, "optimizer": {"use_distributed_optimizer": True}}
+    shared = {"layout": {"sequence_parallel": True}, "optimizer": SHARED}
     runs = [replace(Run(kind, models["tied"]), **layout) for layout in (*layouts, {**GRID, **shared})]
     alone = train(0, 1, 0, Run(kind, models["tied"]))
     for number, results in enumerate(spawned(runs, ranks=8)):

@@ -121,9 +121,9 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"parallel__launcher": "local"},
     ),
     (
-        "context-parallel-not-supported",
+        "ranks-not-divisible",
+        {"parallel__context_parallel_size": 2, "parallel__resource": roles(actor=[1, 3], critic=[1, 2])},
         {"parallel__context_parallel_size": 2, "parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
-        {"parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
     ),
     ("fully-async-not-supported", {"parallel__fully_async": True}, {"parallel__fully_async": False}),
     (
@@ -327,10 +327,16 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         {"parallel__tensor_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 4], critic=[1, 4])},
     ),
     (
-        "moe-balance-pipeline",
+        "moe-balance-split",
         {"parallel__moe_aux_loss_coeff": 0.1, "parallel__pipeline_model_parallel_size": 2}
         | {"parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
         {"parallel__pipeline_model_parallel_size": 2, "parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
+    ),
+    (
+        "moe-balance-split",
+        {"parallel__moe_aux_loss_coeff": 0.1, "parallel__context_parallel_size": 2}
+        | {"parallel__resource": roles(actor=[1, 2], critic=[1, 2])},
+        {"parallel__moe_aux_loss_coeff": 0.1},
     ),
     (
         "pipeline-layers",

@@ -81,8 +81,15 @@ def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableMo
     if run.bf16:
         device = replace(device, training_dtype=torch.bfloat16)
     where, stages = parallel.Rank(rank, ranks, "127.0.0.1", port), run.pipeline_parallel
-    experts = run.layout.get("expert_model_parallel_size", 1)
-    parallel.initialize(where, run.tensor_parallel, device, seed=5, pipeline_parallel=stages, expert_parallel=experts)
+    parallel.initialize(
+        where,
+        run.tensor_parallel,
+        device,
+        seed=5,
+        pipeline_parallel=stages,
+        context_parallel=run.layout.get("context_parallel_size", 1),
+        expert_parallel=run.layout.get("expert_model_parallel_size", 1),
+    )
     return TrainableModel(
         run.kind,
         run.model,

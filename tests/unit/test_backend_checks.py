@@ -102,8 +102,12 @@ def test_bridged_models_are_not_split_along_the_sequence(tmp_path: Path) -> None
         layout = ParallelSection(sequence_parallel=True, tensor_model_parallel_size=ranks, **others)
         return ids(Config(model=ModelSection(hf_checkpoint=str(tmp_path)), parallel=layout))
 
-    assert "bridge-pipeline" in found("qwen3_5", 1, pipeline_model_parallel_size=2)
-    assert "bridge-pipeline" not in found("qwen3", 1, pipeline_model_parallel_size=2)
+    for rule, option in (
+        ("bridge-pipeline", "pipeline_model_parallel_size"),
+        ("bridge-context-parallel", "context_parallel_size"),
+    ):
+        assert rule in found("qwen3_5", 1, **{option: 2})
+        assert rule not in found("qwen3", 1, **{option: 2})
     rule = "bridge-sequence-parallel"
     assert rule in found("qwen3_5", 2)
     assert rule not in found("qwen3_5", 1)

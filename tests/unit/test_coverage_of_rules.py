@@ -47,7 +47,7 @@ def test_many_rules_have_a_refusal_and_a_near_miss() -> None:
     assert len(rules) >= 60
 
 
-REFUSED = {"fully_async": True, "context_parallel_size": 2}
+REFUSED = {"fully_async": True}
 """Options that stand for what is not built, with a value that is refused."""
 
 

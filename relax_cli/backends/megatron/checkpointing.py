@@ -132,7 +132,11 @@ def parallel_layout() -> dict[str, int]:
     """Sizes that decide which rank has what."""
     layout = {"tensor_parallel": parallel.tensor_parallel_size(), "data_parallel": parallel.data_parallel_size()}
     # Older checkpoints know nothing of the others.
-    others = {"pipeline_parallel": parallel.stages(), "expert_parallel": parallel.expert_parallel_size()}
+    others = {
+        "pipeline_parallel": parallel.stages(),
+        "context_parallel": parallel.context_parallel_size(),
+        "expert_parallel": parallel.expert_parallel_size(),
+    }
     return layout | {name: size for name, size in others.items() if size > 1}
 
 

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from relax_cli.backends.device import Device
-from relax_cli.backends.megatron import te_import
+from relax_cli.backends.megatron import context, parallel, te_import
 from relax_cli.backends.megatron.experts import ExpertRouter
 from relax_cli.backends.megatron.lora import adapted
 from relax_cli.errors import EnvironmentFault
@@ -160,6 +160,8 @@ class PackedSamples(PackedSeqParams):  # type: ignore[misc]
 
     runs: tuple[tuple[int, int], ...] = ()
     """Length and number of neighbours that are equally long."""
+    lengths: tuple[int, ...] = ()
+    """Of the samples."""
     positions_S: Tensor | None = None
     """Positions of the tokens in their samples."""
     tables: tuple[Tensor, Tensor] | None = None
@@ -180,6 +182,7 @@ class PackedSamples(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             runs=tuple((length, len(list(run))) for length, run in groupby(lengths)),
+            lengths=tuple(lengths),
             positions_S=torch.arange(first_S.numel(), device=device) - first_S,
         )
 
@@ -198,14 +201,19 @@ class RotaryTable:
         """
         if packed is not None and packed.tables is not None:
             return packed.tables
-        length = x_SBnd.size(0) if packed is None else packed.max_seqlen_q
+        length = x_SBnd.size(0) * parallel.context_parallel_size() if packed is None else packed.max_seqlen_q
         if self._cos.size(0) < length or self._cos.device != x_SBnd.device:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self._inv_freq)[:, None, None, :]
             self._cos = torch.cat([angles.cos(), angles.cos()], -1).to(x_SBnd.device)
             self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(x_SBnd.device)
+        split = context.pieces() > 1
         if packed is None:
-            return self._cos[:length], self._sin[:length]
-        packed.tables = self._cos[packed.positions_S, 0], self._sin[packed.positions_S, 0]
+            here = context.own_places([length], x_SBnd.device) if split else slice(length)
+            return self._cos[here], self._sin[here]
+        assert packed.positions_S is not None, "made by `of`"
+        here = context.own_places(packed.lengths, x_SBnd.device) if split else slice(None)
+        positions_S = packed.positions_S[here]
+        packed.tables = self._cos[positions_S, 0], self._sin[positions_S, 0]
         return packed.tables
 
 
@@ -222,7 +230,6 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **options: Any) -> None:
         super().__init__(config=config)
-        assert config.context_parallel_size == 1, "context parallelism is not implemented"
         self.softmax_scale = softmax_scale
         self.inner = None
         if self.inner_attention is not None:
@@ -246,27 +253,27 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
         query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)  # type: ignore[no-untyped-call]
         if self.inner is not None:
             return self.inner(query, key, value, attention_mask, packed_seq_params=packed, **kwargs)  # type: ignore[no-any-return]
+        ranks = parallel.context_parallel_size()
+        if ranks > 1:
+            lengths = [query.size(0) * ranks] if packed is None else packed.lengths
+            key, value = (context.from_all_ranks(x, lengths) for x in (key, value))
         if packed is None:
             batch = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._causal(*batch).permute(2, 0, 1, 3).flatten(2)
-        sizes = [length * count for length, count in packed.runs]
         parts = []
-        for (length, count), *run in zip(
-            packed.runs, *(torch.split(x, sizes) for x in (query, key, value)), strict=True
-        ):
-            batch = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in run)
+        sizes = [length * count for length, count in packed.runs]
+        own_sizes = [size // ranks for size in sizes]
+        queries = torch.split(query, own_sizes)
+        for (_, count), *run in zip(packed.runs, queries, *(torch.split(x, sizes) for x in (key, value)), strict=True):
+            batch = (x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in run)
             parts.append(self._causal(*batch).transpose(1, 2).flatten(0, 1))
         return torch.cat(parts).flatten(1)
 
     def _causal(self, q_BnSd: Tensor, k_BnSd: Tensor, v_BnSd: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q_BnSd,
-            k_BnSd,
-            v_BnSd,
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=q_BnSd.size(1) != k_BnSd.size(1),
-        )
+        options: dict[str, Any] = {"scale": self.softmax_scale, "enable_gqa": q_BnSd.size(1) != k_BnSd.size(1)}
+        if context.pieces() > 1:
+            return context.attention(q_BnSd, k_BnSd, v_BnSd, **options)
+        return F.scaled_dot_product_attention(q_BnSd, k_BnSd, v_BnSd, is_causal=True, **options)
 
 
 class _Rotate(torch.autograd.Function):

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from relax_cli.backends.device import Parking, free_unused_memory
-from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron import context, parallel
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput
 from relax_cli.backends.megatron.model import build_model
 from relax_cli.models.hf import HfWeights
@@ -32,8 +32,13 @@ class LoadedModel:
             ConfigError: the folder is unreadable, unsupported, or does not divide by the tensor-parallel size.
             EnvironmentFault: TransformerEngine was requested and does not import.
         """
-        ranks = build.layout.tensor_model_parallel_size, build.layout.pipeline_model_parallel_size
-        here = parallel.tensor_parallel_size(), parallel.stages()
+        layout = build.layout
+        ranks = (
+            layout.tensor_model_parallel_size,
+            layout.pipeline_model_parallel_size,
+            layout.context_parallel_size,
+        )
+        here = parallel.tensor_parallel_size(), parallel.stages(), parallel.context_parallel_size()
         assert ranks == here, "parallel.initialize made other groups"
         self.kind = kind
         self.device = build.device
@@ -131,7 +136,7 @@ def run_batch(model: torch.nn.Module, batch: MicroBatch) -> Any:
 
     Hidden states where a pipeline has later stages.
     """
-    return model(*batch.laid_out())
+    return model(*batch.laid_out(context.pieces()))
 
 
 def idle_batch(device: torch.device) -> MicroBatch:

@@ -2,8 +2,8 @@
 
 Parameters in fp32 are updated themselves. Parameters in lower precision have a master copy. With
 `--optimizer-cpu-offload` every parameter has one, in host memory, together with its moments. With
-`--use-distributed-optimizer` each data-parallel rank has masters and moments of its share of the parameters only, and
-sends the updated parameters to the others.
+`--use-distributed-optimizer` each data- or context-parallel rank has masters and moments of its share of the parameters
+only, and sends the updated parameters to the others.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Masters:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_host: bool, shared_out: bool) -> None:
         self.on_host = on_host
         self.parameters = list(parameters)
-        self.shared_out = shared_out and parallel.data_parallel_size() > 1
+        self.shared_out = shared_out and parallel.data_parallel_size() * parallel.context_parallel_size() > 1
         self.owners = _owners(self.parameters, shared_out=self.shared_out)
         self.held = [
             self._master(index, parameter)
@@ -139,7 +139,7 @@ class Masters:
                 master.values.copy_(master.parameter.data)
 
     def _to_write(self, like: ShardedTensor | ShardedTensorFactory) -> ShardedTensor | ShardedTensorFactory:
-        """Every data-parallel rank writes what only it has, where otherwise the first one writes for all."""
+        """Every rank writes what only it has, where otherwise the first one writes for all."""
         if not self.shared_out:
             return like
         return replace(like, replica_id=(*like.replica_id[:-1], 0))

@@ -5,11 +5,12 @@ Legend: `B` samples, `S` prompt + response (padded), `T` response tokens (padded
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from relax_cli.backends.device import Device
 from relax_cli.config.schema import ParallelSection
@@ -60,18 +61,25 @@ class MicroBatch:
             self.packed,
         )
 
-    def laid_out(self) -> tuple[Tensor, ResponseIndex]:
-        """The tokens that go through the layers, `[B, S]` or packed `[1, ΣS]`, and where they predict responses."""
+    def laid_out(self, pieces: int = 1) -> tuple[Tensor, ResponseIndex]:
+        """The tokens that go through the layers, `[B, S]` or packed `[1, ΣS]`, and where they predict responses.
+
+        Args:
+            pieces: the length of each packed sample is a multiple of it.
+        """
         rows, device = self.tokens_BS.size(0), self.tokens_BS.device
         # The last token of a sample predicts nothing that was generated.
         lengths_B = (self.prompt_lens_B + self.response_lens_B - 1).clamp(min=1)
+        if self.packed:
+            lengths_B += -lengths_B % pieces
         longest = int(lengths_B.max())
         if not self.packed:
             first_B = torch.arange(rows, device=device)
             return self.tokens_BS[:, :longest], ResponseIndex.of(self, first_B, rows)
         order_B = lengths_B.argsort(descending=True, stable=True)
         lengths_B = lengths_B[order_B]
-        tokens_1S = self.tokens_BS[order_B, :longest][torch.arange(longest, device=device) < lengths_B[:, None]][None]
+        tokens_BS = pad(self.tokens_BS, (0, max(0, longest - self.tokens_BS.size(1))))
+        tokens_1S = tokens_BS[order_B, :longest][torch.arange(longest, device=device) < lengths_B[:, None]][None]
         first_B = (lengths_B.cumsum(0) - lengths_B)[order_B.argsort()]
         return tokens_1S, ResponseIndex.of(self, first_B, 1, tuple(lengths_B.tolist()))
 
@@ -113,6 +121,16 @@ class ResponseIndex:
             shape=(batch.tokens_BS.size(0), width),
             lengths=lengths,
         )
+
+    def within(self, places: Tensor, row: int) -> ResponseIndex:
+        """What of it is at `places`, ascending, of the `row` ones along the first dimension of `[S, B, H]`."""
+        new_S = self.states_N.new_full((row,), -1)
+        new_S[places] = torch.arange(places.numel(), device=places.device)
+        stride = self.shape[0] if self.lengths is None else 1
+        place_N = new_S[self.states_N // stride]
+        here_N = place_N >= 0
+        states_N = (place_N * stride + self.states_N % stride)[here_N]
+        return replace(self, states_N=states_N, tokens_N=self.tokens_N[here_N], cells_N=self.cells_N[here_N])
 
     def to_grid(self, values_N: Tensor) -> Tensor:
         """Spread values over `[B, T]`, 0 beyond each response."""

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from relax_cli.backends.device import Device
-from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron import context, parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
 from relax_cli.backends.megatron.experts import expert_settings, number_over_all_ranks, padding
 from relax_cli.backends.megatron.heads import ValueHead, in_chunks, token_statistics
@@ -53,6 +53,7 @@ def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device)
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
         **pipeline_settings(layout, dtype),
         # The other kinds refuse stages that send shapes, also where there are no experts.
         moe_token_dispatcher_type="alltoall",
@@ -127,17 +128,24 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
 
         Stages before the last give hidden states.
         """
+        ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        # Positions and picked states are shared out evenly; `_postprocess` drops what is added here.
+        tokens_BS = F.pad(tokens_BS, (0, -tokens_BS.size(1) % (ranks * context.pieces())))
+        packed = None
+        if response.lengths is not None:
+            filled = tokens_BS.size(1) - sum(response.lengths)
+            packed = PackedSamples.of(response.lengths, filled, tokens_BS.device)
+        if context.pieces() > 1:
+            places = context.own_places(packed.lengths if packed else tokens_BS.shape[1:], tokens_BS.device)
+            response = response.within(places, tokens_BS.size(1))
+            tokens_BS = tokens_BS[:, places]
         states_N = response.states_N
-        if self.config.sequence_parallel:
-            # Positions and picked states are shared out evenly; `_postprocess` drops what is added here.
-            ranks = self.config.tensor_model_parallel_size
-            tokens_BS = F.pad(tokens_BS, (0, -tokens_BS.size(1) % ranks))
+        if ranks > 1:
             states_N = F.pad(states_N, (0, -states_N.numel() % ranks if states_N.numel() else ranks))
         balanced = self.config.num_moe_experts and self.config.moe_aux_loss_coeff
         more: dict[str, Any] = {"padding_mask": padding(states_N, *tokens_BS.shape)} if balanced else {}
-        if response.lengths is not None:
-            filled = tokens_BS.size(1) - sum(response.lengths)
-            more["packed_seq_params"] = PackedSamples.of(response.lengths, filled, tokens_BS.device)
+        if packed is not None:
+            more["packed_seq_params"] = packed
         output: ModelOutput | Tensor = super().forward(
             tokens_BS, None, None, labels=response, extra_block_kwargs={"context": states_N}, **more
         )
@@ -236,7 +244,8 @@ class PolicyModel(_ResponseModel):
         else:
             ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
             log_probs_N, entropy_N = in_chunks(statistics, states_NH, tokens_N, chunk=self.chunk, ranks=ranks)
-        return ModelOutput(log_probs=labels.to_grid(log_probs_N), entropy=labels.to_grid(entropy_N))
+        grids = (context.whole(labels.to_grid(values_N)) for values_N in (log_probs_N, entropy_N))
+        return ModelOutput(*grids)
 
 
 class ValueModel(_ResponseModel):
@@ -261,7 +270,7 @@ class ValueModel(_ResponseModel):
         if self.config.sequence_parallel:
             states_NH = gather_from_sequence_parallel_region(states_NH, tensor_parallel_output_grad=False)
             states_NH = states_NH[: labels.tokens_N.numel()]
-        return ModelOutput(values=labels.to_grid(self.output_layer(states_NH)[0].squeeze(-1)))
+        return ModelOutput(values=context.whole(labels.to_grid(self.output_layer(states_NH)[0].squeeze(-1))))
 
 
 def build_model(

@@ -1,4 +1,4 @@
-"""Process groups of one role: tensor parallel inside, then data parallel, pipeline outside. All state is Megatron's."""
+"""Process groups of one role: tensor parallel inside, then context, data and pipeline. All state is Megatron's."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def initialize(
     seed: int,
     *,
     pipeline_parallel: int = 1,
+    context_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> None:
     """Join the ranks of this role. In one process that hosts several roles (world size 1) later calls check only.
@@ -48,7 +49,7 @@ def initialize(
     """
     if device.kind == "cpu":
         cpu_support.install()
-    grid = tensor_parallel * pipeline_parallel
+    grid = tensor_parallel * pipeline_parallel * context_parallel
     assert rank.world_size % grid == 0, "ranks divide by the model-parallel sizes: checked before launch"
     if dist.is_initialized():
         here = (
@@ -56,12 +57,13 @@ def initialize(
             dist.get_world_size(),
             mpu.get_tensor_model_parallel_world_size(),
             mpu.get_pipeline_model_parallel_world_size(),
+            mpu.get_context_parallel_world_size(),
             mpu.get_expert_model_parallel_world_size(),
             dist.get_backend(),
         )
-        sizes = (tensor_parallel, pipeline_parallel, expert_parallel)
+        sizes = (tensor_parallel, pipeline_parallel, context_parallel, expert_parallel)
         wanted = (rank.rank, rank.world_size, *sizes, device.backend)
-        assert here == wanted, f"this process already is rank/ranks/TP/PP/EP/backend {here}, not {wanted}"
+        assert here == wanted, f"this process already is rank/ranks/TP/PP/CP/EP/backend {here}, not {wanted}"
         return
     alone = rank.world_size == 1 or device.backend == "fake"
     choose_interface("127.0.0.1" if alone else rank.master_addr)
@@ -72,6 +74,7 @@ def initialize(
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
+        context_parallel_size=context_parallel,
         expert_model_parallel_size=expert_parallel,
         create_gloo_process_groups=False,
     )
@@ -110,7 +113,7 @@ def data_parallel_size() -> int:
 
 
 def data_parallel_group() -> dist.ProcessGroup:
-    """Ranks that hold the same slice of the model."""
+    """Ranks that hold the same slice of the model and the same parts of other samples."""
     return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
 
 
@@ -127,6 +130,21 @@ def tensor_parallel_size() -> int:
 def tensor_parallel_group() -> dist.ProcessGroup:
     """Ranks that share every layer and see the same samples."""
     return mpu.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
+
+
+def context_parallel_rank() -> int:
+    """Which part of every sample this rank has."""
+    return int(mpu.get_context_parallel_rank())
+
+
+def context_parallel_size() -> int:
+    """Into how many parts every sample is split."""
+    return int(mpu.get_context_parallel_world_size())
+
+
+def context_parallel_group() -> dist.ProcessGroup:
+    """Ranks that hold the same slice of the model and the other parts of the same samples."""
+    return mpu.get_context_parallel_group()  # type: ignore[no-any-return]
 
 
 def expert_parallel_rank() -> int:
@@ -150,8 +168,9 @@ def is_shared_out(parameter: torch.nn.Parameter) -> bool:
 
 
 def replica_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
-    """Data-parallel ranks that hold the same slice of a parameter."""
-    return mpu.get_expert_data_parallel_group() if is_shared_out(parameter) else data_parallel_group()
+    """Data- and context-parallel ranks that hold the same slice of a parameter."""
+    every: dist.ProcessGroup = mpu.get_data_parallel_group(with_context_parallel=True)
+    return mpu.get_expert_data_parallel_group() if is_shared_out(parameter) else every
 
 
 def stage() -> int:
@@ -191,7 +210,7 @@ def from_last_stage(value: T) -> T:
 
 def is_output_rank() -> bool:
     """One rank per share of the samples: it alone writes what all ranks of its model-parallel group computed."""
-    return tensor_parallel_rank() == 0 and is_last_stage()
+    return tensor_parallel_rank() == context_parallel_rank() == 0 and is_last_stage()
 
 
 def sum_over_data_parallel(values: Sequence[float]) -> list[float]:

@@ -19,26 +19,34 @@ class Pass:
     samples: float
     """Not whole where shorter ones fill a packed micro-batch up."""
     lengths: Lengths
+    ranks: int = 1
+    """Context-parallel ranks, which share out each sample."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that go through the layers; the last one predicts nothing."""
-        return int(self.samples * (self.lengths.prompt + self.lengths.response - 1))
+        """Tokens that go through the layers of a rank; the last one predicts nothing."""
+        return -(-int(self.samples * (self.lengths.prompt + self.lengths.response - 1)) // self.ranks)
 
     @property
     def answers(self) -> int:
-        """Response tokens."""
-        return int(self.samples * self.lengths.response)
+        """Response tokens on the rank that has the most."""
+        response, whole = self.lengths.response, self.lengths.prompt + self.lengths.response - 1
+        # A rank has one piece of the first half of a sample and one of the second, and responses are at the end.
+        piece = -(-whole // (2 * self.ranks))
+        most = min(response, piece) + min(max(0, response - whole // 2), piece)
+        return int(self.samples * (response if self.ranks == 1 else most))
 
 
-def largest_pass(batch: BatchSection, lengths: Lengths, data_parallel: int, *, packed: bool) -> Pass:
+def largest_pass(
+    batch: BatchSection, lengths: Lengths, data_parallel: int, *, packed: bool, layout: ParallelSection
+) -> Pass:
     """The largest micro-batch of a rank; one of more, but shorter samples has no more tokens."""
     per_rank = -(-batch.samples_per_step // max(1, data_parallel))
     most: float = batch.micro_batch_size
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is not None:
-        most = batch.max_tokens_per_gpu / (lengths.prompt + lengths.response)
+        most = batch.max_tokens_per_gpu / layout.tokens_of_rank(lengths.prompt + lengths.response)
         most = most if packed else int(most)
-    return Pass(max(1, min(most, per_rank)), lengths)
+    return Pass(max(1, min(most, per_rank)), lengths, layout.context_parallel_size)
 
 
 def activation_bytes(

@@ -192,7 +192,7 @@ class _Sizes:
             publishing = self._published()
             if self.on_cpu and lora_of(self.config, role) is not None:
                 publishing["merged weights"] = self.precision.weights * self.spec.parameters
-        resident, host = self._training_state(role, self._data_parallel(ranks))
+        resident, host = self._training_state(role, self._replicas(ranks))
         copied = self._copy_to_save(role, ranks)
         resident, host = (resident | copied, host) if self.on_cpu else (resident, host | copied)
         return RoleMemory(role, ranks, base | resident, working, publishing, keeps_freed=self.on_cpu, host=host)
@@ -203,16 +203,16 @@ class _Sizes:
         if not section.async_save or section.save is None:
             return {}
         trained = self._trained_parameters(role)
-        split = self._data_parallel(ranks) if self.config.optimizer.use_distributed_optimizer else 1
+        split = self._replicas(ranks) if self.config.optimizer.use_distributed_optimizer else 1
         updated = (precision.master + precision.moments) * -(-trained // split)
         return {"copy to save": precision.weights * trained + updated}
 
-    def _training_state(self, role: str, data_parallel: int) -> tuple[dict[str, int], dict[str, int]]:
+    def _training_state(self, role: str, replicas: int) -> tuple[dict[str, int], dict[str, int]]:
         """Memory of a rank of actor or critic: on its device while awake, and in host memory all the time."""
         spec, precision, section = self.spec, self.precision, self.config.optimizer
         trained = self._trained_parameters(role)
         mine = trained - (0 if lora_of(self.config, role) else self.experts_elsewhere)
-        updated = -(-trained // data_parallel) if section.use_distributed_optimizer else mine
+        updated = -(-trained // replicas) if section.use_distributed_optimizer else mine
         untrained = precision.weights * -(-spec.untrained_parameters // self.tensor_parallel)
         held = {"weights": precision.weights * (self._parameters(role) - self.experts_elsewhere)}
         if (lora := lora_of(self.config, role)) is not None:
@@ -275,7 +275,11 @@ class _Sizes:
         }
 
     def _data_parallel(self, ranks: int) -> int:
-        return max(1, ranks // (self.tensor_parallel * self.stages))
+        return max(1, ranks // self.layout.grid)
+
+    def _replicas(self, ranks: int) -> int:
+        """Ranks that have the same parameters, and share out the optimizer's state."""
+        return self._data_parallel(ranks) * self.layout.context_parallel_size
 
     @property
     def _is_last(self) -> bool:
@@ -310,4 +314,6 @@ class _Sizes:
     def _pass(self, ranks: int) -> Pass:
         chosen = self.config.batch.pack_sequences
         packed = self.on_cpu if chosen is None else chosen
-        return largest_pass(self.config.batch, self.lengths, self._data_parallel(ranks), packed=packed)
+        return largest_pass(
+            self.config.batch, self.lengths, self._data_parallel(ranks), packed=packed, layout=self.layout
+        )

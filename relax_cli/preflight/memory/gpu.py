@@ -148,7 +148,7 @@ def what_to_lower(config: Config, spec: ModelSpec, memory: RoleMemory, lengths: 
     state, work = _state_options(config, memory), _batch_options(config, lengths)
     mostly_work = sum(memory.working.values()) > memory.model_bytes - memory.resident.get(GRADIENTS, 0)
     ranks = 2 * layout.tensor_model_parallel_size
-    grid = ranks * layout.pipeline_model_parallel_size
+    grid = 2 * layout.grid
     split = [f"--tensor-model-parallel-size {ranks}"] if spec.num_kv_heads % ranks == 0 == memory.ranks % grid else []
     return (*(work + state if mostly_work else state + work), *split, "a lower --rollout-max-response-len")
 
@@ -157,8 +157,8 @@ def _state_options(config: Config, memory: RoleMemory) -> list[str]:
     found = []
     if memory.role != "reference":
         layout = config.parallel
-        data_parallel = memory.ranks > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
-        if data_parallel and not config.optimizer.use_distributed_optimizer:
+        several = memory.ranks > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+        if several and not config.optimizer.use_distributed_optimizer:
             found.append("--use-distributed-optimizer")
         if not config.optimizer.optimizer_cpu_offload:
             found.append("--optimizer-cpu-offload")
@@ -172,7 +172,7 @@ def _batch_options(config: Config, lengths: Lengths) -> list[str]:
         found.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
         found.append("--sequence-parallel")
-    longest = lengths.prompt + lengths.response
+    longest = layout.tokens_of_rank(lengths.prompt + lengths.response)
     if batch.use_dynamic_batch_size and (batch.max_tokens_per_gpu or 0) >= 2 * longest:
         found.append(f"--max-tokens-per-gpu {longest}")
     elif not batch.use_dynamic_batch_size and batch.micro_batch_size > 1:

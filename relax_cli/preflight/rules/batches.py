@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, RolloutSection
+from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, ParallelSection, RolloutSection
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.rules.registry import Finding, Found, largest_divisor, rule
 from relax_cli.preflight.rules.resources import TRAINED_ROLES
@@ -87,7 +87,7 @@ def partial_rollout_uncorrected(config: Config) -> Found:
 @rule("batch-smaller-than-ranks", THEME, option="--resource")
 def batch_smaller_than_ranks(config: Config) -> Found:
     """Every data-parallel rank needs at least one sample of an optimizer step."""
-    grid = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    grid = config.parallel.grid
     samples = config.batch.samples_per_step
     for role, (_, devices) in config.parallel.resource.items():
         if role in TRAINED_ROLES and devices // grid > samples:
@@ -112,12 +112,18 @@ def token_budget_missing(batch: BatchSection, rollout: RolloutSection, algorithm
 
 @rule("token-budget-too-small", THEME, option="--max-tokens-per-gpu")
 def token_budget_too_small(
-    batch: BatchSection, rollout: RolloutSection, algorithm: AlgorithmSection, inputs: RunInputs
+    batch: BatchSection,
+    rollout: RolloutSection,
+    algorithm: AlgorithmSection,
+    parallel: ParallelSection,
+    inputs: RunInputs,
 ) -> Found:
-    """Prompt and response of one sample may be longer than `--max-tokens-per-gpu`. Padding counts: a micro-batch that
-    is not packed costs its number of samples × its longest one."""
+    """Prompt and response of one sample, or a context-parallel rank's part of them, may be longer than
+    `--max-tokens-per-gpu`. Padding counts: a micro-batch that is not packed costs its number of samples × its longest
+    one."""
     prompt = rollout.rollout_max_prompt_len or inputs.longest_prompt or 0
-    longest = _longest_sample(prompt, rollout, algorithm)
+    whole = _longest_sample(prompt, rollout, algorithm)
+    longest, ranks = parallel.tokens_of_rank(whole), parallel.context_parallel_size
     budget = batch.max_tokens_per_gpu
     if batch.use_dynamic_batch_size and budget is not None and longest > budget:
         origin = "--rollout-max-prompt-len" if rollout.rollout_max_prompt_len else "the longest prompt"
@@ -125,7 +131,8 @@ def token_budget_too_small(
         yield Finding(
             "one sample may be longer than a whole micro-batch",
             got=str(budget),
-            expected=f"at least {longest}: {terms}{' + 1 (--bootstrap-truncated)' * algorithm.bootstrap_truncated}",
+            expected=f"at least {longest}: {terms}{' + 1 (--bootstrap-truncated)' * algorithm.bootstrap_truncated}"
+            + f", on {ranks} ranks" * (ranks > 1),
             fix=f"--max-tokens-per-gpu {longest}, or lower --rollout-max-response-len",
         )
 

@@ -101,14 +101,16 @@ def moe_option_unused(parallel: ParallelSection, inputs: RunInputs) -> Found:
 NO_EXPERTS = "the model has no experts to share out"
 
 
-@rule("moe-balance-pipeline", "Model", option="--moe-aux-loss-coeff")
-def moe_balance_pipeline(parallel: ParallelSection) -> Found:
-    """`--moe-aux-loss-coeff` evens out the load of experts only where all layers are on one rank."""
-    if parallel.moe_aux_loss_coeff and parallel.pipeline_model_parallel_size > 1:
+@rule("moe-balance-split", "Model", option="--moe-aux-loss-coeff")
+def moe_balance_split(parallel: ParallelSection) -> Found:
+    """`--moe-aux-loss-coeff` evens out the load of experts only where all layers and all tokens of a sample are on one
+    rank: no rank counts the tokens of others."""
+    stages, parts = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    if parallel.moe_aux_loss_coeff and stages * parts > 1:
         yield Finding(
-            "the load of experts is not evened out across pipeline stages",
-            got=f"{parallel.moe_aux_loss_coeff} with {parallel.pipeline_model_parallel_size} stages",
-            expected="0, or one stage",
+            "the load of experts is not evened out across pipeline stages or context-parallel ranks",
+            got=f"{parallel.moe_aux_loss_coeff} with {stages} stages and {parts} context-parallel ranks",
+            expected="0, or one of each",
             fix="--moe-aux-loss-coeff 0",
         )
 

@@ -114,6 +114,20 @@ def bridge_pipeline(parallel: ParallelSection, inputs: RunInputs) -> Found:
         )
 
 
+@rule("bridge-context-parallel", "Model", option="--context-parallel-size", needs="files")
+def bridge_context_parallel(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """A model that goes through Megatron-Bridge with context parallelism: linear attention passes a state from token to
+    token, also from rank to rank, which is not built."""
+    size = parallel.context_parallel_size
+    if size > 1 and inputs.model_config.get("model_type") in BRIDGE_FAMILIES:
+        yield Finding(
+            "models of Megatron-Bridge are trained on whole samples",
+            got=str(size),
+            expected="1",
+            fix="--context-parallel-size 1",
+        )
+
+
 @rule("heads-not-divisible", THEME, option="--tensor-model-parallel-size", needs="files")
 def heads_not_divisible(parallel: ParallelSection, inputs: RunInputs) -> Found:
     """Attention heads and key-value heads must be multiples of the tensor-parallel size."""

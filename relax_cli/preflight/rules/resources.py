@@ -98,18 +98,6 @@ def local_launcher_one_process(parallel: ParallelSection) -> Found:
         )
 
 
-@rule("context-parallel-not-supported", THEME, option="--context-parallel-size")
-def context_parallel_not_supported(parallel: ParallelSection) -> Found:
-    """`--context-parallel-size` above 1: a sample is not split over ranks along its positions."""
-    if parallel.context_parallel_size != 1:
-        yield Finding(
-            "context parallelism is not supported",
-            got=str(parallel.context_parallel_size),
-            expected="1",
-            fix="drop --context-parallel-size (--sequence-parallel and --recompute-granularity also save activations)",
-        )
-
-
 @rule("fully-async-not-supported", THEME, option="--fully-async")
 def fully_async_not_supported(parallel: ParallelSection) -> Found:
     """`--fully-async` would generate while training, which is not supported."""
@@ -124,8 +112,8 @@ def fully_async_not_supported(parallel: ParallelSection) -> Found:
 
 @rule("ranks-not-divisible", THEME, option="--resource")
 def ranks_not_divisible(parallel: ParallelSection) -> Found:
-    """The ranks of a trained role must be a multiple of tensor × pipeline parallel size."""
-    grid = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    """The ranks of a trained role must be a multiple of tensor × pipeline × context parallel size."""
+    grid = parallel.grid
     for role, (_, devices) in parallel.resource.items():
         if role in TRAINED_ROLES and devices > 0 and devices % grid:
             yield Finding(
