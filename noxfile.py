@@ -50,6 +50,7 @@ def bench(session: nox.Session) -> None:
     session.install(*CONSTRAINTS, "-e", ".[test]")
     session.run("python", "benchmarks/machine.py")
     session.run("python", "benchmarks/gae.py", *session.posargs)
+    session.run("python", "benchmarks/real_model.py", *session.posargs)
     for lengths in ("fixed", "ragged"):
         for name in ("sampler", "ppo_step"):
             session.run("python", f"benchmarks/{name}.py", "--lengths", lengths, *session.posargs)

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import checkpointing, parallel
+from relax_cli.backends.megatron.micro_batch import ModelKind
 from relax_cli.backends.megatron.trainer import Build, TrainableModel
 from relax_cli.checkpoint import layout, store
 from relax_cli.config.schema import OptimizerSection, ParallelSection
@@ -50,8 +51,8 @@ class PlainFileSystem(FileSystem):
         return []
 
 
-def build(layers: int, folder: Path) -> TrainableModel:
-    """A model with SmolLM2's widths and `layers` layers, with its optimizer."""
+def write_model(layers: int, folder: Path) -> None:
+    """A folder with random weights of SmolLM2's widths and `layers` layers."""
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -63,21 +64,14 @@ def build(layers: int, folder: Path) -> TrainableModel:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def build(folder: Path, kind: ModelKind = "policy") -> TrainableModel:
+    """The model of that folder with its optimizer."""
     device = select_device("cpu")
     parallel.initialize(parallel.Rank(0, 1), 1, device, seed=0)
-    model = TrainableModel(
-        "policy",
-        folder,
-        Build(ParallelSection(), device, seed=0),
-        OptimizerSection(),
-        lr=1e-6,
-        warmup_iters=0,
-        decay_iters=10,
-    )
-    with torch.no_grad():
-        for tensor in model.optimizer.tensors():
-            tensor.normal_()
-    return model
+    settings = Build(ParallelSection(), device, seed=0)
+    return TrainableModel(kind, folder, settings, OptimizerSection(), lr=1e-6, warmup_iters=0, decay_iters=10)
 
 
 def save_seconds(model: TrainableModel, folder: Path, kind: Kind) -> float:
@@ -103,7 +97,11 @@ def main() -> None:
     args = parser.parse_args()
     seconds: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        model = build(args.layers, Path(name) / "model")
+        write_model(args.layers, Path(name) / "model")
+        model = build(Path(name) / "model")
+        with torch.no_grad():
+            for tensor in model.optimizer.tensors():
+                tensor.normal_()
         target = Path(name) / "checkpoints"
         for number in range(args.rounds + 1):
             # A later write finds the disk busier, so they take turns.
