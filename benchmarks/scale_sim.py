@@ -26,8 +26,8 @@ import numpy as np
 import psutil
 import ray
 
+from relax_cli.engine import imports
 from relax_cli.engine.groups import Call, Roles
-from relax_cli.engine.ray import worker_setup
 from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
 from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.ranks import RayRanks
@@ -187,7 +187,7 @@ def measure(workers: int, samples: int, tokens: int, steps: int) -> Measured:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        runtime_env={"worker_process_setup_hook": worker_setup.HOOK},
+        runtime_env={"worker_process_setup_hook": imports.HOOK},
     )
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ from typing import Any
 from relax_cli.backends.ports import free_port
 from relax_cli.engine.build import RoleBuilder, cpu_environment, worker_specs
 from relax_cli.engine.groups import Ranks, Result, Role, Roles
+from relax_cli.engine.imports import LOCAL, import_quickly
 from relax_cli.engine.session import Session
 from relax_cli.plugin.launch_plan import LaunchPlan
 
@@ -42,6 +43,7 @@ class LocalSession(Session):
     def __init__(self, plan: LaunchPlan) -> None:
         # Before torch is imported: OpenMP reads it once, and its waiting threads would otherwise spin.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        import_quickly(LOCAL)
         from relax_cli.engine.transfer import LocalQueue
 
         queue = LocalQueue(plan.graph)

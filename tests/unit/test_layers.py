@@ -101,14 +101,18 @@ def test_only_the_engine_knows_ray_and_transfer_queue() -> None:
     assert users["transfer_queue"] == {"engine/transfer.py"}
 
 
-HEAVY = ("torch", "ray", "megatron", "transformers", "sglang", "torch._dynamo")
+HEAVY = ("torch", "ray", "megatron", "transformers", "sglang", "torch._dynamo", "torch._inductor.compile_fx", "wandb")
 PROCESSES = {
     "the driver before it launches": ("import relax_cli.engine.run, relax_cli.engine.summary", set()),
     "the driver of a run on Ray": ("import relax_cli.engine.ray.launch", {"ray"}),
     "a role without a model on Ray": (
-        "from relax_cli.engine.ray.worker_setup import import_transfer_queue; import_transfer_queue();"
+        "from relax_cli.engine.imports import import_transfer_queue; import_transfer_queue();"
         "import relax_cli.roles.advantages",
         {"ray", "torch"},
+    ),
+    "a role with a model": (
+        "from relax_cli.engine.imports import MEGATRON, import_quickly; import_quickly(MEGATRON)",
+        {"torch", "megatron", "torch._dynamo"},
     ),
 }
 """What each process of a run imports, and what of `HEAVY` that takes: each of them costs a second or more."""

@@ -19,6 +19,7 @@ from relax_cli.backends.ports import free_port
 from relax_cli.backends.rollout.targets import this_node
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
 from relax_cli.engine.groups import Call, Ranks, Result, Role, recorded
+from relax_cli.engine.imports import MEGATRON, ROLLOUT, import_quickly
 from relax_cli.engine.ray.object_store import as_arrays, as_tensors
 from relax_cli.engine.ray.processes import children_named
 from relax_cli.engine.ray.queue_keys import QueueKeys
@@ -72,12 +73,9 @@ class RoleWorker:
         Raises:
             ConfigError: it does not.
         """
-        import torch  # noqa: F401
-
         self.builder = RoleBuilder(self.spec)
-
-        if self.spec.role in ("actor", "critic", "reference"):
-            from relax_cli.backends.megatron import trainer  # noqa: F401
+        if self.spec.role != "advantages":
+            import_quickly(ROLLOUT if self.spec.role == "rollout" else MEGATRON)
 
     def build(self, addr: str, port: int, keys: QueueKeys) -> None:
         """Build the role."""

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from relax_cli.config.placement import needed_cpus, object_store_bytes, rollout_engine, shared_bundles
-from relax_cli.engine.ray import worker_setup
+from relax_cli.engine import imports
 from relax_cli.engine.ray.problems import check_reachable, not_local, start_failed, too_few_cpus, too_few_gpus
 from relax_cli.engine.ray.queue_keys import refuse_second_queue
 from relax_cli.errors import EnvironmentFault, RunError
@@ -44,7 +44,7 @@ def start_ray(plan: LaunchPlan) -> None:
         num_cpus=config.parallel.ray_num_cpus or needed_cpus(config.parallel, config.sglang),
         include_dashboard=False,
         object_store_memory=object_store_bytes(engine, weight_bytes(plan.model_folder)),
-        runtime_env={"worker_process_setup_hook": worker_setup.HOOK},
+        runtime_env={"worker_process_setup_hook": imports.HOOK},
     )
     at = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(at).is_loopback:
