@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,8 @@ class Judge:
         self._stop = stop
         self._apply_chat_template = apply_chat_template
         self._trace_file = trace_file
+        self._ahead: dict[int, tuple[Generation, RewardInput]] = {}
+        """What the reward was given before the batch was complete, by the `id` of the response."""
 
     def __call__(self, samples: Sequence[Sampled]) -> list[Judged]:
         """Judge a batch.
@@ -99,16 +103,32 @@ class Judge:
         Raises:
             RunError: see `RewardFunction`.
         """
-        responses = [response_text(self._tokenizer, sample.generation, self._stop) for sample in samples]
-        inputs = [self._input(s, text) for s, text in zip(samples, responses, strict=True)]
+        ahead, self._ahead = self._ahead, {}
+        inputs = [ahead[id(s.generation)][1] if id(s.generation) in ahead else self._input(s) for s in samples]
         try:
             results = self._reward(inputs)
         except RunError as error:
             raise self._with_trace(error) from error.__cause__
         return [
-            Judged(**vars(sample), response=response, result=result)
-            for sample, response, result in zip(samples, responses, results, strict=True)
+            Judged(**vars(sample), response=given.response, result=result)
+            for sample, given, result in zip(samples, inputs, results, strict=True)
         ]
+
+    def listens(self, samples_per_prompt: int) -> Callable[[Sampled], None]:
+        """What to tell of each response of the next batch when it ends, so that it is judged while others grow."""
+        self._ahead = ahead = {}
+        groups: defaultdict[int, list[RewardInput]] = defaultdict(list)
+        lock = threading.Lock()
+
+        def ended(sample: Sampled) -> None:
+            with lock:
+                given = self._input(sample)
+                ahead[id(sample.generation)] = sample.generation, given
+                group = groups[sample.group]
+                group.append(given)
+                self._reward.ahead(given, group if len(group) == samples_per_prompt else ())
+
+        return ended
 
     def close(self) -> None:
         """End the reward's processes."""
@@ -127,10 +147,10 @@ class Judge:
         more = f"; the whole traceback is in {self._trace_file}"
         return RunError([replace(problem, fix=problem.fix + more) for problem in error.problems])
 
-    def _input(self, sample: Sampled, response: str) -> RewardInput:
+    def _input(self, sample: Sampled) -> RewardInput:
         return RewardInput(
             prompt=prompt_text(self._tokenizer, sample.prompt, apply_chat_template=self._apply_chat_template),
-            response=response,
+            response=response_text(self._tokenizer, sample.generation, self._stop),
             label=sample.prompt.label,
             # A copy each: what a reward changes must not reach the other samples of the prompt, or the next epoch.
             metadata=copy.deepcopy(sample.prompt.metadata),

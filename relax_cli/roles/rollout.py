@@ -11,7 +11,14 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from relax_cli.backends.rollout.protocol import LoadingEngine, Request, RolloutEngine, SamplingParams, ServerEngine
+from relax_cli.backends.rollout.protocol import (
+    Generation,
+    LoadingEngine,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    ServerEngine,
+)
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.held_out import section_of_set
 from relax_cli.data.envs.load import EnvFactory
@@ -343,13 +350,16 @@ class RolloutRole:
             Request(tuple(ids), sample_seed(seed, stream, row), prompt.source)
             for (row, prompt), ids in zip(jobs, tokens, strict=True)
         ]
-        generations = self.engine.generate(requests, sampling or self.sampling)
-        return self.judge(
-            [
-                Sampled(row, row // samples_per_prompt, prompt, ids, generation)
-                for (row, prompt), ids, generation in zip(jobs, tokens, generations, strict=True)
-            ]
+
+        def sampled(place: int, generation: Generation) -> Sampled:
+            row, prompt = jobs[place]
+            return Sampled(row, row // samples_per_prompt, prompt, tokens[place], generation)
+
+        ended = self.judge.listens(samples_per_prompt)
+        generations = self.engine.generate(
+            requests, sampling or self.sampling, lambda place, generation: ended(sampled(place, generation))
         )
+        return self.judge([sampled(place, generation) for place, generation in enumerate(generations)])
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = encode_prompt(self.tokenizer, prompt, apply_chat_template=self.data.apply_chat_template)

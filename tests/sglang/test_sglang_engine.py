@@ -95,7 +95,10 @@ def test_responses_are_those_of_the_embedded_engine(
     requests = some_requests(24)
     expected = embedded.generate(requests, SAMPLING)
     assert {"stop", "length"} == {e.finish_reason for e in expected}
-    assert_equal(engine_for(served[1]).generate(requests, SAMPLING), expected)
+    told: dict[int, Generation] = {}
+    found = engine_for(served[1]).generate(requests, SAMPLING, told.__setitem__)
+    assert_equal(found, expected)
+    assert all(told[place] is found[place] for place in range(24))
     assert all(e.tokens[-1] in SAMPLING.stop_token_ids for e in expected if e.finish_reason == "stop")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.prompts import Prompt
-from relax_cli.data.rewards import RewardInput, RewardResult, load_reward
+from relax_cli.data.rewards import RewardInput, RewardResult, load_reward, pool
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.data.rewards.math_answers import compare
 from relax_cli.data.rewards.overlong import overlong_penalty
@@ -122,6 +123,27 @@ def pooled() -> Iterator[Callable[[str], PooledReward]]:
 def test_regex(pooled: Any, response: str, label: Any, reward: float) -> None:
     (result,) = pooled("regex")([sample(response, label)])
     assert (result.reward, result.parts["unjudged"]) == (reward, float(label == "^(a+)+$"))
+
+
+def test_a_pool_judges_ahead_of_the_batch_and_once(pooled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+    of_worker = pool._Worker.judge
+
+    def judge(self: Any, given: RewardInput) -> Any:
+        judged.append(given.response)
+        return of_worker(self, given)
+
+    monkeypatch.setattr(pool._Worker, "judge", judge)
+    first, second = sample("1", r"\d"), sample("none", r"\d")
+    pooled("regex").ahead(second, ())
+    end = time.monotonic() + 60
+    while not judged and time.monotonic() < end:
+        time.sleep(0.01)
+    assert judged == ["none"], "before the batch is complete"
+    assert [result.reward for result in pooled("regex")([first, second])] == [1, 0]
+    assert judged == ["none", "1"]
+    pooled("regex")([first])
+    assert judged == ["none", "1", "1"]
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1}}, "required": ["n"]}

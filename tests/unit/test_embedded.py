@@ -291,6 +291,16 @@ def test_only_what_is_new_in_a_prompt_is_computed(
     assert [width for width in widths if width > 1] == [50, computed]
 
 
+def test_a_response_is_told_of_when_it_ends(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [replace(r, most_tokens=most) for r, most in zip(make_requests([5, 4, 6]), (7, 2, 4), strict=True)]
+    steps, told = [], []
+    step = engine.decoder.step
+    monkeypatch.setattr(engine.decoder, "step", lambda *args: steps.append(1) or step(*args))
+    responses = engine.generate(requests, PLAIN, lambda place, response: told.append((place, len(steps), response)))
+    assert [(place, computed) for place, computed, _ in told] == [(1, 1), (2, 3), (0, 6)]
+    assert all(response is responses[place] for place, _, response in told)
+
+
 def test_stop_tokens_are_kept_and_the_limit_is_reported(engine: EmbeddedEngine) -> None:
     requests = make_requests([5] * 12)
     free = engine.generate(requests, PLAIN)

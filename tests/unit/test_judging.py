@@ -39,11 +39,15 @@ class Seen:
 
     def __init__(self, score: Callable[[RewardInput], RewardResult] = lambda _: RewardResult(0.0)) -> None:
         self.samples: list[RewardInput] = []
+        self.begun: list[tuple[RewardInput, Sequence[RewardInput]]] = []
         self.score = score
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
         self.samples += samples
         return [self.score(sample) for sample in samples]
+
+    def ahead(self, sample: RewardInput, group: Sequence[RewardInput]) -> None:
+        self.begun.append((sample, list(group)))
 
     def close(self) -> None:
         """Nothing to end."""
@@ -59,6 +63,27 @@ def sampled(
 
 def judge(tokenizer: Any, reward: Seen, samples: Sequence[Sampled], stop: Sequence[str] = ()) -> list[Judged]:
     return Judge(reward, tokenizer, stop, apply_chat_template=True, trace_file=Path("unused"))(samples)
+
+
+def test_responses_go_to_the_reward_as_they_end(tokenizer: Any) -> None:
+    reward = Seen(lambda given: RewardResult(float(given.response)))
+    judge = Judge(reward, tokenizer, (), apply_chat_template=True, trace_file=Path("unused"))
+    batch = [sampled(tokenizer, str(row), row=row) for row in range(4)]
+    # A batch that was not completed leaves nothing behind, though it had the same rows.
+    judge.listens(2)(sampled(tokenizer, "9", row=0))
+    reward.begun.clear()
+    ended = judge.listens(2)
+    for row in (1, 2, 0):
+        ended(batch[row])
+    assert [(given.response, [each.response for each in group]) for given, group in reward.begun] == [
+        ("1", []),
+        ("2", []),
+        ("0", ["1", "0"]),
+    ]
+    assert [judged.result.reward for judged in judge(batch)] == [0, 1, 2, 3]
+    assert all(any(given is begun for given in reward.samples) for begun, _ in reward.begun)
+    later = [sampled(tokenizer, str(row + 4), row=row) for row in range(4)]
+    assert [judged.result.reward for judged in judge(later)] == [4, 5, 6, 7]
 
 
 def test_a_failed_reward_leaves_its_traceback_in_the_run_folder(tokenizer: Any, tmp_path: Path) -> None:

@@ -107,6 +107,46 @@ def test_samples_are_posted_as_json_and_rewards_keep_the_order(server: Server) -
     }
 
 
+PROMPTS = [RewardInput(f"{i // 2}", str(i), None, {}, truncated=False, group=i // 2) for i in range(6)]
+"""Two responses to each of three prompts."""
+
+
+def judge_by_number(handler: Handler) -> None:
+    _, _, sent = handler.server.seen[-1]
+    body = answer([float(sample["response"]) for sample in sent["samples"]])[1]
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def test_whole_prompts_are_sent_while_others_are_generated(server: Server) -> None:
+    server.answers = [judge_by_number]
+    reward = load_reward(RewardSection(rm_type="remote", rm_url=server.url()), {})
+    reward.ahead(PROMPTS[0], ())
+    reward.ahead(PROMPTS[5], ())
+    reward.ahead(PROMPTS[1], PROMPTS[:2])
+    end = time.monotonic() + 60
+    while not server.seen and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [result.reward for result in reward(PROMPTS)] == [0, 1, 2, 3, 4, 5]
+    sent = [[sample["response"] for sample in body["samples"]] for _, _, body in server.seen]
+    assert sent == [["0", "1"], ["2", "3", "4", "5"]]
+    assert [result.reward for result in reward(PROMPTS)] == [0, 1, 2, 3, 4, 5], "nothing is left of the batch before"
+    assert len(server.seen) == 3
+
+
+def test_a_refusal_ahead_of_the_batch_is_that_of_the_batch(server: Server) -> None:
+    server.answers = [(400, b"no such model"), judge_by_number]
+    reward = quick(server.url())
+    reward.ahead(PROMPTS[1], PROMPTS[:2])
+    with pytest.raises(RunError) as caught:
+        reward(PROMPTS)
+    assert caught.value.problems[0].got.startswith("HTTP 400")
+    assert reward(PROMPTS) == [0, 1, 2, 3, 4, 5]
+    assert len(server.seen) == 2
+
+
 def test_an_object_is_a_reward_with_parts_or_parts_to_pick_from(server: Server) -> None:
     server.answers = [answer([{"reward": 1, "form": 0.5}, {"reward": 0, "form": 1}])]
     section = RewardSection(rm_type="remote", rm_url=server.url())

@@ -80,13 +80,19 @@ class Generation:
 Opening = Future[Request | None]
 """A prompt that is being made."""
 Then = Callable[[int, Generation], Opening]
+Ended = Callable[[int, Generation], object]
 
 
 class RolloutEngine(Protocol):
     """Generates responses with the newest published weights."""
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, ended: Ended | None = None
+    ) -> list[Generation]:
         """Continue every prompt; results are in the order of `requests`.
+
+        Args:
+            ended: called with the place of each request and its response as soon as that has ended, from any thread.
 
         Raises:
             RunError: a prompt this model cannot take (ids outside its vocabulary, empty, too long), or an engine that

@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from relax_cli.data.rewards.types import REWARD, BatchReward, RewardInput, RewardResult
+from relax_cli.data.rewards.types import REWARD, BatchReward, JudgesAhead, RewardInput, RewardResult
 from relax_cli.data.values import printable
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.settings_kept import settings_kept
@@ -58,6 +58,11 @@ class CheckedReward:
                 return [self._result(score, sample) for score, sample in zip(scores, samples, strict=True)]
         except UserCodeError as error:
             raise self._raised(error, samples) from error.__cause__
+
+    def ahead(self, sample: RewardInput, group: Sequence[RewardInput]) -> None:
+        """See `RewardFunction`."""
+        if isinstance(self._function, JudgesAhead):
+            self._function.ahead(sample, group)
 
     def close(self) -> None:
         """See `RewardFunction`."""

@@ -35,7 +35,7 @@ class ChosenReward:
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
         """See `RewardFunction`; a reward that fails on a whole batch is an error, whatever `--reward-on-error` is."""
-        shares = [shares_of(sample.reward) if sample.reward else self._default for sample in samples]
+        shares = [self._shares(sample) for sample in samples]
         found: list[dict[str, RewardResult]] = [{} for _ in samples]
         for name in dict.fromkeys(name for each in shares for name, _ in each):
             rows = [row for row, each in enumerate(shares) if name in dict(each)]
@@ -44,6 +44,15 @@ class ChosenReward:
             for row, result in zip(rows, self._judge(name, [samples[row] for row in rows]), strict=True):
                 found[row][name] = result
         return [_total(each, results) for each, results in zip(shares, found, strict=True)]
+
+    def ahead(self, sample: RewardInput, group: Sequence[RewardInput]) -> None:
+        """See `RewardFunction`; a reward that only rows name is not loaded for it."""
+        for name, _ in self._shares(sample):
+            if name in self._rewards:
+                self._rewards[name].ahead(sample, group)
+
+    def _shares(self, sample: RewardInput) -> Sequence[tuple[str, str]]:
+        return shares_of(sample.reward) if sample.reward else self._default
 
     def close(self) -> None:
         """See `RewardFunction`."""

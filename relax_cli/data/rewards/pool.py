@@ -11,12 +11,12 @@ import os
 import queue
 import signal
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from relax_cli.data.rewards.types import REWARD, RewardInput, RewardResult
+from relax_cli.data.rewards.types import REWARD, JudgesAhead, RewardInput, RewardResult
 from relax_cli.errors import RunError, problem_kind
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ MOST_WORKERS = 4
 WORKER = problem_kind("reward-worker", "Reward", "A worker process of a built-in reward does not start.")
 
 
-class PooledReward:
+class PooledReward(JudgesAhead):
     """Judges batches in a pool of processes, which starts with the first batch.
 
     The part `unjudged` is 1, and the reward 0, where the deadline passed or the worker died twice.
@@ -48,20 +48,33 @@ class PooledReward:
         self._size = workers or min(MOST_WORKERS, os.cpu_count() or 1)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
+        self._begun: dict[int, tuple[RewardInput, Future[Verdict]]] = {}
+        """By `id`, which belongs to the sample as long as it is kept."""
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
         """Judge a batch. Raises RunError: what the function raised of a sample."""
+        for sample in samples:
+            self.ahead(sample)
+        try:
+            return [self._result(sample, self._begun[id(sample)][1].result()) for sample in samples]
+        finally:
+            for _, verdict in self._begun.values():
+                verdict.cancel()
+            self._begun.clear()
+
+    def ahead(self, sample: RewardInput, _: Sequence[RewardInput] = ()) -> None:
+        """Begin to judge a sample, unless that was done before."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._size, thread_name_prefix=f"{self._name}-reward")
-            for _ in range(self._size):
+            for _worker in range(self._size):
                 self._idle.put(self._worker())
-        verdicts = list(self._threads.map(self._judge, samples))
-        return [self._result(sample, verdict) for sample, verdict in zip(samples, verdicts, strict=True)]
+        if id(sample) not in self._begun:
+            self._begun[id(sample)] = sample, self._threads.submit(self._judge, sample)
 
     def close(self) -> None:
         """End the workers; the next batch would start new ones."""
         if self._threads is not None:
-            self._threads.shutdown()
+            self._threads.shutdown(cancel_futures=True)
             self._threads = None
             for _ in range(self._size):
                 self._idle.get().stop()

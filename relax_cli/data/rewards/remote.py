@@ -12,14 +12,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from relax_cli.config.redact import scrubbed
-from relax_cli.data.rewards.types import RewardInput, Score
+from relax_cli.data.rewards.types import JudgesAhead, RewardInput, Score
 from relax_cli.data.values import sendable
 from relax_cli.errors import RunError, problem_kind
 
+Result = TypeVar("Result")
 BUSY = 429
 BLOCK = 1 << 16
 MOST_BYTES = 256 << 20
@@ -34,7 +35,7 @@ REWARD_REMOTE = problem_kind(
 )
 
 
-class RemoteReward:
+class RemoteReward(JudgesAhead):
     """POSTs `{"samples": [{"prompt", "response", "label", "metadata"}, …]}` and reads `{"rewards": [REWARD, …]}`.
 
     A REWARD is a number, or an object of named numbers, which mean what they mean in a reward function.
@@ -64,10 +65,47 @@ class RemoteReward:
         self._pause = pause
         self._sleep = sleep
         self._opener = urllib.request.build_opener(_NoRedirect)
+        self._lock = threading.Lock()
+        self._asking: Future[None] | None = None
+        """The thread that judges ahead; kept where it failed."""
+        self._ended: list[RewardInput] = []
+        self._judged: dict[int, tuple[RewardInput, Score]] = {}
+        """By `id`, which belongs to the sample as long as it is kept."""
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[Score]:
         """Judge a batch.
         Raises RunError: no answer came in time, the server refused, or the answer is not of the form above."""
+        try:
+            with self._lock:
+                asking = self._asking
+            if asking is not None:
+                asking.result()
+            self._judge([sample for sample in samples if id(sample) not in self._judged])
+            return [self._judged[id(sample)][1] for sample in samples]
+        finally:
+            with self._lock:
+                self._asking = None
+                self._ended, self._judged = [], {}
+
+    def ahead(self, _: RewardInput, group: Sequence[RewardInput]) -> None:
+        """Send whole prompts while others are generated, in one request at a time."""
+        with self._lock:
+            self._ended += group
+            if self._ended and self._asking is None:
+                self._asking = _started(self._judge_ended)
+
+    def _judge_ended(self) -> None:
+        while True:
+            with self._lock:
+                samples, self._ended = self._ended, []
+                if not samples:
+                    self._asking = None
+                    return
+            self._judge(samples)
+
+    def _judge(self, samples: Sequence[RewardInput]) -> None:
+        if not samples:
+            return
         # Metadata of files are plain JSON; those of reasoning-gym may contain its own objects.
         rows = [
             {"prompt": s.prompt, "response": s.response, "label": s.label, "metadata": sendable(s.metadata)}
@@ -83,7 +121,7 @@ class RemoteReward:
             raise self._error("answered JSON without a list of rewards", _start(answer))
         if len(rewards) != len(samples):
             raise self._error("answered another number of rewards than samples", len(rewards), str(len(samples)))
-        return rewards
+        self._judged.update({id(sample): (sample, score) for sample, score in zip(samples, rewards, strict=True)})
 
     def _ask(self, body: bytes) -> bytes:
         end = time.monotonic() + self._deadline
@@ -171,16 +209,21 @@ def _within(seconds: float, exchange: Callable[[float], bytes]) -> bytes:
     """
     if seconds <= 0:
         raise TimeoutError
-    result: Future[bytes] = Future()
+    return _started(lambda: exchange(seconds)).result(seconds)
 
-    def work() -> None:
+
+def _started(work: Callable[[], Result]) -> Future[Result]:
+    """The result of a thread that ends with this process."""
+    result: Future[Result] = Future()
+
+    def run() -> None:
         try:
-            result.set_result(exchange(seconds))
+            result.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised again by result()
             result.set_exception(error)
 
-    threading.Thread(target=work, daemon=True, name="reward-server").start()
-    return result.result(seconds)
+    threading.Thread(target=run, daemon=True, name="reward-server").start()
+    return result
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:

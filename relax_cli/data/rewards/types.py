@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -95,12 +96,27 @@ BatchReward = Callable[[Sequence[RewardInput]], Sequence[Score]]
 """A reward judges a whole batch at once and returns one score for each sample, in order."""
 
 
+class JudgesAhead(ABC):
+    """A reward that can judge the samples of a batch before all of them exist, without taking time of this process."""
+
+    @abstractmethod
+    def ahead(self, sample: RewardInput, group: Sequence[RewardInput]) -> None:
+        """Begin to judge a sample that a later call has in its batch.
+
+        Args:
+            group: all samples of its prompt, where this is the last of them; else none.
+        """
+
+
 class RewardFunction(Protocol):
     """A loaded reward."""
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
         """Judge a batch.
         Raises RunError: the function failed, or returned something other than one finite number for each sample."""
+
+    def ahead(self, sample: RewardInput, group: Sequence[RewardInput]) -> None:
+        """See `JudgesAhead`; does nothing where the reward cannot."""
 
     def close(self) -> None:
         """End the worker processes, if there are any."""

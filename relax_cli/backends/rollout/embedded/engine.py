@@ -12,7 +12,7 @@ from relax_cli.backends.rollout.embedded.batch import Batch
 from relax_cli.backends.rollout.embedded.decoder import Decoder
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix, in_blocks
 from relax_cli.backends.rollout.prompts import check_prompts
-from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams, Then
+from relax_cli.backends.rollout.protocol import Ended, Generation, Opening, Request, SamplingParams, Then
 from relax_cli.backends.rollout.waves import in_waves
 from relax_cli.config.engine_limits import KV_CACHE_BYTES, MOST_ROWS
 from relax_cli.models.hf import read_weights
@@ -60,9 +60,11 @@ class EmbeddedEngine:
         self._awake = True
         self.weight_version = 0
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, ended: Ended | None = None
+    ) -> list[Generation]:
         """See `RolloutEngine.generate`."""
-        return self._batches(dict(enumerate(requests)), sampling) if requests else []
+        return self._batches(dict(enumerate(requests)), sampling, ended=ended) if requests else []
 
     def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
         """See `RolloutEngine.converse`. What is known of a prompt is not computed again, within `KEPT_BYTES`."""
@@ -89,12 +91,17 @@ class EmbeddedEngine:
         self._awake = True
 
     def _batches(
-        self, requests: dict[int, Request], sampling: SamplingParams, kept: dict[int, Prefix] | None = None
+        self,
+        requests: dict[int, Request],
+        sampling: SamplingParams,
+        kept: dict[int, Prefix] | None = None,
+        ended: Ended | None = None,
     ) -> list[Generation]:
         """Responses in the order of the requests.
 
         Args:
             kept: the prefix of each conversation, used and replaced; None where nothing is to be kept.
+            ended: see `generate`.
         """
         assert self._awake, "the rollout engine sleeps; wake it before generating"
         assert not sampling.stop or self._decode is not None, "stop strings need a decoder"
@@ -126,6 +133,8 @@ class EmbeddedEngine:
                 batch.join({number: requests[number] for number in joining}, prefixes)
             for number, row, generation in batch.sample():
                 generations[number] = generation
+                if ended is not None:
+                    ended(number, generation)
                 # The last token was not computed.
                 tokens = (*requests[number].prompt_tokens, *generation.tokens[:-1])
                 if kept is not None and self._fits(kept, len(tokens)):

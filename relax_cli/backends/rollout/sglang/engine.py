@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from relax_cli.backends.rollout.prompts import check_prompts
-from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams, ServerDied, Then
+from relax_cli.backends.rollout.protocol import Ended, Generation, Opening, Request, SamplingParams, ServerDied, Then
 from relax_cli.backends.rollout.sglang.client import (
     CancelledFault,
     ConnectionFault,
@@ -123,7 +123,9 @@ class SglangEngine:
         self._memory = ServerMemory(self.clients, self._tell)
         self._failed = False
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Generation]:
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, ended: Ended | None = None
+    ) -> list[Generation]:
         """See `RolloutEngine.generate`.
 
         Raises:
@@ -134,6 +136,8 @@ class SglangEngine:
 
         def keep(index: int, generation: Generation) -> Opening:
             done[index] = generation
+            if ended is not None:
+                ended(index, generation)
             return _known(None)
 
         self.converse([_known(request) for request in requests], sampling, keep)
