@@ -73,6 +73,7 @@ OTHER_TRAINERS = {
     "rollout_temperature": "sampling_temperature temp temperature",
     "rollout_top_k": "top_k",
     "rollout_top_p": "top_p",
+    "router_replay": "routing_replay use_rollout_routing_replay use_routing_replay enable_rollout_routing_replay",
     "run_dir": "exp_dir experiment_dir log_dir logdir logging_dir run_name tensorboard_dir",
     "save": "checkpoint_dir ckpt_dir default_local_dir out_dir output output_dir save_dir save_path",
     "save_interval": "ckpt_freq save_every save_freq save_steps",

@@ -55,6 +55,9 @@ class ParallelSection(Section):
     moe_router_dtype: Literal["fp32", "fp64"] = Field(
         "fp32", description="mixture of experts: type in which tokens are matched with experts"
     )
+    router_replay: bool = Field(
+        False, description="mixture of experts: train with the experts that each token was generated with"
+    )
     sequence_parallel: bool = Field(
         False, description="shard norms and residuals along the sequence over tensor-parallel ranks"
     )

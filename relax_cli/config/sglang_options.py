@@ -25,6 +25,7 @@ RESERVED: dict[str, str] = {
     "random_seed": "use --rollout-seed",
     "mem_fraction_static": "use --sglang-mem-fraction-static",
     "enable_memory_saver": "use --offload-rollout",
+    "enable_return_routed_experts": "use --router-replay",
     "enable_weights_cpu_backup": "weights are sent again after a sleep, so no copy of them is needed",
     "weight_version": "published weights carry their own version",
     "api_key": "servers of a run listen on this machine alone, and are asked without a key",

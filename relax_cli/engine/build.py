@@ -293,7 +293,7 @@ class RoleBuilder:
         fits = None
         if limit is not None and config.rollout.overlong_prompts == "drop":
             fits = fitting(tokenizer, limit, apply_chat_template=config.data.apply_chat_template)
-        samplings = {"": sampling(config.rollout)} | {
+        samplings = {"": replace(sampling(config.rollout), routes=config.parallel.router_replay)} | {
             name: sampling(sampling_of_set(config.eval, name, config.rollout)) for name, _ in config.eval.sets
         }
         return RolloutRole(

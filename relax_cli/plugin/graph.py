@@ -23,6 +23,8 @@ TOKEN_REWARDS = "token_rewards"
 """What it also writes for every episode: several rewards have several places."""
 WEIGHT_VERSIONS = "weight_versions"
 """What it also writes with `--partial-rollout`: the weights that sampled each token."""
+ROUTES = "routed_experts"
+"""What it also writes with `--router-replay`: the experts that each token was generated with."""
 
 SERVICE_GRAPH = problem_kind(
     "service-graph",
@@ -124,7 +126,12 @@ REFERENCE = RoleSpec(
 
 
 def completed(
-    graph: ServiceGraph, algorithm: AlgorithmSection, *, episodes: bool = False, carries_over: bool = False
+    graph: ServiceGraph,
+    algorithm: AlgorithmSection,
+    *,
+    episodes: bool = False,
+    carries_over: bool = False,
+    replays_routes: bool = False,
 ) -> ServiceGraph:
     """What no estimator has to care about: the reference model of KL terms, and advantages where no role makes them.
 
@@ -133,10 +140,11 @@ def completed(
         algorithm: decides which roles compare with the reference.
         episodes: samples have several rewards.
         carries_over: samples have tokens of several weights.
+        replays_routes: the actor is told which experts each token was generated with.
     """
-    if carries_over:
-        graph = graph.replace("rollout", writes=(*graph["rollout"].writes, WEIGHT_VERSIONS))
-        graph = graph.replace("actor", reads=(*graph["actor"].reads, WEIGHT_VERSIONS))
+    for name in (*((WEIGHT_VERSIONS,) if carries_over else ()), *((ROUTES,) if replays_routes else ())):
+        graph = graph.replace("rollout", writes=(*graph["rollout"].writes, name))
+        graph = graph.replace("actor", reads=(*graph["actor"].reads, name))
     if episodes:
         graph = graph.replace("rollout", writes=(*graph["rollout"].writes, TOKEN_REWARDS))
         for reader in graph.roles:

@@ -176,6 +176,7 @@ class Plugins:
             config.algorithm,
             episodes=config.episode.env is not None,
             carries_over=config.carries_over,
+            replays_routes=config.parallel.router_replay,
         )
         if problems := graph.problems():
             raise ConfigError(problems)

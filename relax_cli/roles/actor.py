@@ -17,7 +17,7 @@ from relax_cli.backends.rollout.protocol import OpenSender, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.schema import AlgorithmSection, Section
 from relax_cli.errors import RunError, problem_kind
-from relax_cli.plugin.graph import TOKEN_REWARDS, WEIGHT_VERSIONS
+from relax_cli.plugin.graph import ROUTES, TOKEN_REWARDS, WEIGHT_VERSIONS
 from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
@@ -36,6 +36,7 @@ class ActorRole(TrainingRole):
         self.own_advantages = self.math.advantages if "advantages" in context.spec.writes else None
         self.judged = [*FIELDS, *(name for name in context.spec.reads if name == TOKEN_REWARDS)]
         self.versions = [name for name in context.spec.reads if name == WEIGHT_VERSIONS]
+        self.routes = [name for name in context.spec.reads if name == ROUTES]
         self.open_sender = open_sender
         self.sender: WeightSender | None = None
         self.begun: RolloutShare | None = None
@@ -81,7 +82,7 @@ class ActorRole(TrainingRole):
         self.sender.send(self.model.hf_buckets, version)
 
     def _share(self, rollout_id: int, more: Sequence[str]) -> RolloutShare:
-        names = ["rollout_log_probs", *self.versions, *more]
+        names = ["rollout_log_probs", *self.versions, *self.routes, *more]
         if self.algorithm.needs_reference:
             names.append("ref_log_probs")
         share = self.fetch_share(rollout_id, names)
@@ -152,7 +153,11 @@ class ActorRole(TrainingRole):
         fields = ["rollout_log_probs", "old_log_probs", "advantages", *self.versions]
         if config.use_kl_loss:
             fields.append("ref_log_probs")
-        return self.take_step(share, step, fields, loss_fn, entropy_grad=config.entropy_coef > 0)
+        metrics = self.take_step(share, step, fields, loss_fn, entropy_grad=config.entropy_coef > 0)
+        mismatch = metrics.pop("actor/router_mismatch", None)
+        if gaps is not None:
+            gaps.router_mismatch = mismatch
+        return metrics
 
 
 def policy_loss_per_token(
@@ -224,12 +229,14 @@ def check_gap(mean: float, rollout_id: int) -> None:
 
 
 class LogProbGap:
-    """|trainer − rollout engine| of the same tokens' log-probabilities, before the first update of a rollout."""
+    """|trainer − rollout engine| of the same tokens' log-probabilities before the first update of a rollout, and how
+    often their routers disagree."""
 
     def __init__(self) -> None:
         self.total = 0.0
         self.count = 0
         self.largest = 0.0
+        self.router_mismatch: float | None = None
 
     def add(self, logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> None:
         """Count the trainable tokens of one micro-batch."""
@@ -242,9 +249,11 @@ class LogProbGap:
     def metrics(self) -> dict[str, float]:
         """Mean and maximum over all data-parallel ranks."""
         total, count = parallel.sum_over_data_parallel([self.total, float(self.count)])
+        mismatch = {} if self.router_mismatch is None else {"router_mismatch_frac": self.router_mismatch}
         return parallel.from_last_stage(
             {
                 "train_rollout_logprob_diff/mean": total / max(count, 1.0),
                 "train_rollout_logprob_diff/max": parallel.max_over_data_parallel(self.largest),
+                **mismatch,
             }
         )

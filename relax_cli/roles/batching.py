@@ -14,6 +14,7 @@ from torch import Tensor
 
 from relax_cli.backends.megatron.micro_batch import MicroBatch
 from relax_cli.config.schema import BatchSection
+from relax_cli.plugin.graph import ROUTES
 
 Columns: TypeAlias = dict[str, dict[int, Tensor]]
 """Field name to row to that sample's tensor (1-D, or a scalar)."""
@@ -139,7 +140,21 @@ def make_micro_batch(
         response_lens_B=response_lens_B,
         fields={name: stack(columns, name, rows, width_T) for name in names},
         packed=packed,
+        routes_BSr=stack_routes(columns, rows, width_S),
     )
+
+
+def stack_routes(columns: Columns, rows: Sequence[int], width: int) -> Tensor | None:
+    """Routes of the given rows `[B, width, layers·k]`; None where none are known."""
+    found = [columns[ROUTES][row] for row in rows] if ROUTES in columns else []
+    # The last token of a sample has none.
+    known = {i: flat.view(columns["tokens"][rows[i]].numel() - 1, -1) for i, flat in enumerate(found) if flat.numel()}
+    if not known:
+        return None
+    routes_BSr = next(iter(known.values())).new_full((len(rows), width, next(iter(known.values())).size(1)), -1)
+    for i, routes in known.items():
+        routes_BSr[i, : len(routes)] = routes
+    return routes_BSr
 
 
 def unpad(values_BT: Tensor, rows: Sequence[int], lengths: Mapping[int, Tensor]) -> dict[int, Tensor]:

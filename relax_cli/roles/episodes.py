@@ -13,9 +13,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from relax_cli.backends.rollout.protocol import Generation, Request, RolloutEngine, SamplingParams
+from relax_cli.backends.rollout.protocol import Generation, Request, RolloutEngine, SamplingParams, newest_routes
 from relax_cli.config.schema import EpisodeSection
 from relax_cli.data.envs.checked import CheckedEnv
 from relax_cli.data.envs.load import EnvFactory
@@ -109,6 +111,7 @@ class _Running:
         self.trace = Trace()
         self.log_probs: list[float] = []
         self.tokens: list[int] = []
+        self.routes: NDArray[np.int16] | None = None
         self.truncated = False
 
     async def begin(self) -> Request:
@@ -123,6 +126,7 @@ class _Running:
         """Have the environment answer; the request of the next turn, or None where the episode ends."""
         host, trace = self.host, self.trace
         self._add(generation.tokens, generation.log_probs)
+        self.routes = newest_routes(self.routes, generation.routes)
         response = response_text(host.tokenizer, generation, self.sampling.stop)
         step = await self.env.step(response)
         trace.rewards[-1] = step.reward
@@ -150,7 +154,7 @@ class _Running:
             job.group,
             self.opening,
             self.prompt_tokens,
-            Generation(self.tokens, self.log_probs, "length" if self.truncated else "stop"),
+            Generation(self.tokens, self.log_probs, "length" if self.truncated else "stop", routes=self.routes),
             response=host.tokenizer.decode(self.tokens, skip_special_tokens=True),
             result=RewardResult(math.fsum(self.trace.rewards)),
             trace=self.trace,

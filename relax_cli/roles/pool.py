@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from relax_cli.backends.rollout.protocol import Generation, Request
+from relax_cli.backends.rollout.protocol import Generation, Request, newest_routes
 from relax_cli.config.schema import LEAST_PART, RolloutSection
 from relax_cli.data.prompts import Prompt
 from relax_cli.roles.carried import Begun, BegunGroup
@@ -115,6 +115,7 @@ class Pool:
         for response, generation in zip(growing, generations, strict=True):
             response.tokens += generation.tokens
             response.log_probs += generation.log_probs
+            response.routes = newest_routes(response.routes, generation.routes)
             response.versions += [version] * len(generation.tokens)
             if generation.finish_reason == "stop" or len(response.tokens) >= self._most_tokens:
                 response.finish_reason = generation.finish_reason
@@ -129,7 +130,9 @@ class Pool:
             ids = self._work.encode(prompt)
             for i, response in enumerate(group.responses):
                 assert response.finish_reason is not None, "only complete prompts are judged"
-                generation = Generation(response.tokens, response.log_probs, response.finish_reason, response.versions)
+                generation = Generation(
+                    response.tokens, response.log_probs, response.finish_reason, response.versions, response.routes
+                )
                 samples.append(Sampled(group.place * self._size + i, group.place, prompt, ids, generation))
         judged = self._work.judge(samples) if samples else []
         for i, group in enumerate(new):

@@ -11,6 +11,8 @@ Fields of one sample in the queue (all torch tensors):
 | rewards | scalar float32 | rollout |
 | token_rewards | [T] float32, only of episodes: the reward of each turn on its last token | rollout |
 | weight_versions | [T] int64, only with `--partial-rollout`: the weights that sampled each token | rollout |
+| routed_experts | [(S - 1)·layers·k] int16, only with `--router-replay`: the experts that each token of prompt and
+  response but the last was generated with; negative where the trainer chooses; empty: nowhere known | rollout |
 | group_ids, truncated | scalar int64 | rollout |
 | ref_log_probs | [T] float32 | reference, where a KL term needs it |
 | values | [T] float32 | critic |

@@ -371,7 +371,7 @@ class RolloutRole:
         return ids
 
     def _put(self, rollout_id: int) -> None:
-        fields = queue_fields(self.judged, versions=self.writes_versions)
+        fields = queue_fields(self.judged, versions=self.writes_versions, routes=self.sampling.routes)
         self.queue.put(rollout_id, [j.row for j in self.judged], fields)
 
     def _record(self, judged: Judged, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from relax_cli.plugin.graph import TOKEN_REWARDS, WEIGHT_VERSIONS
+from relax_cli.plugin.graph import ROUTES, TOKEN_REWARDS, WEIGHT_VERSIONS
 from relax_cli.roles.judging import Judged
 
 
-def queue_fields(samples: Sequence[Judged], *, versions: bool) -> dict[str, list[Tensor]]:
+def queue_fields(samples: Sequence[Judged], *, versions: bool, routes: bool) -> dict[str, list[Tensor]]:
     """What the rollout role writes of each sample, see `roles/queue.py`.
 
     Args:
         versions: also the weights that sampled each token.
+        routes: also the experts that it was generated with.
     """
     scalar = torch.tensor
     traces = [j.trace for j in samples if j.trace is not None]
@@ -36,6 +37,9 @@ def queue_fields(samples: Sequence[Judged], *, versions: bool) -> dict[str, list
         fields[TOKEN_REWARDS] = [scalar(trace.rewards, dtype=torch.float32) for trace in traces]
     if versions:
         fields[WEIGHT_VERSIONS] = [scalar(j.generation.weight_versions) for j in samples]
+    if routes:
+        known = (j.generation.routes for j in samples)
+        fields[ROUTES] = [torch.from_numpy(np.empty(0, np.int16) if r is None else r.reshape(-1)) for r in known]
     return fields
 
 

@@ -204,10 +204,10 @@ class TrainingRole(ModelRole[TrainableModel]):
             self.seen = {row: values for row, values in found.items() if row < self.dumped} | self.seen
         if result.skipped and self.on_nan_grad == "stop":
             raise self._not_finite(share.rollout_id, step, result.grad_norm)
-        balance = result.load_balancing_loss
+        of_experts = {"load_balancing_loss": result.load_balancing_loss, "router_mismatch": result.router_mismatch}
         return (
             result.metrics
-            | ({} if balance is None else {f"{self.name}/load_balancing_loss": balance})
+            | {f"{self.name}/{name}": value for name, value in of_experts.items() if value is not None}
             | {
                 f"{self.name}/grad_norm": result.grad_norm,
                 f"{self.name}/lr": result.lr,

@@ -73,6 +73,8 @@ class Run:
     temperature: float = 0.7
     lora: Lora | None = None
     packed: bool = False
+    routed: int = 0
+    """Layers of a mixture of experts that tokens have random routes for."""
 
 
 def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableModel:
@@ -123,9 +125,23 @@ def samples(rows: list[int]) -> MicroBatch:
     return MicroBatch(padded, prompt_lens, response_lens, {"target": target, "mask": mask})
 
 
-def micro_batches(size: int, rows: list[int], packed: bool = False) -> list[MicroBatch]:
+def routes(rows: list[int], layers: int) -> Tensor:
+    """Two of four experts `[B, S, layers·2]` for every token of the given rows but the last; none for one of row 1."""
+    generator = torch.Generator().manual_seed(3)
+    longest = max(p + r for p, r in zip(PROMPT_LENS, RESPONSE_LENS, strict=True))
+    every = torch.rand(len(ROWS), longest, layers, 4, generator=generator).topk(2).indices.flatten(2).short()
+    every[1, 1] = -1
+    for row, (prompt, response) in enumerate(zip(PROMPT_LENS, RESPONSE_LENS, strict=True)):
+        every[row, prompt + response - 1 :] = -1
+    return every[rows, : max(PROMPT_LENS[row] + RESPONSE_LENS[row] for row in rows)]
+
+
+def micro_batches(size: int, rows: list[int], packed: bool = False, routed: int = 0) -> list[MicroBatch]:
     """`rows` in micro-batches of at most `size`."""
-    return [replace(samples(rows[first : first + size]), packed=packed) for first in range(0, len(rows), size)]
+    return [
+        replace(samples(here), packed=packed, routes_BSr=routes(here, routed) if routed else None)
+        for here in (rows[first : first + size] for first in range(0, len(rows), size))
+    ]
 
 
 def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -154,8 +170,9 @@ def train(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
     for step in range(run.steps):
         if run.save and step == run.save_after:
             model.prepare_save({"note": "kept"}, copied=False)(run.save, None)
-        results.append(model.train_step(micro_batches(run.micro_batch_size, rows_of_rank(run), run.packed), loss_fn))
-    outputs = model.forward(micro_batches(6, list(range(6)), run.packed))[0]
+        batches = micro_batches(run.micro_batch_size, rows_of_rank(run), run.packed, run.routed)
+        results.append(model.train_step(batches, loss_fn))
+    outputs = model.forward(micro_batches(6, list(range(6)), run.packed, run.routed))[0]
     state = model.hf_state() if run.kind == "policy" else None
     head = model.value_head().numpy().copy() if run.kind == "value" else None
     if ranks > 1:
@@ -164,6 +181,7 @@ def train(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
         "losses": [result.metrics["loss"] for result in results],
         "grad_norms": [result.grad_norm for result in results],
         "balance": [result.load_balancing_loss for result in results],
+        "mismatch": [result.router_mismatch for result in results],
         "lrs": [result.lr for result in results],
         "grid": outputs.main.numpy(),
         "state": None if state is None else {name: tensor.float().numpy().copy() for name, tensor in state.items()},

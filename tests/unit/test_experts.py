@@ -75,6 +75,16 @@ def test_ranks_keep_their_share_of_the_experts(tmp_path: Path) -> None:
     assert checkpoint_bytes(split, spec) == checkpoint_bytes(whole, spec) == 14 * spec.parameters
 
 
+def test_a_dense_model_has_no_routes_to_replay(tmp_path: Path) -> None:
+    def found(family: str, replay: bool) -> set[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        config = {"model": {"hf_checkpoint": str(tmp_path)}, "parallel": {"router_replay": replay}}
+        return {problem.id for problem in problems_of(Config.model_validate(config))}
+
+    assert "router-replay-dense" in found("qwen3", True)
+    assert "router-replay-dense" not in found("qwen3", False) | found("qwen3_moe", True)
+
+
 @pytest.mark.parametrize("change", [{"mlp_only_layers": [3]}, {"decoder_sparse_step": 2}, {}])
 def test_sglang_needs_experts_in_every_layer(tmp_path: Path, change: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | change))

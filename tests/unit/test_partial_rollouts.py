@@ -57,7 +57,11 @@ class Worker:
             count = min(most, length_of(request.seed) - begun)
             tokens = [1000 * self.rollout_id + begun + i for i in range(count)]
             ends = begun + count == length_of(request.seed)
-            found.append(Generation(tokens, [-float(t) for t in tokens], "stop" if ends else "length"))
+            # Of what it has not sampled now, it knows the first layer's experts alone.
+            routes = np.full((1 + begun + count - 1, 2, 1), self.rollout_id, np.int16)
+            routes[:begun, 1] = -1
+            end: Any = "stop" if ends else "length"
+            found.append(Generation(tokens, [-float(t) for t in tokens], end, routes=routes))
         return found
 
     def judge(self, samples: Sequence[Sampled]) -> list[Judged]:
@@ -114,7 +118,11 @@ class Run:
         self.sampling.finish()
         kept = sorted((j.row, j) for worker in self.ranks.workers for j in worker.kept)
         assert [row for row, _ in kept] == list(range(4 * SIZE))
-        return [(j.group, j.prompt.content, vars(j.generation)) for _, j in kept]
+        return [
+            (j.group, j.prompt.content, vars(j.generation) | {"routes": j.generation.routes.tolist()})
+            for _, j in kept
+            if j.generation.routes is not None
+        ]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -132,6 +140,16 @@ def test_neither_workers_nor_a_resume_change_a_response(dynamic: bool) -> None:
             name: value.tolist() for name, value in one.sampling.position(one.rollout)["sampling"].items()
         }
     assert {content for step in whole for _, content, _ in step} <= {f"row {row}" for row in range(50)}
+
+
+def test_routes_are_those_of_the_newest_pass() -> None:
+    run = Run(2)
+    for generation in (generation for rollout_id in range(8) for *_, generation in run.step(rollout_id)):
+        versions, routes = generation["weight_versions"], np.array(generation["routes"])
+        assert len(routes) == len(versions)
+        # The first layer's are of the last pass, what only an earlier one knew is of that.
+        assert routes[:, 0].max() == routes[:, 0].min() == versions[-1]
+        assert routes[:, 1, 0].tolist() == versions
 
 
 def test_each_token_says_which_weights_sampled_it() -> None:

@@ -151,7 +151,13 @@ class ResponseLayer(TransformerLayer):  # type: ignore[misc]
         picked_N1H = hidden_SBH.flatten(0, 1).index_select(0, context).unsqueeze(1)
         if self.config.sequence_parallel:
             picked_N1H = scatter_to_sequence_parallel_region(picked_N1H)
-        return self._forward_mlp(picked_N1H), None
+        routes = kwargs.get("padding_mask")
+        if routes is not None and routes.dim() > 2:
+            # What is picked is no padding.
+            routes = routes.transpose(0, 1).flatten(0, 1).index_select(0, context)[None]
+        else:
+            routes = None
+        return self._forward_mlp(picked_N1H, padding_mask=routes), None
 
 
 @dataclass

@@ -50,6 +50,8 @@ class MicroBatch:
     """What the loss needs, `[B, T]` (T the longest response here) or `[B]`."""
     packed: bool = False
     """The layers get the samples as one row without padding, the longest first."""
+    routes_BSr: Tensor | None = None
+    """With `--router-replay`: the experts `[B, S, layers·k]` of each token; negative where the router chooses."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same samples on `device`."""
@@ -59,6 +61,7 @@ class MicroBatch:
             self.response_lens_B.to(device),
             {name: value.to(device) for name, value in self.fields.items()},
             self.packed,
+            None if self.routes_BSr is None else self.routes_BSr.to(device),
         )
 
     def laid_out(self, pieces: int = 1) -> tuple[Tensor, ResponseIndex]:
@@ -73,15 +76,22 @@ class MicroBatch:
         if self.packed:
             lengths_B += -lengths_B % pieces
         longest = int(lengths_B.max())
+        routes = self.routes_BSr
         if not self.packed:
             first_B = torch.arange(rows, device=device)
-            return self.tokens_BS[:, :longest], ResponseIndex.of(self, first_B, rows)
+            index = ResponseIndex.of(self, first_B, rows)
+            return self.tokens_BS[:, :longest], replace(index, routes=routes if routes is None else routes[:, :longest])
         order_B = lengths_B.argsort(descending=True, stable=True)
         lengths_B = lengths_B[order_B]
+        real_BS = torch.arange(longest, device=device) < lengths_B[:, None]
         tokens_BS = pad(self.tokens_BS, (0, max(0, longest - self.tokens_BS.size(1))))
-        tokens_1S = tokens_BS[order_B, :longest][torch.arange(longest, device=device) < lengths_B[:, None]][None]
+        tokens_1S = tokens_BS[order_B, :longest][real_BS][None]
+        if routes is not None:
+            routes = pad(routes, (0, 0, 0, max(0, longest - routes.size(1))), value=-1)
+            routes = routes[order_B, :longest][real_BS][None]
         first_B = (lengths_B.cumsum(0) - lengths_B)[order_B.argsort()]
-        return tokens_1S, ResponseIndex.of(self, first_B, 1, tuple(lengths_B.tolist()))
+        index = ResponseIndex.of(self, first_B, 1, tuple(lengths_B.tolist()))
+        return tokens_1S, replace(index, routes=routes)
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,8 @@ class ResponseIndex:
     """(B, T)."""
     lengths: tuple[int, ...] | None = None
     """Of packed samples: how many tokens each has, in the order they lie in their row."""
+    routes: Tensor | None = None
+    """`routes_BSr` of the micro-batch, for the tokens that go through the layers."""
 
     @classmethod
     def of(
@@ -124,13 +136,17 @@ class ResponseIndex:
 
     def within(self, places: Tensor, row: int) -> ResponseIndex:
         """What of it is at `places`, ascending, of the `row` ones along the first dimension of `[S, B, H]`."""
+        routes = self.routes
+        if routes is not None:
+            routes = pad(routes, (0, 0, 0, row - routes.size(1)), value=-1)[:, places]
         new_S = self.states_N.new_full((row,), -1)
         new_S[places] = torch.arange(places.numel(), device=places.device)
         stride = self.shape[0] if self.lengths is None else 1
         place_N = new_S[self.states_N // stride]
         here_N = place_N >= 0
         states_N = (place_N * stride + self.states_N % stride)[here_N]
-        return replace(self, states_N=states_N, tokens_N=self.tokens_N[here_N], cells_N=self.cells_N[here_N])
+        tokens_N, cells_N = self.tokens_N[here_N], self.cells_N[here_N]
+        return replace(self, states_N=states_N, tokens_N=tokens_N, cells_N=cells_N, routes=routes)
 
     def to_grid(self, values_N: Tensor) -> Tensor:
         """Spread values over `[B, T]`, 0 beyond each response."""
@@ -184,3 +200,5 @@ class TrainStep:
     """The gradient was not finite, so nothing was updated."""
     load_balancing_loss: float | None = None
     """Of a mixture of experts with `--moe-aux-loss-coeff`: 1 where all experts get equally many tokens."""
+    router_mismatch: float | None = None
+    """With `--router-replay`: part of the routes, over tokens and layers, that the model would not have chosen."""

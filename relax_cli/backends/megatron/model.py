@@ -20,7 +20,13 @@ from torch import Tensor
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import context, parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
-from relax_cli.backends.megatron.experts import expert_settings, number_over_all_ranks, padding
+from relax_cli.backends.megatron.experts import (
+    accept_routes,
+    expert_settings,
+    number_over_all_ranks,
+    padding,
+    with_routes,
+)
 from relax_cli.backends.megatron.heads import ValueHead, in_chunks, token_statistics
 from relax_cli.backends.megatron.layers import PackedSamples, block_spec, layer_kind, local_name
 from relax_cli.backends.megatron.lora import adapted_layers, freeze_all_but_adapters, is_adapter
@@ -122,6 +128,8 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
             share_embeddings_and_output_weights=tied,
         )
         self.spec = spec
+        if config.moe_enable_routing_replay:
+            accept_routes(self.decoder)
 
     def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput | Tensor:
         """Right-padded token ids, or packed ones in one row, to what the model says about the response tokens.
@@ -144,10 +152,13 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
             states_N = F.pad(states_N, (0, -states_N.numel() % ranks if states_N.numel() else ranks))
         balanced = self.config.num_moe_experts and self.config.moe_aux_loss_coeff
         more: dict[str, Any] = {"padding_mask": padding(states_N, *tokens_BS.shape)} if balanced else {}
+        block: dict[str, Any] = {"context": states_N}
+        if response.routes is not None:
+            block["routes"] = with_routes(response.routes, tokens_BS.size(1), more.pop("padding_mask", None))
         if packed is not None:
             more["packed_seq_params"] = packed
         output: ModelOutput | Tensor = super().forward(
-            tokens_BS, None, None, labels=response, extra_block_kwargs={"context": states_N}, **more
+            tokens_BS, None, None, labels=response, extra_block_kwargs=block, **more
         )
         return output
 

@@ -218,6 +218,11 @@ def sum_over_data_parallel(values: Sequence[float]) -> list[float]:
     return _all_reduce(values, dist.ReduceOp.SUM)
 
 
+def sum_over_all(values: Sequence[float]) -> list[float]:
+    """Element-wise sum over all ranks of the role, in float64."""
+    return _all_reduce(values, dist.ReduceOp.SUM, dist.group.WORLD)
+
+
 def max_over_data_parallel(value: float) -> float:
     """Largest over data-parallel ranks."""
     return _all_reduce([value], dist.ReduceOp.MAX)[0]
@@ -243,10 +248,13 @@ def passes_together(micro_batches: int) -> int:
     return micro_batches if expert_parallel_size() == 1 else int(max_over_data_parallel(micro_batches))
 
 
-def _all_reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-    if data_parallel_size() == 1:
+def _all_reduce(
+    values: Sequence[float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    group = data_parallel_group() if group is None else group
+    if group.size() == 1:
         return [float(value) for value in values]
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total, op=op, group=data_parallel_group())
+    dist.all_reduce(total, op=op, group=group)
     return total.tolist()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from relax_cli.backends.device import forget_peak_memory, peak_memory_bytes
 from relax_cli.backends.megatron import checkpointing, parallel, random_state, replicated, start_weights
-from relax_cli.backends.megatron.experts import Balance
+from relax_cli.backends.megatron.experts import Balance, other_routes
 from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_batch, run_stages
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
 from relax_cli.backends.megatron.optimizer import Optimizer
@@ -94,7 +94,8 @@ class TrainableModel(LoadedModel):
         metrics = self._forward_backward(batches, loss_fn)
         balance = metrics.pop(LOAD_BALANCING, None)
         grad_norm, lr, skipped = self.optimizer.step()
-        return TrainStep(metrics, grad_norm, lr, skipped, balance)
+        replays = self.kind == "policy" and self.model.config.moe_enable_routing_replay
+        return TrainStep(metrics, grad_norm, lr, skipped, balance, other_routes(self.model) if replays else None)
 
     @property
     def optimizer_steps(self) -> int:

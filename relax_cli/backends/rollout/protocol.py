@@ -11,6 +11,8 @@ from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from relax_cli.backends.device import Device
@@ -31,6 +33,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...] = ()
     """A response ends with the token that completes one of these strings."""
+    routes: bool = False
+    """Say which experts every token went to."""
 
     def __post_init__(self) -> None:
         assert self.max_new_tokens >= 1, self.max_new_tokens
@@ -75,6 +79,17 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     weight_versions: list[int] = field(default_factory=list)
     """Of the weights that sampled each token, where a response may have tokens of several; else empty."""
+    routes: NDArray[np.int16] | None = None
+    """`[S, layers, k]`: the experts of every token of prompt and response but the last; negative where they are not
+    known. None where they were not requested."""
+
+
+def newest_routes(before: NDArray[np.int16] | None, now: NDArray[np.int16] | None) -> NDArray[np.int16] | None:
+    """The routes of a sample that was continued: those of its newest pass, else those that were known before."""
+    if before is not None and now is not None:
+        known = now[: len(before)]
+        known[known < 0] = before[known < 0]
+    return now
 
 
 Opening = Future[Request | None]

@@ -98,6 +98,18 @@ def moe_option_unused(parallel: ParallelSection, inputs: RunInputs) -> Found:
         )
 
 
+@rule("router-replay-dense", "Model", option="--router-replay", needs="files")
+def router_replay_dense(parallel: ParallelSection, inputs: RunInputs) -> Found:
+    """`--router-replay` needs a mixture of experts: no other model has routes."""
+    if parallel.router_replay and inputs.model_config and not _has_experts(inputs):
+        yield Finding(
+            "the model has no experts, so no engine can say which ones its tokens went to",
+            got=str(inputs.model_config.get("model_type")),
+            expected=" or ".join(sorted(MOE_FAMILIES)),
+            fix="--no-router-replay",
+        )
+
+
 NO_EXPERTS = "the model has no experts to share out"
 
 

@@ -59,8 +59,18 @@ class Crashed(BaseException):
 class ContractServer:
     """State and routes of one server."""
 
-    def __init__(self, folder: Path, faults: Faults, *, tp: int = 1, backup: bool = True, in_process: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        faults: Faults,
+        *,
+        tp: int = 1,
+        backup: bool = True,
+        in_process: bool = True,
+        routes: bool = False,
+    ):
         self.model = ServedModel(folder)
+        self.routes = routes
         self.folder = self.tokenizer = folder
         self.faults = faults
         self.receiver = WeightReceiver(tp)
@@ -129,6 +139,10 @@ class ContractServer:
         # One fault for the whole HTTP request.
         fault = self.faults.next()
         answers = await asyncio.gather(*(self._one(r, p, params, fault) for r, p in zip(rids, prompts, strict=True)))
+        if self.routes and body.get("return_routed_experts"):
+            for prompt, answer in zip(prompts, answers, strict=True):
+                sequence = [*prompt, *answer["output_ids"]]
+                answer["meta_info"]["routed_experts"] = await asyncio.to_thread(self.model.routes, sequence)
         return spoilt(answers if many else answers[0], fault, many)
 
     @property
@@ -243,7 +257,7 @@ class ContractServer:
         await self._body(request)
         said = {"version": "contract", "tp_size": self.receiver.tp, "model_path": str(self.folder)}
         limits = {"max_total_num_tokens": self.faults.pool or POOL, "max_req_input_len": self.room - 4}
-        return JSONResponse({**said, "context_length": None, **limits})
+        return JSONResponse({**said, "context_length": None, "enable_return_routed_experts": self.routes, **limits})
 
     async def flush_cache(self, request: Request) -> Response:
         await self._body(request)
@@ -436,10 +450,16 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--enable-weights-cpu-backup", action="store_true")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     known, _ = parser.parse_known_args()
     faults = from_json(json.loads(os.environ.get("CONTRACT_FAULTS", "{}")))
     contract = ContractServer(
-        known.model_path, faults, tp=known.tp_size, backup=known.enable_weights_cpu_backup, in_process=False
+        known.model_path,
+        faults,
+        tp=known.tp_size,
+        backup=known.enable_weights_cpu_backup,
+        in_process=False,
+        routes=known.enable_return_routed_experts,
     )
     print("The server is fired up and ready to roll!", flush=True)
     uvicorn.run(contract, host=known.host, port=known.port, log_level="info", lifespan="off")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
+from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
 from relax_cli.models.hf import read_weights
 
@@ -65,6 +67,16 @@ class ServedModel:
         job = Job(tokens, params.get("sampling_seed") or 42, sampling, Future())
         self._queue.put(job)
         return job.future
+
+    def routes(self, tokens: Sequence[int]) -> str:
+        """The experts of every token but the last, in every layer, as the real server writes them."""
+        with self._lock, torch.inference_mode():
+            cache = KVCache(self.spec, 1, len(tokens), routes=True)
+            self.engine.decoder.prefill([tokens[:1]], cache)
+            for token in tokens[1:-1]:
+                self.engine.decoder.step(torch.tensor([token]), cache)
+        assert cache.routes is not None
+        return base64.b64encode(cache.routes[0, : len(tokens) - 1].int().numpy().tobytes()).decode()
 
     def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take tensors over; `apply` makes them the model's."""

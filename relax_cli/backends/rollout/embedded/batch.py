@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.decoder import Decoder
@@ -96,9 +98,21 @@ class Batch:
         ended = self._ended_B.nonzero().flatten()
         states = (ended, self._counts_B[ended], stopped_B[ended], self._tokens_BT[ended], self._log_probs_BT[ended])
         return [
-            (self.numbers[row], row, Generation(tokens[:count], log_probs[:count], "stop" if stopped else "length"))
+            (
+                self.numbers[row],
+                row,
+                Generation(
+                    tokens[:count],
+                    log_probs[:count],
+                    "stop" if stopped else "length",
+                    routes=self._routes(row, len(self._requests[row].prompt_tokens) + count - 1),
+                ),
+            )
             for row, count, stopped, tokens, log_probs in zip(*(state.tolist() for state in states), strict=True)
         ]
+
+    def _routes(self, row: int, positions: int) -> NDArray[np.int16] | None:
+        return None if self.cache.routes is None else self.cache.routes[row, :positions].numpy().copy()
 
     @torch.inference_mode()
     def step(self) -> None:

@@ -114,7 +114,15 @@ class Decoder:
                 out = _attend(query, cached[index], this.newest)
             x_NH = layer.output.plus(out.view(len(x_NH), -1), x_NH)
             h_NH = _rms_norm(x_NH, layer.post_norm, self._eps)
-            x_NH = self._mixture(h_NH, layer, x_NH) if layer.router is not None else layer.mlps[0].plus(h_NH, x_NH)
+            if layer.router is None:
+                x_NH = layer.mlps[0].plus(h_NH, x_NH)
+                continue
+            x_NH, chosen_Nk = self._mixture(h_NH, layer, x_NH)
+            if cache.routes is not None:
+                # The last layer has computed the newest position of each row only.
+                at_BP = positions_BP if len(chosen_Nk) == positions_BP.numel() else cache.lengths_B[:, None] - 1
+                chosen = chosen_Nk.view(*at_BP.shape, -1).to(torch.int16)
+                cache.routes[torch.arange(rows)[:, None], at_BP, index] = chosen
         return self._weights.head(_rms_norm(x_NH, self._weights.norm, self._eps))
 
     def _shared(self, cache: KVCache, positions_BP: Tensor, columns: int) -> _Pass:
@@ -126,8 +134,8 @@ class Decoder:
             causal = torch.full((count if batched else in_blocks(count), columns), -math.inf).triu_(1 + first)
         return _Pass(cache.places(positions_BP), rotation[:, None], causal, cache.bias(columns))
 
-    def _mixture(self, h_NH: Tensor, layer: Layer, x_NH: Tensor) -> Tensor:
-        """`x_NH` plus what the best experts of each row compute, weighed by their probabilities."""
+    def _mixture(self, h_NH: Tensor, layer: Layer, x_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """`x_NH` plus what the best experts of each row compute, weighed by their probabilities; and which they are."""
         assert isinstance(self.spec, MoeSpec), "layers with a router are of such models"
         assert layer.router is not None
         weights_Nk, chosen_Nk = layer.router(h_NH).softmax(-1).topk(self.spec.experts_per_token)
@@ -136,7 +144,7 @@ class Decoder:
         for expert in set(chosen_Nk.flatten().tolist()):
             rows, place = (chosen_Nk == expert).nonzero(as_tuple=True)
             x_NH.index_add_(0, rows, layer.mlps[expert](h_NH[rows]) * weights_Nk[rows, place, None])
-        return x_NH
+        return x_NH, chosen_Nk
 
     def _rotate_and_cache(self, qkv: Tensor, layer: Layer, cached: CachedLayer, this: _Pass) -> Tensor:
         """Write new keys and values to the cache; rotated queries `[N * K, G, D]`."""

@@ -122,7 +122,9 @@ class EmbeddedEngine:
         limit = max(request.limit(sampling) for request in requests.values())
         columns = in_blocks(max(len(request.prompt_tokens) for request in requests.values()) + limit)
         rows = min(len(order), self._max_batch_size, max(1, KV_CACHE_BYTES // (columns * cache_bytes_per_token(spec))))
-        batch = Batch(self.decoder, self._sized_cache(rows, columns), sampling, limit, self._ends_with_stop)
+        batch = Batch(
+            self.decoder, self._sized_cache(rows, columns, sampling.routes), sampling, limit, self._ends_with_stop
+        )
         generations: dict[int, Generation] = {}
         waiting = deque(order)
         while waiting or batch.numbers:
@@ -146,11 +148,16 @@ class EmbeddedEngine:
         tokens = length + sum(len(prefix.tokens) for prefix in kept.values())
         return tokens * cache_bytes_per_token(self.decoder.spec) <= KEPT_BYTES
 
-    def _sized_cache(self, rows: int, columns: int) -> KVCache:
-        if self._cache is None or self._cache.capacity[0] < rows or self._cache.capacity[1] < columns:
-            self._cache = None
-            self._cache = KVCache(self.decoder.spec, rows, columns)
-        return self._cache
+    def _sized_cache(self, rows: int, columns: int, routes: bool) -> KVCache:
+        cache = self._cache
+        if (
+            cache is None
+            or min(cache.capacity[0] - rows, cache.capacity[1] - columns) < 0
+            or routes == (cache.routes is None)
+        ):
+            cache = self._cache = None
+            cache = self._cache = KVCache(self.decoder.spec, rows, columns, routes=routes)
+        return cache
 
     def _ends_with_stop(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
         assert self._decode is not None

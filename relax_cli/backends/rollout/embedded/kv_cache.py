@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from relax_cli.models.spec import ModelSpec
+from relax_cli.models.spec import ModelSpec, MoeSpec
 
 BLOCK = 16
 """Attention covers a multiple of so many columns: a whole vector, so that a row's sums do not depend on how many
@@ -28,6 +28,8 @@ class Prefix:
     tokens: tuple[int, ...]
     keys: Tensor
     values: Tensor
+    routes: Tensor | None = None
+    """`[S, layers, k]`, see `KVCache`."""
 
     def begins(self, prompt: tuple[int, ...]) -> bool:
         """Whether a prompt has these tokens first, and more."""
@@ -49,12 +51,19 @@ class CachedLayer:
 class KVCache:
     """Keys and values `[layers, B, K, S, D]`. Every row begins at column 0 and has its own number of columns filled."""
 
-    def __init__(self, spec: ModelSpec, rows: int, columns: int) -> None:
+    def __init__(self, spec: ModelSpec, rows: int, columns: int, *, routes: bool = False) -> None:
+        """Args:
+        routes: also keep which experts each position went to, `[B, S, layers, k]`; negative where it is not known.
+        """
         shape = (spec.num_layers, rows, spec.num_kv_heads, in_blocks(columns), spec.head_dim)
         self.keys = torch.zeros(shape)
         self.values = torch.zeros(shape)
         self.lengths_B = torch.zeros(rows, dtype=torch.int64)
         self._bias_BS = torch.full((rows, shape[3]), -math.inf)
+        self.routes: Tensor | None = None
+        if routes:
+            assert isinstance(spec, MoeSpec), "a dense model has no routes"
+            self.routes = torch.full((rows, shape[3], shape[0], spec.experts_per_token), -1, dtype=torch.int16)
         self._layers: tuple[int, list[CachedLayer]] = (0, [])
 
     @property
@@ -68,6 +77,7 @@ class KVCache:
         piece.keys, piece.values = self.keys[:, first:last], self.values[:, first:last]
         piece.lengths_B, piece._bias_BS = self.lengths_B[first:last], self._bias_BS[first:last]
         piece._layers = (0, [])
+        piece.routes = None if self.routes is None else self.routes[first:last]
         return piece
 
     def begin(self, lengths: Sequence[int]) -> None:
@@ -75,6 +85,8 @@ class KVCache:
         # What a row had before is masked, but must be finite.
         self.keys.zero_()
         self.values.zero_()
+        if self.routes is not None:
+            self.routes.fill_(-1)
         self.lengths_B.copy_(torch.tensor(lengths))
         self._bias_BS.zero_().masked_fill_(torch.arange(self.capacity[1]) >= self.lengths_B[:, None], -math.inf)
 
@@ -87,13 +99,15 @@ class KVCache:
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
         """Make the rows `targets` copies of the rows `sources`."""
-        for state in (*self.keys, *self.values, self.lengths_B, self._bias_BS):
-            state[targets] = state[sources]
+        for state in (*self.keys, *self.values, self.lengths_B, self._bias_BS, self.routes):
+            if state is not None:
+                state[targets] = state[sources]
 
     def take(self, row: int, tokens: tuple[int, ...]) -> Prefix:
         """A copy of the first positions of a row, where these tokens are."""
         columns = slice(len(tokens))
-        return Prefix(tokens, self.keys[:, row, :, columns].clone(), self.values[:, row, :, columns].clone())
+        routes = None if self.routes is None else self.routes[row, columns].clone()
+        return Prefix(tokens, self.keys[:, row, :, columns].clone(), self.values[:, row, :, columns].clone(), routes)
 
     def put(self, row: int, prefix: Prefix | None) -> int:
         """Write the first positions of a row; how many columns are complete then."""
@@ -101,6 +115,8 @@ class KVCache:
             return 0
         columns = slice(len(prefix.tokens))
         self.keys[:, row, :, columns], self.values[:, row, :, columns] = prefix.keys, prefix.values
+        if self.routes is not None and prefix.routes is not None:
+            self.routes[row, columns] = prefix.routes
         return len(prefix.tokens)
 
     def places(self, positions_BP: Tensor) -> Tensor:

@@ -13,13 +13,14 @@ from typing import Any
 from relax_cli.backends.rollout.sglang.client import API_KEY, SglangClient, SglangError, StatusFault
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.memory import CONTROL_SECONDS
+from relax_cli.backends.rollout.sglang.replies import no_routes
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.sglang.weight_version import folder_of
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
 from relax_cli.errors import EnvironmentFault, RelaxError, problem_kind
 from relax_cli.models.hybrid import read_any_spec
-from relax_cli.models.spec import ModelSpec
+from relax_cli.models.spec import ModelSpec, MoeSpec
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +73,19 @@ def open_engine(
         release_memory=releases_memory(section, parallel),
     )
     if section.rollout_external:
-        targets = [_attach(address, spec) for address in section.rollout_external_engine_addrs[rank::workers]]
+        targets = [
+            _attach(address, spec, routes=parallel.router_replay)
+            for address in section.rollout_external_engine_addrs[rank::workers]
+        ]
         return _engine(targets, spec, options)
     size = section.rollout_num_gpus_per_engine
     command = launch_command(
-        model_folder, section, host=host, seed=rollout.rollout_seed + rank, memory_saver=options.release_memory
+        model_folder,
+        section,
+        host=host,
+        seed=rollout.rollout_seed + rank,
+        memory_saver=options.release_memory,
+        routes=parallel.router_replay,
     )
     log_file = run_dir / "logs" / f"sglang-{rank}.log"
     server = LocalServer(
@@ -111,6 +120,7 @@ def _engine(
         max_prompt=min((prompt for _, prompt in limits if prompt is not None), default=None),
         options=options,
         servers=servers,
+        experts=spec if isinstance(spec, MoeSpec) else None,
     )
 
 
@@ -135,7 +145,7 @@ def limits_of(address: str) -> tuple[int | None, int | None]:
     return min((most for most in room if most is not None), default=None), None if longest is None else longest - 1
 
 
-def _attach(address: str, spec: ModelSpec) -> WeightTarget:
+def _attach(address: str, spec: ModelSpec, *, routes: bool) -> WeightTarget:
     """Look at a running server."""
     client = SglangClient(address)
     try:
@@ -150,6 +160,8 @@ def _attach(address: str, spec: ModelSpec) -> WeightTarget:
     if not isinstance(model, dict) or not isinstance(server, dict):
         raise _unreachable(address, "is no SGLang server: something else listens there", str(model)[:80])
     _check_model(address, model, spec)
+    if routes and server.get("enable_return_routed_experts") is False:
+        raise EnvironmentFault(no_routes(address, "enable_return_routed_experts false"))
     return WeightTarget(address, node_of(address), None, int(server.get("tp_size") or 1))
 
 

@@ -33,6 +33,7 @@ from relax_cli.backends.rollout.sglang.server import LocalServer
 from relax_cli.backends.rollout.sglang.weight_version import check_served
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError, problem_kind
+from relax_cli.models.spec import MoeSpec
 
 ABORTED = problem_kind(
     "sglang-aborted",
@@ -102,11 +103,13 @@ class SglangEngine:
         max_prompt: int | None = None,
         options: EngineOptions,
         servers: Sequence[LocalServer] = (),
+        experts: MoeSpec | None = None,
     ) -> None:
         """
         Args:
             targets: the servers; requests are dealt to them in turn.
             max_prompt: most tokens that the servers accept as input.
+            experts: the model, where it is a mixture of experts.
             servers: those of them that this engine owns, all or none. They are running, and end with `close`.
         """
         assert targets, "an engine without a server"
@@ -119,6 +122,7 @@ class SglangEngine:
         self._vocab_size = vocab_size
         self._max_positions = max_positions
         self._max_prompt = max_positions if max_prompt is None else max_prompt
+        self._experts = experts
         self._calls = itertools.count()
         self._memory = ServerMemory(self.clients, self._tell)
         self._failed = False
@@ -149,6 +153,7 @@ class SglangEngine:
         Raises:
             RunError: see `generate`; also what an opening or an answer raised.
         """
+        assert self._experts is not None or not sampling.routes, "a dense model has no routes"
         assert not self._memory.away, "the rollout engine sleeps; wake it before generating"
         assert not self.needs_weights, "the servers have given up their weights; publish them before generating"
         call = f"relax-{os.getpid()}-{next(self._calls)}"
@@ -315,7 +320,9 @@ class SglangEngine:
             )
             part = self._ask(client, batch, payload, sample, limit - len(tokens))
             if part.finish_reason != "abort":
-                return Generation(tokens + part.tokens, log_probs + part.log_probs, part.finish_reason)
+                return Generation(
+                    tokens + part.tokens, log_probs + part.log_probs, part.finish_reason, routes=part.routes
+                )
             batch.aborts[client.address] += 1
             # A stop string may lie across the seam, where the server would not see it.
             seamless = self.options.partial and not batch.sampling.stop
@@ -357,6 +364,9 @@ class SglangEngine:
                     vocab_size=self._vocab_size,
                     version=self.weight_version,
                     stop_token_ids=batch.sampling.stop_token_ids,
+                    routes=(self._experts, len(payload["input_ids"]))
+                    if self._experts and batch.sampling.routes
+                    else None,
                 )
             except (CancelledFault, DeadlineFault):
                 client.abort(payload["rid"], ENDING_SECONDS)

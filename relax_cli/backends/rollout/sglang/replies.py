@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from relax_cli.backends.rollout.protocol import SamplingParams
 from relax_cli.backends.rollout.sglang.weight_version import STALE_WEIGHTS
-from relax_cli.errors import RunError, problem_kind
+from relax_cli.errors import Problem, RunError, problem_kind
+from relax_cli.models.spec import MoeSpec
 
 CUT_SHORT = problem_kind(
     "sglang-cut-short",
@@ -24,6 +29,14 @@ BAD_REPLY = problem_kind(
     "A reply of a server contradicts itself or the request, so it is not trained on.",
 )
 
+NO_ROUTES = problem_kind(
+    "sglang-no-routes",
+    "SGLang servers",
+    "`--router-replay` needs servers that say which experts a token went to (`--enable-return-routed-experts`, which "
+    "servers of the run get).",
+    option="--router-replay",
+)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -33,6 +46,8 @@ class Part:
     log_probs: list[float]
     finish_reason: Literal["stop", "length", "abort"]
     """`abort`: the response is not complete, whatever tokens there are."""
+    routes: NDArray[np.int16] | None = None
+    """See `Generation`."""
 
 
 def generate_payload(
@@ -44,7 +59,8 @@ def generate_payload(
         rid: unique over everything the server runs now.
         seed: used by servers that run with `--sglang-enable-deterministic-inference`, ignored by others.
     """
-    return {
+    routes = {"return_routed_experts": True} if sampling.routes else {}
+    return routes | {
         "rid": rid,
         "input_ids": list(tokens),
         "return_logprob": True,
@@ -64,7 +80,14 @@ def generate_payload(
 
 
 def read_part(
-    reply: Any, *, sample: str, max_new_tokens: int, vocab_size: int, version: str, stop_token_ids: Sequence[int] = ()
+    reply: Any,
+    *,
+    sample: str,
+    max_new_tokens: int,
+    vocab_size: int,
+    version: str,
+    stop_token_ids: Sequence[int] = (),
+    routes: tuple[MoeSpec, int] | None = None,
 ) -> Part:
     """The tokens of a reply, once nothing about them is in doubt.
 
@@ -72,6 +95,7 @@ def read_part(
         sample: how errors name the sample.
         version: the weights that must have sampled every token.
         stop_token_ids: an aborted reply that ends with one of them is complete, as is one of full length.
+        routes: where they were requested, the model that has the experts, and how many tokens the prompt has.
 
     Raises:
         RunError: the reply contradicts itself, the request or the version.
@@ -97,7 +121,41 @@ def read_part(
         raise _cut_short(sample, len(tokens), max_new_tokens)
     if tokens:
         _check_version(meta, sample, version)
-    return Part(list(tokens), [float(triple[0]) for triple in triples], ended)
+    log_probs = [float(triple[0]) for triple in triples]
+    if routes is None or ended == "abort":
+        return Part(list(tokens), log_probs, ended)
+    model, prompt = routes
+    return Part(list(tokens), log_probs, ended, _read_routes(meta, sample, model, prompt + len(tokens) - 1))
+
+
+def _read_routes(meta: dict[str, Any], sample: str, model: MoeSpec, positions: int) -> NDArray[np.int16]:
+    """The experts of every position, once each of them is `k` experts of the model."""
+    shape = (positions, model.num_layers, model.experts_per_token)
+    text = meta.get("routed_experts")
+    if not isinstance(text, str):
+        raise RunError(no_routes("meta_info.routed_experts", f"{text} for {sample}"))
+    try:
+        flat = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+    except ValueError as error:
+        raise _bad_reply(sample, "its routed experts are not base64 of int32", str(error)) from error
+    if flat.size != math.prod(shape):
+        raise _bad_reply(sample, f"its routed experts are not {shape}", f"{flat.size} numbers")
+    routes = np.sort(flat.reshape(shape), -1)
+    if not (routes.min() >= 0 and routes.max() < model.num_experts and np.diff(routes).all()):
+        # Zeros are what a server has for positions that it has never computed.
+        raise _bad_reply(sample, f"a token did not go to {shape[-1]} experts of {model.num_experts}", str(routes[-1]))
+    return routes.astype(np.int16)
+
+
+def no_routes(where: str, got: str) -> Problem:
+    """The problem of a server that does not return routes."""
+    return NO_ROUTES(
+        "the SGLang server does not say which experts its tokens went to",
+        where=where,
+        got=got,
+        expected="the experts of every token",
+        fix="start external servers with --enable-return-routed-experts, or drop --router-replay",
+    )
 
 
 def _contradiction(tokens: Any, triples: Any, limit: int, vocab_size: int) -> tuple[str, str] | None:

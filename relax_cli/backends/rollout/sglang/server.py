@@ -65,13 +65,14 @@ log = logging.getLogger(__name__)
 
 
 def launch_command(
-    model_folder: Path, section: SglangSection, *, host: str, seed: int, memory_saver: bool
+    model_folder: Path, section: SglangSection, *, host: str, seed: int, memory_saver: bool, routes: bool = False
 ) -> Callable[[int], list[str]]:
     """The command line of a server, once its port is known.
 
     Args:
         seed: of sampling without per-request seeds.
         memory_saver: let `sleep` give up memory. Weights are not kept: they are sent again before they are needed.
+        routes: let replies say which experts each token went to.
     """
     arguments = {
         "model_path": str(model_folder),
@@ -80,6 +81,7 @@ def launch_command(
         "random_seed": seed,
         "mem_fraction_static": section.sglang_mem_fraction_static,
         "enable_memory_saver": memory_saver,
+        "enable_return_routed_experts": routes,
         **section.sglang_options,
     }
     python = section.sglang_python or sys.executable

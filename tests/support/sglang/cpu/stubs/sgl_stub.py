@@ -1,6 +1,7 @@
 """Stands for `torchvision`, `torchaudio` and `sgl_kernel`, which have no CPU build. Imported by a .pth file."""
 
 import sys
+import types
 
 from _dummy import Finder
 
@@ -58,6 +59,8 @@ def _fill(module):
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     library.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
     module._library = library
+    # Routed experts are copied to page-locked memory also where there is no GPU.
+    torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0)
     module.assign_req_to_token_pool_cpu = assign_req_to_token_pool_cpu
 
 
