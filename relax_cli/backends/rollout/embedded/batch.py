@@ -53,6 +53,7 @@ class Batch:
         self._limits_B = torch.zeros(rows, dtype=torch.int64)
         self._newest_B = torch.zeros(rows, dtype=torch.int64)
         self._ended_B = torch.zeros(0, dtype=torch.bool)
+        self._ended = 0
         self._logits_BV: Tensor | None = None
 
     @torch.inference_mode()
@@ -90,13 +91,16 @@ class Batch:
         self._log_probs_BT[:running].scatter_(1, counts_B1, log_probs_B[:, None])
         self._newest_B[:running] = tokens_B
         counts_B1 += 1
-        ids = self._stop_ids
-        stopped_B = torch.isin(tokens_B, ids) if len(ids) else torch.zeros(running, dtype=torch.bool)
-        if self._sampling.stop:
-            stopped_B |= self._complete_stops()
-        self._ended_B = stopped_B | (self._counts_B[:running] >= self._limits_B[:running])
+        self._ended_B = self._counts_B[:running] >= self._limits_B[:running]
+        stopped_B = self._stopped(tokens_B)
+        if stopped_B is not None:
+            self._ended_B |= stopped_B
         ended = self._ended_B.nonzero().flatten()
-        states = (ended, self._counts_B[ended], stopped_B[ended], self._tokens_BT[ended], self._log_probs_BT[ended])
+        self._ended = len(ended)
+        if not self._ended:
+            return []
+        stops = [False] * self._ended if stopped_B is None else stopped_B[ended].tolist()
+        states = (ended, self._counts_B[ended], self._tokens_BT[ended], self._log_probs_BT[ended])
         return [
             (
                 self.numbers[row],
@@ -108,7 +112,7 @@ class Batch:
                     routes=self._routes(row, len(self._requests[row].prompt_tokens) + count - 1),
                 ),
             )
-            for row, count, stopped, tokens, log_probs in zip(*(state.tolist() for state in states), strict=True)
+            for stopped, row, count, tokens, log_probs in zip(stops, *(s.tolist() for s in states), strict=True)
         ]
 
     def _routes(self, row: int, positions: int) -> NDArray[np.int16] | None:
@@ -117,7 +121,7 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> None:
         """Drop what has ended and compute the next token's logits for the others."""
-        running = len(self.numbers) - int(self._ended_B.sum())
+        running = len(self.numbers) - self._ended
         if running < len(self.numbers):
             self._drop(running)
         if running == 0:
@@ -144,7 +148,12 @@ class Batch:
         # Spare rows are computed next to the others, and must stay within the cache.
         self.cache.lengths_B[running:] = 0
 
-    def _complete_stops(self) -> Tensor:
+    def _stopped(self, tokens_B: Tensor) -> Tensor | None:
+        """Which responses end with a stop token or string; None where there are neither."""
+        stopped_B = torch.isin(tokens_B, self._stop_ids) if len(self._stop_ids) else None
+        if not self._sampling.stop:
+            return stopped_B
         rows = zip(self._requests, self._tokens_BT, self._counts_B.tolist(), strict=False)
         responses = [[*request.begun, *tokens[:count].tolist()] for request, tokens, count in rows]
-        return torch.tensor([self._ends_with_stop(response, self._sampling.stop) for response in responses])
+        complete_B = torch.tensor([self._ends_with_stop(response, self._sampling.stop) for response in responses])
+        return complete_B if stopped_B is None else stopped_B | complete_B

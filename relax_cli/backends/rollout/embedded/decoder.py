@@ -35,7 +35,7 @@ class _Pass:
     places: Tensor
     """Where the new keys and values go, `[N * K]`."""
     rotation: Tensor
-    """Unit complex numbers `[N * K, 1, D/2]`."""
+    """Unit complex numbers `[N, 1, 1, D/2]`."""
     causal: Tensor | None
     """Additive mask `[P, S]` of the new positions; None where the fused kernel needs none."""
     newest: Tensor
@@ -126,13 +126,13 @@ class Decoder:
         return self._weights.head(_rms_norm(x_NH, self._weights.norm, self._eps))
 
     def _shared(self, cache: KVCache, positions_BP: Tensor, columns: int) -> _Pass:
-        heads, count = self.spec.num_kv_heads, positions_BP.shape[1]
-        rotation = self._rotations_SD.index_select(0, positions_BP[..., None].expand(-1, -1, heads).flatten())
+        count = positions_BP.shape[1]
+        rotation = self._rotations_SD.index_select(0, positions_BP.reshape(-1))
         batched, first = columns <= BATCHED_COLUMNS, int(positions_BP[0, 0])
         causal = None
         if count > 1 and (batched or first):
             causal = torch.full((count if batched else in_blocks(count), columns), -math.inf).triu_(1 + first)
-        return _Pass(cache.places(positions_BP), rotation[:, None], causal, cache.bias(columns))
+        return _Pass(cache.places(positions_BP), rotation[:, None, None], causal, cache.bias(columns))
 
     def _mixture(self, h_NH: Tensor, layer: Layer, x_NH: Tensor) -> tuple[Tensor, Tensor]:
         """`x_NH` plus what the best experts of each row compute, weighed by their probabilities; and which they are."""
@@ -147,16 +147,16 @@ class Decoder:
         return x_NH, chosen_Nk
 
     def _rotate_and_cache(self, qkv: Tensor, layer: Layer, cached: CachedLayer, this: _Pass) -> Tensor:
-        """Write new keys and values to the cache; rotated queries `[N * K, G, D]`."""
+        """Write new keys and values to the cache; queries `[N * K, G, D]`, rotated where they are."""
         heads = qkv.view(len(this.places), -1, self.spec.head_dim)
-        rotated, value = heads[:, :-1], heads[:, -1]
         if layer.qk_norm is not None:
-            rotated = _rms_norm(rotated, layer.qk_norm, self._eps)
-        pairs = torch.view_as_complex(torch.unflatten(rotated, -1, (-1, 2)))
-        rotated = torch.view_as_real(pairs * this.rotation).flatten(-2)
-        cached.all_keys.index_copy_(0, this.places, rotated[:, -1])
-        cached.all_values.index_copy_(0, this.places, value)
-        return rotated[:, :-1]
+            rotated = heads[:, :-1]
+            rotated.mul_(_rms_scale(rotated, self._eps)).mul_(layer.qk_norm)
+        pairs = torch.view_as_complex(qkv.view(len(this.rotation), -1, heads.shape[1], heads.shape[2] // 2, 2))
+        pairs[:, :, :-1].mul_(this.rotation)
+        cached.all_keys.index_copy_(0, this.places, heads[:, -2])
+        cached.all_values.index_copy_(0, this.places, heads[:, -1])
+        return heads[:, :-2]
 
 
 def rotations(spec: ModelSpec, length: int) -> Tensor:
@@ -167,9 +167,12 @@ def rotations(spec: ModelSpec, length: int) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """As `F.rms_norm`, which takes three times as long because it writes the squares to memory."""
+    return (x * _rms_scale(x, eps)).mul_(weight)
+
+
+def _rms_scale(x: Tensor, eps: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    return (x * scale).mul_(weight)
+    return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 def _together(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
