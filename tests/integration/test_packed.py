@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from relax_cli.backends.megatron import context, parallel
 from relax_cli.backends.megatron.layers import PackedSamples
 from relax_cli.backends.megatron.loaded import run_batch
 from relax_cli.backends.megatron.trainer import MicroBatch, TrainableModel
@@ -102,6 +103,23 @@ def test_packed_positions_restart_and_count_no_padding() -> None:
     tokens, response = replace(samples(ROWS), packed=True).laid_out()
     assert tokens.shape == (1, sum(PROMPT_LENS) + sum(RESPONSE_LENS) - len(ROWS))
     assert response.lengths == (8, 7, 6, 6, 6, 5)
+
+
+def test_context_parallel_ranks_get_pieces_from_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "context_parallel_size", lambda: 2)
+    assert context.places_by_rank([8, 4], torch.device("cpu")).tolist() == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    tokens, response = replace(samples(ROWS), packed=True).laid_out(context.pieces())
+    assert response.lengths == (8, 8, 8, 8, 8, 8)
+    packed = PackedSamples.of(response.lengths, tokens.size(1) - 48, torch.device("cpu"))
+    # TransformerEngine divides both by the ranks, and compares them: there is nothing between the samples.
+    assert torch.equal(packed.cu_seqlens_q_padded, packed.cu_seqlens_q)
+    assert torch.equal(packed.cu_seqlens_kv_padded, packed.cu_seqlens_kv)
+    # The tokens that predict responses are these, wherever they are; the ranks have all of them once.
+    parts = [response.within(places, 48) for places in context.places_by_rank(response.lengths, torch.device("cpu"))]
+    assert sorted(torch.cat([part.cells_N for part in parts]).tolist()) == response.cells_N.tolist()
+    for part, places in zip(parts, context.places_by_rank(response.lengths, torch.device("cpu")), strict=True):
+        whole = dict(zip(response.cells_N.tolist(), response.states_N.tolist(), strict=True))
+        assert places[part.states_N].tolist() == [whole[cell] for cell in part.cells_N.tolist()]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,6 +24,13 @@ EPISODES = {"reward__rm_type": None, "episode__env": "mine", "episode__max_turns
 
 CARRIES = {"rollout__partial_rollout": True, "batch__over_sampling_batch_size": 512}
 
+PARTS_OF_SAMPLES = {
+    "parallel__context_parallel_size": 2,
+    "parallel__resource": roles(actor=[1, 2], critic=[1, 2]),
+    "batch__use_dynamic_batch_size": True,
+    "rollout__rollout_max_prompt_len": 8,
+}
+
 LINEAR = {"optimizer__lr": 1e-3, "optimizer__lr_decay_style": "linear"}
 
 REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
@@ -187,6 +194,11 @@ REFUSED_AND_NEAR_MISS: list[tuple[str, Change, Change]] = [
         "token-budget-too-small",
         {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 11, "rollout__rollout_max_prompt_len": 8},
         {"batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 12, "rollout__rollout_max_prompt_len": 8},
+    ),
+    (
+        "token-budget-too-small",
+        PARTS_OF_SAMPLES | {"batch__max_tokens_per_gpu": 5},
+        PARTS_OF_SAMPLES | {"batch__max_tokens_per_gpu": 6},
     ),
     (
         "token-budget-too-small",

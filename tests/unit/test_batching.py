@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_cli.config.schema import BatchSection
+from relax_cli.config.schema import BatchSection, ParallelSection
 from relax_cli.roles.batching import (
     Columns,
     chunks_by_length,
@@ -269,3 +269,14 @@ def test_padding_keeps_the_type() -> None:
         padded = pad([torch.ones(2, dtype=dtype), torch.ones(0, dtype=dtype)], 3)
         assert padded.dtype == dtype
         assert padded.tolist() == [[1, 1, 0], [0, 0, 0]]
+
+
+def test_a_token_budget_counts_the_tokens_of_one_rank() -> None:
+    batch = columns(0, [2, 2, 2, 8], [0, 0, 0, 2])
+    rows = list(batch["tokens"])
+    layout = ParallelSection(context_parallel_size=2)
+    # Two of four pieces: samples of 2 and 10 tokens become 4 and 12.
+    assert [layout.tokens_of_rank(length) for length in (1, 2, 4, 5, 10, 12)] == [2, 2, 2, 4, 6, 6]
+    by_tokens = BatchSection(micro_batch_size=1, use_dynamic_batch_size=True, max_tokens_per_gpu=12)
+    assert micro_batch_rows(batch, rows, by_tokens, False, layout.tokens_of_rank) == [rows[:3], rows[3:]]
+    assert micro_batch_rows(batch, rows, by_tokens, True, layout.tokens_of_rank) == [[rows[3], *rows[:3]]]

@@ -146,6 +146,20 @@ def test_a_pipeline_stage_has_its_layers_for_several_batches(spec: ModelSpec) ->
     assert fewer.working["activations"] < critic.working["activations"] / 3
 
 
+def test_context_parallel_ranks_share_tokens_and_the_optimizer(spec: ModelSpec) -> None:
+    split: dict[str, Any] = {"parallel__context_parallel_size": 2}
+    chunked = {"parallel__log_probs_chunk_size": 500}
+    whole, part = role(spec, **chunked), role(spec, **split, **chunked)
+    assert part.resident == whole.resident
+    assert part.working["activations"] == pytest.approx(whole.working["activations"] / 2, rel=0.05)
+    # A quarter of a sample of 3,999 tokens is a piece, and the response of 3,000 fills three of them.
+    assert role(spec, **split).working["logits"] * 3000 == role(spec).working["logits"] * (1000 + 1000)
+    shared = {"optimizer__use_distributed_optimizer": True}
+    assert role(spec, **split, **shared).resident == role(spec, **shared).resident
+    dynamic = {**split, "batch__use_dynamic_batch_size": True, "batch__max_tokens_per_gpu": 4000}
+    assert activations(spec, **dynamic) == pytest.approx(activations(spec), rel=0.05)
+
+
 def test_adapters_alone_have_gradients_masters_and_moments(spec: ModelSpec) -> None:
     layers, hidden, ffn, queries, keys = 36, 2560, 9728, 4096, 1024
     qkv, fc2 = hidden + queries + 2 * keys, ffn + hidden

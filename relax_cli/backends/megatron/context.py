@@ -54,7 +54,11 @@ def attention(q_BnSd: Tensor, k_BnSd: Tensor, v_BnSd: Tensor, **options: Any) ->
     for q, piece in zip(torch.split(q_BnSd, size, dim=2), (rank, pieces() - 1 - rank), strict=True):
         seen = (piece + 1) * size
         k, v = k_BnSd[:, :, :seen], v_BnSd[:, :, :seen]
-        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(size, seen), **options))
+        # Kernels of CUDA know this mask. A CPU would write it out all the same, and tensors without memory cannot.
+        last = (
+            causal_lower_right(size, seen) if q.is_cuda else torch.ones(size, seen, dtype=torch.bool).tril(seen - size)
+        )
+        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=last, **options))
     return torch.cat(parts, dim=2)
 
 

@@ -180,11 +180,15 @@ class PackedSamples(PackedSeqParams):  # type: ignore[misc]
         lengths_B = torch.tensor(lengths, device=device)
         ends_B = lengths_B.cumsum(0)
         first_S = torch.repeat_interleave(ends_B - lengths_B, lengths_B, output_size=sum(lengths))
-        bounds = torch.nn.functional.pad(ends_B, (1, 0)).int()
+        bounds = F.pad(ends_B, (1, 0)).int()
+        # Ranks of TransformerEngine exchange keys by lengths with padding. Given without need, they cost time.
+        padded = bounds if context.pieces() > 1 else None
         return cls(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             runs=tuple((length, len(list(run))) for length, run in groupby(lengths)),
