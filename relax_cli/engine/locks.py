@@ -38,10 +38,7 @@ def written_folders(config: Config) -> dict[Path, str]:
 @contextmanager
 def claimed(folders: Mapping[Path, str]) -> Iterator[None]:
     """Make the folders, and keep other runs out of them while the block runs.
-
-    Raises:
-        ConfigError: another process is writing one of them, or one cannot be written.
-    """
+    Raises ConfigError: another process is writing one of them, or one cannot be written."""
     with ExitStack() as stack:
         for folder, option in folders.items():
             stack.enter_context(_claimed(folder, option))

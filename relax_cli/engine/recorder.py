@@ -70,11 +70,7 @@ class Recorder:
 def open_trackers(
     plugins: Plugins, config: Config, run_dir: Path, done: int, display: StepDisplay, metrics: MetricsWriter
 ) -> Trackers:
-    """What gets the metrics of every step besides their file.
-
-    Raises:
-        EnvironmentFault: one of them cannot be opened.
-    """
+    """What gets the metrics of every step besides their file. Raises EnvironmentFault: one of them cannot be opened."""
     known, names = plugins.trackers(), tracker_names(config.run)
     if names:
         display.status(f"opening {', '.join(names)}")

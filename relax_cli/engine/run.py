@@ -149,10 +149,7 @@ def finish_interrupted_save(start: ResumeReport, config: Config) -> None:
 
 def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: CheckedRun) -> BaseException | None:
     """Train; what a person stopped it with, or None at its end.
-
-    Raises:
-        RelaxError: what made the run fail, with the command that resumes it as its notes.
-    """
+    Raises RelaxError: what made the run fail, with the command that resumes it as its notes."""
     try:
         with run_folder_errors(run_dir):
             trainer.run()

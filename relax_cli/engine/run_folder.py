@@ -45,10 +45,7 @@ def run_record(checked: CheckedRun, config: Config, command: str = "train") -> d
 
 def new_run_folder(estimator: str) -> Path:
     """A folder of its own under `runs/`, also for two runs that start in the same second.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    Raises ConfigError: it cannot be made."""
     name = f"{estimator}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = Path("runs", name if number == 1 else f"{name}-{number}")

@@ -98,11 +98,7 @@ class PairSaver:
         return self.pending is not None and not (self._being_written and False in self._written())
 
     def complete(self) -> None:
-        """Wait until the pair is written, and give it its final names.
-
-        Raises:
-            RunError: see `prepare`.
-        """
+        """Wait until the pair is written, and give it its final names. Raises RunError: see `prepare`."""
         if self.pending is not None and self._being_written:
             with self._undone_on_failure(self.pending):
                 wait_for_all([role.finish_checkpoint for role in self.roles])
@@ -110,10 +106,7 @@ class PairSaver:
 
     def outlast(self) -> None:
         """`complete` after a failure: roles may not answer any more, but the files tell whether they have written.
-
-        Raises:
-            RunError: the disk refused.
-        """
+        Raises RunError: the disk refused."""
         deadline = time.monotonic() + PATIENCE
         while self.pending is not None and not self.is_written and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -124,11 +117,7 @@ class PairSaver:
                 self.pending = None
 
     def publish(self) -> None:
-        """Let the completed pair count; does nothing when there is none.
-
-        Raises:
-            RunError: see `prepare`.
-        """
+        """Let the completed pair count; does nothing when there is none. Raises RunError: see `prepare`."""
         iteration, self.pending = self.pending, None
         if iteration is None:
             return
@@ -213,10 +202,7 @@ class PairSaver:
 
 def wait_for_all(waits: Sequence[Callable[[], object]]) -> None:
     """Wait for all roles, also after one has failed: what is being written cannot be taken back.
-
-    Raises:
-        RelaxError: the first failure.
-    """
+    Raises RelaxError: the first failure."""
     failures: list[RunError] = []
     for wait in waits:
         try:
@@ -230,11 +216,7 @@ def wait_for_all(waits: Sequence[Callable[[], object]]) -> None:
 
 
 def storage_failure(error: RunError) -> str:
-    """What the disk said.
-
-    Raises:
-        RunError: `error` itself, when it is about something else than a disk.
-    """
+    """What the disk said. Raises RunError: `error` itself, when it is about something else than a disk."""
     (problem,) = error.problems
     if problem.id != "storage-failed":
         raise error

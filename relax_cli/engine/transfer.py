@@ -125,10 +125,7 @@ class TransferQueueStore:
 
 def open_transfer_queue(keys: QueueKeys) -> None:
     """Start controller and storage units; called once, by the process that will own them.
-
-    Raises:
-        RunError: the cluster has the queue of another run, or a stranger could talk to this one.
-    """
+    Raises RunError: the cluster has the queue of another run, or a stranger could talk to this one."""
     import transfer_queue
     from omegaconf import OmegaConf
 

@@ -43,10 +43,7 @@ class CriticRole(TrainingRole):
 
     def update(self) -> dict[str, float]:
         """The value steps of the rollout that `predict` was called for.
-
-        Raises:
-            RunError: a gradient was not finite, and `--on-nan-grad` is `stop`.
-        """
+        Raises RunError: a gradient was not finite, and `--on-nan-grad` is `stop`."""
         assert self.share is not None, "predict comes first"
         share, self.share = self.share, None
         head = self.model.value_head()

@@ -98,11 +98,7 @@ class Judge:
         """What the reward was given before the batch was complete, by the `id` of the response."""
 
     def __call__(self, samples: Sequence[Sampled]) -> list[Judged]:
-        """Judge a batch.
-
-        Raises:
-            RunError: see `RewardFunction`.
-        """
+        """Judge a batch. Raises RunError: see `RewardFunction`."""
         ahead, self._ahead = self._ahead, {}
         inputs = [ahead[id(s.generation)][1] if id(s.generation) in ahead else self._input(s) for s in samples]
         try:

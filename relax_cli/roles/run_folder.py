@@ -23,10 +23,7 @@ DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, err
 @contextmanager
 def run_folder_errors(run_dir: Path) -> Iterator[None]:
     """Name the folder and its disk where a file cannot be written.
-
-    Raises:
-        RunError: for such an OSError of the block; others are bugs and stay what they are.
-    """
+    Raises RunError: for such an OSError of the block; others are bugs and stay what they are."""
     try:
         yield
     except OSError as error:

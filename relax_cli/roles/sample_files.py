@@ -70,11 +70,7 @@ class SampleWriter:
         self._writing = self._thread.submit(self._write, file, path, samples)
 
     def wait(self) -> None:
-        """Wait until everything is on the disk.
-
-        Raises:
-            RunError: it could not be written.
-        """
+        """Wait until everything is on the disk. Raises RunError: it could not be written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

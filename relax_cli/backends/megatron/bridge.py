@@ -30,11 +30,7 @@ from relax_cli.preflight.rules.registry import Finding
 
 
 def auto_bridge() -> Any:
-    """Megatron-Bridge's `AutoBridge`.
-
-    Raises:
-        EnvironmentFault: the package, or something it needs, does not import.
-    """
+    """Megatron-Bridge's `AutoBridge`. Raises EnvironmentFault: the package, or something it needs, does not import."""
     try:
         return importlib.import_module("megatron.bridge").AutoBridge
     except (ImportError, OSError) as error:  # an OSError is a shared library of another CUDA version

@@ -50,10 +50,7 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
 
 def install() -> None:
     """Make Megatron-core's training stack run on the CPU, in this process for good. Does nothing when already done.
-
-    Raises:
-        EnvironmentFault: a megatron-core version that this was not written for.
-    """
+    Raises EnvironmentFault: a megatron-core version that this was not written for."""
     version = importlib.import_module("megatron.core").__version__
     if version not in CPU_MEGATRON:
         raise EnvironmentFault(

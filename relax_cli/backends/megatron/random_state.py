@@ -38,10 +38,7 @@ def capture() -> dict[str, Any]:
 
 def restore(state: dict[str, Any]) -> None:
     """Undo `capture`. The device's generators stay as they are where the state was captured without CUDA.
-
-    Raises:
-        ResumeError: it is not such a state.
-    """
+    Raises ResumeError: it is not such a state."""
     try:
         words, position, gauss = _read_twister(state["python"])
         random.setstate((3, (*words, position), gauss))

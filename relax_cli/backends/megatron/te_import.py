@@ -30,11 +30,7 @@ def trouble() -> Problem | None:
 
 
 def use() -> None:
-    """Import it.
-
-    Raises:
-        EnvironmentFault: it does not import.
-    """
+    """Import it. Raises EnvironmentFault: it does not import."""
     try:
         import_module(f"{PACKAGE}.pytorch")
     # Besides ImportError: an OSError is a shared library of another CUDA version, and its own checks raise anything.

@@ -23,10 +23,7 @@ def check_prompts(
     max_prompt: int | None = None,
 ) -> None:
     """Refuse ids outside the vocabulary, empty prompts, and prompts that leave no room for a response.
-
-    Raises:
-        RunError: names the first such prompt.
-    """
+    Raises RunError: names the first such prompt."""
     for request in requests:
         prompt = request.prompt_tokens
         if not prompt:

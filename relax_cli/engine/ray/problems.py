@@ -35,10 +35,7 @@ RAY_GPUS = problem_kind(
 
 def check_reachable(address: str | None) -> None:
     """Find out whether anything listens at a cluster's `HOST:PORT`; Ray would keep trying for minutes.
-
-    Raises:
-        EnvironmentFault: nothing does. Of other forms of an address nothing is found out.
-    """
+    Raises EnvironmentFault: nothing does. Of other forms of an address nothing is found out."""
     host, _, port = (address or "").rpartition(":")
     if not host or "/" in host or not port.isdigit():
         return

@@ -71,10 +71,7 @@ class QueueKeys:
 
 def protect_process(keys: QueueKeys) -> None:
     """Every socket that TransferQueue opens in this process from now on needs the run's keys.
-
-    Raises:
-        RunError: this TransferQueue opens its sockets in another way.
-    """
+    Raises RunError: this TransferQueue opens its sockets in another way."""
     first, *others = [importlib.import_module(name) for name in USERS]
     if not all(hasattr(module, SOCKET_MAKER) for module in (first, *others)):
         raise _unprotected(f"no {SOCKET_MAKER} in one of {', '.join(USERS)}")
@@ -98,10 +95,7 @@ def protect_process(keys: QueueKeys) -> None:
 
 def protect_actors(keys: QueueKeys) -> None:
     """The controller and the storage units that this process starts protect their own processes first.
-
-    Raises:
-        RunError: this TransferQueue starts them in another way.
-    """
+    Raises RunError: this TransferQueue starts them in another way."""
     import ray
 
     for place, name in ACTORS:
@@ -113,11 +107,7 @@ def protect_actors(keys: QueueKeys) -> None:
 
 
 def refuse_second_queue() -> None:
-    """TransferQueue would join the queue of another run.
-
-    Raises:
-        RunError: this Ray has one.
-    """
+    """TransferQueue would join the queue of another run. Raises RunError: this Ray has one."""
     import ray
 
     with contextlib.suppress(ValueError):
@@ -135,10 +125,7 @@ def refuse_second_queue() -> None:
 
 def check_protected(addresses: Iterable[tuple[str, int]]) -> None:
     """Greet every listening socket of the queue as a stranger would, and demand that it wants keys.
-
-    Raises:
-        RunError: one of them does not.
-    """
+    Raises RunError: one of them does not."""
     for host, port in addresses:
         mechanism = greet(host, port)
         if mechanism != "CURVE":

@@ -108,11 +108,7 @@ class ProcessWatch:
                 raise self.failure(loss, doing)
 
     def settle(self, doing: str) -> None:
-        """After a failure that may only follow from a process that died.
-
-        Raises:
-            ProcessLost: one has.
-        """
+        """After a failure that may only follow from a process that died. Raises ProcessLost: one has."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
             self._next_look = 0.0

@@ -72,10 +72,7 @@ class Weights:
 
 def load_weights(spec: ModelSpec, named: Iterable[tuple[str, Tensor]]) -> Weights:
     """Copy every weight of the model; `named` yields HF names and tensors of any floating dtype.
-
-    Raises:
-        RunError: a name is unknown, missing or given twice, or a shape is wrong.
-    """
+    Raises RunError: a name is unknown, missing or given twice, or a shape is wrong."""
     model = _Buffers(spec)
     missing = dict.fromkeys(model.slots)
     for name, weight in named:

@@ -45,10 +45,7 @@ class ServerMemory:
 
     def flush(self, patience: float, pause: float) -> None:
         """Empty the servers' prefix caches, which also proves that they are idle.
-
-        Raises:
-            RunError: a server stays busy.
-        """
+        Raises RunError: a server stays busy."""
         deadline = time.monotonic() + patience
         for client in self._clients:
             while True:
@@ -69,11 +66,7 @@ class ServerMemory:
         self.lacks_weights = True
 
     def resume(self, *tags: Tag) -> None:
-        """Take memory back.
-
-        Raises:
-            RunError: the weights are not those that were sent.
-        """
+        """Take memory back. Raises RunError: the weights are not those that were sent."""
         back = [tag for tag in tags if tag in self.away]
         self._request("/resume_memory_occupation", back)
         self.away.difference_update(back)

@@ -140,11 +140,7 @@ class DistributedTransport(Transport):
         self._group: UpdateGroup | None = None
 
     def open(self, version: int) -> None:
-        """See `Transport`: rank 0 and the servers meet.
-
-        Raises:
-            RunError: a server did not join.
-        """
+        """See `Transport`: rank 0 and the servers meet. Raises RunError: a server did not join."""
         if not self.targets:
             return
         self._name = f"relax-{version}-{uuid.uuid4().hex[:8]}"
@@ -208,10 +204,7 @@ class DistributedTransport(Transport):
 
     def _together(self, own: Callable[[], Any], asked: Sequence[Callable[[], Any]]) -> Any:
         """`own` and what servers are asked to do meanwhile.
-
-        Raises:
-            RunError: a server refused or ended, or the group broke.
-        """
+        Raises RunError: a server refused or ended, or the group broke."""
         try:
             return fail_fast([own, *asked])[0]
         except RuntimeError as error:

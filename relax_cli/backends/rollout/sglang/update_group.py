@@ -40,10 +40,7 @@ class UpdateGroup:
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Send tensors, one after the other; they have to live until the servers have answered.
-
-        Raises:
-            RuntimeError: the group broke.
-        """
+        Raises RuntimeError: the group broke."""
         works = [dist.broadcast(t.contiguous(), 0, group=self._group, async_op=True) for t in tensors]
         for work in works:
             work.wait()

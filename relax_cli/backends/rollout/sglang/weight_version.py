@@ -30,11 +30,7 @@ def folder_of(model_info: Any) -> Path | None:
 
 
 def check_served(client: SglangClient, version: int) -> None:
-    """Read back the version of a server's weights.
-
-    Raises:
-        RunError: it does not serve `version`, or does not answer.
-    """
+    """Read back the version of a server's weights. Raises RunError: it does not serve `version`, or does not answer."""
     reply = client.request("GET", "/model_info", timeout=ASKING_SECONDS)
     served = reply.get("weight_version") if isinstance(reply, dict) else None
     if served != str(version):

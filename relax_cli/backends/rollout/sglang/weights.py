@@ -247,10 +247,7 @@ class WeightSender:
 
     def _agreed(self, version: int, doing: str, action: Callable[[], Any]) -> list[Any]:
         """Do something on every rank; the results of all.
-
-        Raises:
-            RunError: it failed on a rank; raised on all of them.
-        """
+        Raises RunError: it failed on a rank; raised on all of them."""
         result, failure = None, None
         try:
             result = action()
