@@ -19,13 +19,7 @@ _ROWS = 64
 
 @torch.no_grad()
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    *,
-    gamma: float,
-    lam: float | Tensor,
-    bootstrap: Tensor | None = None,
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor, bootstrap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, the recurrence of `gae.plain_gae`.
 

@@ -13,13 +13,7 @@ Mode: TypeAlias = Literal["sample", "token"]
 """Sum over samples of their token means, or sum over tokens."""
 
 
-def aggregate(
-    loss_per_token: Tensor,
-    mask: Tensor,
-    *,
-    mode: Mode,
-    denominator: float | Tensor,
-) -> Tensor:
+def aggregate(loss_per_token: Tensor, mask: Tensor, *, mode: Mode, denominator: float | Tensor) -> Tensor:
     """One micro-batch's share of the global loss; the shares of all micro-batches and ranks add up to it.
 
     `sample` sums over rows the mean over a row's trainable tokens; `token` sums over trainable tokens.

@@ -63,12 +63,7 @@ def ppo_clip(
 
 
 def clip_surrogate(
-    diff_BT: Tensor,
-    advantages_BT: Tensor,
-    *,
-    eps_clip: float,
-    eps_clip_high: float,
-    eps_clip_c: float | None,
+    diff_BT: Tensor, advantages_BT: Tensor, *, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None
 ) -> LossTerms:
     """`ppo_clip` from `d = old − logp`; both tensors are 0 in masked slots already, and so the loss is."""
     ratio_BT = finite_ratio(-diff_BT, advantages_BT)

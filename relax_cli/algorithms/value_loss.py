@@ -10,12 +10,7 @@ from relax_cli.algorithms.types import LossTerms
 
 
 def clipped_value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    *,
-    value_clip: float,
-    mask: Tensor | None = None,
+    values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float, mask: Tensor | None = None
 ) -> LossTerms:
     """`max((clip(v, v_old − c, v_old + c) − R)², (v − R)²)`, without a factor ½.
 

@@ -42,10 +42,7 @@ PAIR_MISMATCH = problem_kind(
     "runs saved them. `relax checkpoint align` goes back to the newest iteration that both have.",
 )
 NOTHING_LEFT = problem_kind(
-    "resume-nothing-left",
-    FOLDERS,
-    "The checkpoint has more rollouts than `--num-rollout`.",
-    option="--num-rollout",
+    "resume-nothing-left", FOLDERS, "The checkpoint has more rollouts than `--num-rollout`.", option="--num-rollout"
 )
 SAVE_IN_USE = problem_kind(
     "save-in-use", FOLDERS, "The folder contains the checkpoints of another run, which would be overwritten."

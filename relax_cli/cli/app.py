@@ -169,8 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _root(
     show_version: Annotated[
-        bool,
-        typer.Option("--version", help="print the version and stop", is_eager=True, callback=_print_version),
+        bool, typer.Option("--version", help="print the version and stop", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Reinforcement-learning post-training of language models."""

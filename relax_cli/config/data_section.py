@@ -51,9 +51,7 @@ class RewardSection(Section):
         "stop", description="where the reward fails: end the run, or score the sample 0, or train without the sample"
     )
     overlong_penalty: float = Field(
-        0.0,
-        ge=0,
-        description="weight of DAPO's soft penalty on responses that reach into --overlong-buffer-len",
+        0.0, ge=0, description="weight of DAPO's soft penalty on responses that reach into --overlong-buffer-len"
     )
     overlong_buffer_len: int | None = Field(
         None, ge=1, description="tokens before --rollout-max-response-len in which the penalty grows from 0 to 1"

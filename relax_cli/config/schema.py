@@ -264,8 +264,7 @@ class CheckpointSection(Section):
     save_interval: int | None = Field(None, ge=1, description="rollouts between checkpoints; the last is always saved")
     keep_checkpoints: int | None = Field(None, ge=1, description="checkpoints to keep; all when unset")
     keep_best: str | None = Field(
-        None,
-        description="metric eval/NAME/METRIC: the pair of its highest value is saved and never removed",
+        None, description="metric eval/NAME/METRIC: the pair of its highest value is saved and never removed"
     )
     async_save: bool = Field(False, description="write checkpoints during the next step, from a copy in host memory")
     on_save_error: Literal["stop", "continue"] = Field(

@@ -26,11 +26,7 @@ LAYERS = "decoder.layers."
 EXPERTS = "experts.local_experts."
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 
-_OUTSIDE_LAYERS = {
-    EMBEDDING: "model.embed_tokens.weight",
-    FINAL_NORM: "model.norm.weight",
-    OUTPUT: "lm_head.weight",
-}
+_OUTSIDE_LAYERS = {EMBEDDING: "model.embed_tokens.weight", FINAL_NORM: "model.norm.weight", OUTPUT: "lm_head.weight"}
 _IN_LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -92,10 +88,7 @@ def megatron_to_hf(full_state: Mapping[str, Tensor], spec: ModelSpec) -> Iterato
 
 def megatron_names(spec: ModelSpec) -> list[str]:
     """Every parameter of a policy, in the order in which Hugging Face writes what is made of it."""
-    names = [
-        EMBEDDING,
-        *(f"{LAYERS}{i}.{part}" for i in range(spec.num_layers) for part in _layer_parts(spec, i)),
-    ]
+    names = [EMBEDDING, *(f"{LAYERS}{i}.{part}" for i in range(spec.num_layers) for part in _layer_parts(spec, i))]
     return [*names, FINAL_NORM] if spec.tied else [*names, FINAL_NORM, OUTPUT]
 
 
@@ -216,9 +209,5 @@ def _write_qkv(fused: Tensor, spec: ModelSpec, hf: str, kind: str) -> Iterator[t
     tail = fused.shape[1:]
     queries = spec.num_heads // spec.num_kv_heads
     grouped = fused.reshape(spec.num_kv_heads, queries + 2, spec.head_dim, *tail)
-    for part, heads in (
-        ("q", slice(0, queries)),
-        ("k", slice(queries, queries + 1)),
-        ("v", slice(queries + 1, None)),
-    ):
+    for part, heads in (("q", slice(0, queries)), ("k", slice(queries, queries + 1)), ("v", slice(queries + 1, None))):
         yield f"{hf}.self_attn.{part}_proj.{kind}", grouped[:, heads].reshape(-1, *tail).contiguous()

@@ -112,11 +112,4 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _error(hf_checkpoint: str, message: str, *, fix: str) -> ConfigError:
-    return ConfigError(
-        UNUSABLE(
-            message,
-            got=hf_checkpoint,
-            expected=f"a model folder, or {PREFIX}{SMOLLM2}",
-            fix=fix,
-        )
-    )
+    return ConfigError(UNUSABLE(message, got=hf_checkpoint, expected=f"a model folder, or {PREFIX}{SMOLLM2}", fix=fix))

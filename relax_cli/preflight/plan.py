@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from relax_cli.config.placement import (
-    needed_cpus,
-    processes_of,
-    ranks_of,
-    shared_bundles,
-    takes_bundles,
-    threads_of,
-)
+from relax_cli.config.placement import needed_cpus, processes_of, ranks_of, shared_bundles, takes_bundles, threads_of
 from relax_cli.config.schema import Config, ParallelSection
 from relax_cli.models.lora import lora_of
 from relax_cli.models.spec import ModelSpec

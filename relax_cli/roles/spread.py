@@ -53,12 +53,7 @@ class Spread:
         """`name/mean`, `/std`, `/min` and `/max`."""
         if not self.count:
             return {}
-        return {
-            f"{name}/mean": self.mean,
-            f"{name}/std": self.std,
-            f"{name}/min": self.low,
-            f"{name}/max": self.high,
-        }
+        return {f"{name}/mean": self.mean, f"{name}/std": self.std, f"{name}/min": self.low, f"{name}/max": self.high}
 
 
 def merge_spreads(shares: Sequence[dict[str, Spread]]) -> dict[str, Spread]:

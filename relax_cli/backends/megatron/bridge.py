@@ -111,11 +111,7 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         if self.kind == "value":
             return ModelOutput(values=response.to_grid(out_NV.squeeze(-1)))
         return policy_output(
-            out_NV,
-            response,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            entropy_grad=self.entropy_grad,
+            out_NV, response, vocab_size=self.vocab_size, temperature=self.temperature, entropy_grad=self.entropy_grad
         )
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:

@@ -63,12 +63,7 @@ class Optimizer:
     """Adam, gradient clipping and learning-rate schedule of one model."""
 
     def __init__(
-        self,
-        model: DistributedDataParallel,
-        section: OptimizerSection,
-        lr: float,
-        warmup_iters: int,
-        decay_iters: int,
+        self, model: DistributedDataParallel, section: OptimizerSection, lr: float, warmup_iters: int, decay_iters: int
     ) -> None:
         self.model = model
         self.clip_grad = section.clip_grad

@@ -61,12 +61,4 @@ OTHER_TOKENIZER = "use the tokenizer that belongs to the model, and prompts that
 
 
 def _bad_prompt(message: str, got: str, expected: str, where: str, fix: str = OTHER_TOKENIZER) -> RunError:
-    return RunError(
-        ROLLOUT_PROMPT(
-            message,
-            fix=fix,
-            got=got,
-            expected=expected,
-            where=where,
-        )
-    )
+    return RunError(ROLLOUT_PROMPT(message, fix=fix, got=got, expected=expected, where=where))

@@ -12,15 +12,7 @@ from relax_cli.data.rewards.types import REWARD, BatchReward, RewardFunction, Re
 from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
-__all__ = [
-    "BUILTIN_REWARDS",
-    "BatchReward",
-    "RewardFunction",
-    "RewardInput",
-    "RewardResult",
-    "Score",
-    "load_reward",
-]
+__all__ = ["BUILTIN_REWARDS", "BatchReward", "RewardFunction", "RewardInput", "RewardResult", "Score", "load_reward"]
 
 REWARD_UNKNOWN = problem_kind(
     "reward-unknown", "Reward", "There is no reward of that name, or it does not load.", option="--rm-type"

@@ -35,10 +35,7 @@ BUILTINS: Mapping[str, Builtin] = {
     "math": Builtin(f"{HERE}.math:judge", ("reward", "correct", "unjudged"), apart=True),
     "multiple_choice": Builtin(f"{HERE}.text:multiple_choice", ("reward", "answered")),
     "reasoning_gym": Builtin(
-        f"{HERE}.reasoning_gym:judge",
-        ("reward", "score", "correct", "unjudged"),
-        needs_label=False,
-        apart=True,
+        f"{HERE}.reasoning_gym:judge", ("reward", "score", "correct", "unjudged"), needs_label=False, apart=True
     ),
     "regex": Builtin(f"{HERE}.patterns:regex", ("reward", "unjudged"), apart=True),
     REMOTE: Builtin(f"{HERE}.remote:RemoteReward", None, needs_label=False),

@@ -17,13 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from relax_cli.data.sandbox.channel import exactly, receive, tell
-from relax_cli.data.sandbox.confined import (
-    NAMESPACES,
-    call,
-    die_with_parent,
-    drop_privileges,
-    enter_root,
-)
+from relax_cli.data.sandbox.confined import NAMESPACES, call, die_with_parent, drop_privileges, enter_root
 from relax_cli.data.sandbox.program import Program, run_on
 
 

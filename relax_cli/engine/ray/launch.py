@@ -18,12 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from relax_cli.backends.rollout.targets import this_node
-from relax_cli.config.placement import (
-    SERVICE_CPUS,
-    rollout_engine,
-    shared_bundles,
-    takes_bundles,
-)
+from relax_cli.config.placement import SERVICE_CPUS, rollout_engine, shared_bundles, takes_bundles
 from relax_cli.engine.build import WorkerSpec, cpu_environment, worker_specs
 from relax_cli.engine.groups import Roles
 from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places

@@ -12,15 +12,7 @@ from torch import Tensor
 
 from relax_cli.algorithms.types import AdvantageInputs
 from relax_cli.plugin.kit import common
-from relax_cli.plugin.kit.cases import (
-    TOLERANCE,
-    UNTRAINED,
-    Subject,
-    advantage_cases,
-    advantage_inputs,
-    gap,
-    rows_of,
-)
+from relax_cli.plugin.kit.cases import TOLERANCE, UNTRAINED, Subject, advantage_cases, advantage_inputs, gap, rows_of
 from relax_cli.plugin.kit.findings import Finding
 
 _OWN_ROW = "compute every row from that row alone; --normalize-advantages whitens over the whole rollout"

@@ -191,9 +191,6 @@ def _pack(tensors: dict[str, Tensor]) -> Layer:
 def _bad_weights(message: str, got: str = "", expected: str = "") -> RunError:
     return RunError(
         ROLLOUT_WEIGHTS(
-            message,
-            fix="use a model folder whose config.json belongs to its weights",
-            got=got,
-            expected=expected,
+            message, fix="use a model folder whose config.json belongs to its weights", got=got, expected=expected
         )
     )
