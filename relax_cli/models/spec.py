@@ -153,20 +153,16 @@ class MoeSpec(ModelSpec):
 
     @property
     def expert_parameters(self) -> int:
-        """See `ModelSpec`."""
         return self._expert_layers * self.num_experts * self._expert
 
     @property
     def active_parameters(self) -> int:
-        """See `ModelSpec`."""
         return self.parameters - self._expert_layers * (self.num_experts - self.experts_per_token) * self._expert
 
     def experts_in(self, layer: int) -> int:
-        """See `ModelSpec`."""
         return 0 if layer in self.dense_layers else self.num_experts
 
     def ffn_size_in(self, layer: int) -> int:
-        """See `ModelSpec`."""
         return self.expert_ffn_size if self.experts_in(layer) else self.ffn_hidden_size
 
     def mlp_numbers(self, tensor_parallel: int) -> int:

@@ -90,13 +90,11 @@ class TensorBoard:
         self._writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in _flat(run.config)))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """See `TrackerWriter`."""
         for name, value in numbers(record):
             self._writer.add_scalar(name, value, record["step"])
         self._writer.flush()
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """See `TrackerWriter`."""
         self._writer.add_text("summary", "\n".join(f"    {name}: {value}" for name, value in _flat(summary)))
         self._writer.close()
 
@@ -121,12 +119,10 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """See `TrackerWriter`."""
         # As a metric, not as wandb's own counter, which refuses the steps that a resumed run does again.
         self._run.log({"step": record["step"], **dict(numbers(record))})
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """See `TrackerWriter`."""
         self._run.summary.update(dict(_flat(summary)))
         self._run.finish()
 
@@ -141,11 +137,9 @@ class Trackio:
         )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """See `TrackerWriter`."""
         self._run.log(dict(numbers(record)), step=record["step"])
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """See `TrackerWriter`."""
         self._run.log({f"summary/{name}": value for name, value in numbers(summary)})
         self._run.finish()
 
@@ -170,7 +164,6 @@ class MLflow:
         self._tag("config", run.config)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """See `TrackerWriter`."""
         entity = import_module("mlflow.entities").Metric
         stamp = int(record["time"] * 1000)
         # `pass@1` is not a name that MLflow takes.
@@ -179,7 +172,6 @@ class MLflow:
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """See `TrackerWriter`."""
         self._tag("summary", {re.sub(r"[^\w./: -]", "_", name): value for name, value in summary.items()})
         self._client.set_terminated(self._id, "FINISHED" if summary.get("ok") else "FAILED")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -185,21 +184,6 @@ def test_the_kl_loss_pulls_towards_the_model_of_ref_load(task: Path, tmp_path: P
             kl.append(metrics["kl_loss"])
     assert kl[0] > 1e-3
     assert kl[-1] < 0.5 * kl[0], kl
-
-
-def test_two_ray_ranks_with_a_reference_equal_one_process(task: Path, kl_run: Any, tmp_path: Path) -> None:
-    two = 'parallel.resource={"actor": [1, 2], "rollout": [1, 1]}'
-    ray = train(
-        task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, *KL, "optimizer.lr=3e-3", two, "parallel.launcher=ray"
-    )
-    resource = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["parallel"]["resource"]
-    assert resource["reference"] == [1, 2]
-    assert (tmp_path / "run" / "logs" / "reference-1.log").exists()
-    for ours, theirs in zip(ray.metrics, kl_run.metrics, strict=True):
-        assert ours.keys() == theirs.keys()
-        assert ours["reward/mean"] == theirs["reward/mean"]
-        for name in ("pg_loss", "kl_loss", "kl_penalty", "ppo_kl", "entropy", "advantages/std"):
-            assert ours[name] == pytest.approx(theirs[name], abs=2e-5), name
 
 
 # -- critic ----------------------------------------------------------------------------------------

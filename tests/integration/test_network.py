@@ -1,14 +1,17 @@
-"""What a run on one machine opens to the network, with the real Ray, TransferQueue and gloo."""
+"""A run on two ranks with the real Ray, TransferQueue and gloo: its numbers, and what it opens to the network."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,10 +19,21 @@ import pytest
 from relax_cli.config.placement import STORAGE_UNITS
 from relax_cli.engine.ray.queue_keys import greet
 from relax_cli.quickstart.task import prepare
-from tests.support.cli_runs import start
+from tests.support.cli_runs import RELAX
+from tests.support.local_runs import train
 from tests.support.queue_attack import send_hostile
 
-RANKS = '{"actor": [1, 2], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'
+OPTIONS = (
+    "batch.rollout_batch_size=8",
+    "batch.n_samples_per_prompt=4",
+    "batch.micro_batch_size=8",
+    "batch.num_steps_per_rollout=1",
+    "algorithm.use_kl_loss=true",
+    "algorithm.kl_loss_coef=0.1",
+    "algorithm.kl_loss_type=k3",
+    "algorithm.kl_coef=0.2",
+    "optimizer.lr=3e-3",
+)
 STORAGE_AND_CONTROLLER = {"ray::SimpleStor", "ray::TransferQu"}
 """The first 15 letters of their process names: all that the kernel keeps."""
 
@@ -29,16 +43,18 @@ class Running:
     """A run in the middle of its steps."""
 
     process: subprocess.Popen[str]
-    metrics: Path
+    task: Path
+    folder: Path
     listening: dict[tuple[str, int], str]
     """Address and port to the name of the process."""
 
-    def steps(self) -> int:
-        return len(self.metrics.read_text().splitlines()) if self.metrics.exists() else 0
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def wait_for_step(self, count: int) -> None:
         deadline = time.monotonic() + 150
-        while self.steps() < count:
+        while len(self.metrics()) < count:
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -46,11 +62,21 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A run of PPO on Ray with two actor ranks, after its first step."""
+    """A run on Ray with two ranks of the actor and of the reference, after its first step."""
     out = tmp_path_factory.mktemp("network")
     prepare(out / "task", seed=1, steps=3)
-    process = start(out / "task", out, "--num-rollout", "1000", "--resource", RANKS, "--save-interval", "1000")
-    run = Running(process, out / "run" / "metrics.jsonl", {})
+    ranks = 'parallel.resource={"actor": [1, 2], "rollout": [1, 1]}'
+    more = (ranks, "batch.num_rollout=1000", "eval.eval_prompt_data=[]", "eval.eval_interval=null")
+    words = [word for option in (*OPTIONS, *more) for word in ("--set", option)]
+    process = subprocess.Popen(
+        [*RELAX, "train", "--recipe", "tiny-grpo-cpu", "--run-dir", str(out / "run"), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TINY_DIR": str(out / "task")},
+        start_new_session=True,
+    )
+    run = Running(process, out / "task", out / "run", {})
     try:
         run.wait_for_step(1)
         for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
@@ -61,6 +87,19 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
+
+
+def test_two_ray_ranks_with_a_reference_equal_one_process(running: Running, tmp_path: Path) -> None:
+    running.wait_for_step(2)
+    alone = train(running.task, tmp_path / "run", "tiny-grpo-cpu", *OPTIONS)
+    resource = json.loads((running.folder / "config.json").read_text())["config"]["parallel"]["resource"]
+    assert resource["reference"] == [1, 2]
+    assert (running.folder / "logs" / "reference-1.log").exists()
+    for ours, theirs in zip(running.metrics()[:2], alone.metrics, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        for name in ("pg_loss", "kl_loss", "kl_penalty", "ppo_kl", "entropy", "advantages/std"):
+            assert ours[name] == pytest.approx(theirs[name], abs=2e-5), name
 
 
 def test_every_socket_of_a_run_is_on_loopback(running: Running) -> None:
@@ -76,7 +115,7 @@ def test_every_socket_of_a_run_is_on_loopback(running: Running) -> None:
 def test_a_stranger_runs_nothing_in_a_run(running: Running, tmp_path: Path) -> None:
     ports = [port for (_, port), name in running.listening.items() if name[:15] in STORAGE_AND_CONTROLLER]
     send_hostile([("127.0.0.1", port) for _, port in running.listening], tmp_path, None)
-    running.wait_for_step(running.steps() + 2)
+    running.wait_for_step(len(running.metrics()) + 2)
     assert list(tmp_path.iterdir()) == []
     mechanisms = [greet("127.0.0.1", port) for port in ports]
     assert mechanisms.count("CURVE") == 2 + STORAGE_UNITS, "two of the controller, one of each storage unit"

@@ -6,12 +6,22 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tests.support.page_commands import NOT_RUN, blocks, files_to_save, make_environment, run_block, unmarked_commands
+from tests.support.fault_runs import Zygote
+from tests.support.page_commands import (
+    NOT_RUN,
+    blocks,
+    files_to_save,
+    make_environment,
+    run_block,
+    unmarked_commands,
+    warm_relax,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -49,8 +59,16 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "quickstart"
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    """A warm process, whose forks are the commands of most pages."""
+    warm = Zygote()
+    yield warm
+    warm.close()
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_runs(page: str, quickstart: Path, tmp_path: Path) -> None:
+def test_every_command_of_a_page_runs(page: str, quickstart: Path, zygote: Zygote, tmp_path: Path) -> None:
     text = PAGES[page].read_text("utf-8")
     assert unmarked_commands(text) == []
     shown = blocks(text)
@@ -59,7 +77,6 @@ def test_every_command_of_a_page_runs(page: str, quickstart: Path, tmp_path: Pat
     if not runnable:
         return
     shutil.copytree(quickstart, tmp_path / "quickstart")
-    make_environment(tmp_path / ".venv")
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("RELAX_", "PYTEST_"))},
         "PATH": f"{tmp_path / '.venv' / 'bin'}:{os.environ['PATH']}",
@@ -70,7 +87,11 @@ def test_every_command_of_a_page_runs(page: str, quickstart: Path, tmp_path: Pat
         local = environment | {"RELAX_LAUNCHER": "local"}
         subprocess.run(["relax", *words.split()], cwd=tmp_path, env=local, check=True, timeout=240)
 
-    PREPARATIONS.get(page, lambda *_: None)(tmp_path, relax)
-    for name, content in files_to_save(text).items():
-        (tmp_path / name).write_text(content, "utf-8")
-    assert [wrong for block in runnable if (wrong := run_block(block, tmp_path, environment))] == []
+    # What a page installs, only a process of its own environment finds.
+    installs = any("pip install" in block.commands for block in runnable)
+    with nullcontext() if installs else warm_relax(zygote, tmp_path) as warm:
+        make_environment(tmp_path / ".venv", warm)
+        PREPARATIONS.get(page, lambda *_: None)(tmp_path, relax)
+        for name, content in files_to_save(text).items():
+            (tmp_path / name).write_text(content, "utf-8")
+        assert [wrong for block in runnable if (wrong := run_block(block, tmp_path, environment))] == []

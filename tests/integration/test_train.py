@@ -16,7 +16,8 @@ import pytest
 
 from relax_cli.quickstart.task import prepare
 from relax_cli.roles.sample_files import read_samples, sample_files
-from tests.support.cli_runs import Metrics, read_metrics, start, train
+from tests.support.cli_runs import Metrics, read_metrics, start, train, without_times
+from tests.support.local_runs import train_small
 
 STEPS = 4
 
@@ -54,9 +55,10 @@ def split_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[lis
     """Metrics of the same run cut after two steps, and of its resumption to the end."""
     out = tmp_path_factory.mktemp("split")
     # A constant learning rate: the schedule of the shorter run is that of the longer one.
-    first = train(task, out, "--launcher", "local", "--num-rollout", "2")
-    load = ["--load", str(out / "actor"), "--critic-load", str(out / "critic")]
-    return first, train(task, out, "--launcher", "local", *load)
+    first = train_small(task, out, "batch.num_rollout=2")
+    load = (f"checkpoint.load={out / 'actor'}", f"critic.critic_load={out / 'critic'}")
+    resumed = train_small(task, out, f"batch.num_rollout={STEPS}", *load)
+    return without_times(first.metrics), without_times(resumed.metrics)
 
 
 def interrupted(task: Path, out: Path, number: signal.Signals, *options: str) -> Interrupted:
@@ -94,7 +96,7 @@ def test_the_same_seed_gives_the_same_metrics_another_seed_not(
 ) -> None:
     again, _ = split_run
     assert again == read_metrics(local_run)[:2]
-    other = train(task, tmp_path / "other", "--launcher", "local", "--rollout-seed", "7", "--num-rollout", "1")
+    other = train_small(task, tmp_path / "other", "rollout.rollout_seed=7", "batch.num_rollout=1").metrics
     assert other[0]["reward/mean"] != again[0]["reward/mean"] or other[0]["value_loss"] != again[0]["value_loss"]
 
 
@@ -134,8 +136,8 @@ def test_four_steps_equal_two_and_two_resumed(local_run: Path, split_run: tuple[
 
 
 def test_overlapped_updates_change_no_number(task: Path, overlapped_run: Interrupted, tmp_path: Path) -> None:
-    in_turn = train(task, tmp_path, "--launcher", "local", "--threads-per-rank", "1", "--num-rollout", "3")
-    assert read_metrics(overlapped_run.out)[:3] == in_turn
+    in_turn = train_small(task, tmp_path, "parallel.threads_per_rank=1", "batch.num_rollout=3")
+    assert read_metrics(overlapped_run.out)[:3] == without_times(in_turn.metrics)
 
 
 @pytest.mark.parametrize("how", ["ray, SIGTERM", "ray, SIGINT", "local, SIGTERM", "local, SIGINT"])

@@ -89,6 +89,7 @@ class Zygote:
         fault: tuple[str, str, int] | None = None,
         ordinary: bool = False,
         kill_after: float | None = None,
+        place: tuple[str, dict[str, str]] | None = None,
     ) -> int:
         """Start `relax ARGV`; stdout and stderr go to files in `root`. Returns its pid.
 
@@ -96,6 +97,7 @@ class Zygote:
             fault: what happens at which file operation; see `zygote.Fault`.
             ordinary: file permissions count, also for root.
             kill_after: seconds until the run is killed.
+            place: working folder and environment; those of the warm process when None.
         """
         root.mkdir(parents=True, exist_ok=True)
         assert self._process.stdin is not None
@@ -105,6 +107,7 @@ class Zygote:
                 os.kill(self._running, signal.SIGKILL)
             self._answer()
         order = {"argv": argv, "out": str(root), "fault": fault, "ordinary": ordinary, "kill_after": kill_after}
+        order["place"] = place
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         self._running = int(self._answer())

@@ -50,6 +50,13 @@ def train(task: Path, out: Path, recipe: str, *overrides: str) -> Finished:
     )
 
 
+def train_small(task: Path, out: Path, *overrides: str) -> Finished:
+    """The run that `cli_runs.start` starts, inside the test's process."""
+    small = ("batch.rollout_batch_size=32", "batch.micro_batch_size=16", "critic.num_critic_only_steps=1")
+    folders = (f"checkpoint.save={out / 'actor'}", f"critic.critic_save={out / 'critic'}")
+    return train(task, out / "run", str(task / "recipe.yaml"), *small, *folders, *overrides)
+
+
 @contextmanager
 def deployed(task: Path, out: Path, recipe: str, *overrides: str) -> Iterator[tuple[Config, dict[str, Any]]]:
     """The roles of a run, awake and before their first step, for a test to call one by one."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import subprocess
 import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.fault_runs import Zygote
 
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SAVED = re.compile(r"[Ss]ave this as `([\w.-]+)`[^`\n]*:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -52,15 +59,48 @@ def files_to_save(text: str) -> dict[str, str]:
     return dict(SAVED.findall(text))
 
 
-def make_environment(folder: Path) -> None:
-    """A virtual environment of its own that sees the packages of this one, with `relax`, `pip` and `pytest`."""
+@contextmanager
+def warm_relax(zygote: Zygote, folder: Path) -> Iterator[str]:
+    """The command line of a `relax` whose runs are forks of a warm process, which has imported torch."""
+
+    def answer() -> None:
+        while True:
+            connection, _ = server.accept()
+            with connection, connection.makefile("rw", encoding="utf-8") as stream:
+                order = stream.read()
+                if not order:
+                    return
+                argv, *place = json.loads(order)
+                ended = zygote.run(folder, argv, place=place)
+                json.dump([ended.code if ended.code >= 0 else 1, ended.out, ended.err], stream)
+
+    with socket.socket(socket.AF_UNIX) as server:
+        path = str(folder / "socket")
+        server.bind(path)
+        server.listen()
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        try:
+            yield f"{sys.executable} -I -S {Path(__file__).with_name('warm_client.py')} {path}"
+        finally:
+            with socket.socket(socket.AF_UNIX) as last:
+                last.connect(path)
+            thread.join(30)
+
+
+def make_environment(folder: Path, relax: str | None) -> None:
+    """A virtual environment of its own that sees the packages of this one, with `relax`, `pip` and `pytest`.
+
+    Args:
+        relax: what runs `relax`; the module, in a process of this environment, when None.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     python = folder / "bin" / "python"
     packages = next((folder / "lib").glob("python*")) / "site-packages"
     seen = dict.fromkeys([sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("-packages"))])
     (packages / "tested.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in seen), "utf-8")
     programs = {
-        "relax": f'exec {python} -m relax_cli "$@"',
+        "relax": f'exec {relax or f"{python} -m relax_cli"} "$@"',
         "pytest": f'exec {python} -m pytest "$@"',
         "pip": f'[ "$1" = install ] && shift && exec {sys.executable} -m pip --python {python} install '
         '--quiet --no-deps --no-build-isolation "$@"',

@@ -1,8 +1,8 @@
 """Starts runs of `relax` as forks of one process that has imported torch and the rest; a program, not a module.
 
 It reads one JSON object per line, `{"argv": […], "out": FOLDER, "fault": [KIND, WHERE, NUMBER] | null, "ordinary":
-BOOL, "kill_after": SECONDS | null}`, answers with the pid of the new process, and later with `[PID, EXIT STATUS]`. Each
-run has stdout and stderr of its own in FOLDER.
+BOOL, "kill_after": SECONDS | null, "place": [FOLDER, ENVIRONMENT] | null}`, answers with the pid of the new process,
+and later with `[PID, EXIT STATUS]`. Each run has stdout and stderr of its own in FOLDER.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ def run(order: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if order["ordinary"] and os.getuid() == 0:
         heed_permissions()
+    if order["place"] is not None:
+        folder, environment = order["place"]
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
     if order["fault"] is not None:
         sys.addaudithook(Fault(*order["fault"]))
     from relax_cli.cli.app import main as relax

@@ -65,7 +65,6 @@ class CheckedReward:
             self._function.ahead(sample, group)
 
     def close(self) -> None:
-        """See `RewardFunction`."""
         self._runner.close()
         close: Callable[[], None] | None = getattr(self._function, "close", None)
         if close is not None:

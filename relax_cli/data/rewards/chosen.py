@@ -55,7 +55,6 @@ class ChosenReward:
         return shares_of(sample.reward) if sample.reward else self._default
 
     def close(self) -> None:
-        """See `RewardFunction`."""
         for reward in self._rewards.values():
             reward.close()
 
