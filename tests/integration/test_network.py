@@ -20,7 +20,7 @@ from relax_cli.config.placement import STORAGE_UNITS
 from relax_cli.engine.ray.queue_keys import greet
 from relax_cli.quickstart.task import prepare
 from tests.support.cli_runs import RELAX
-from tests.support.local_runs import train
+from tests.support.local_runs import Finished, train
 from tests.support.queue_attack import send_hostile
 
 OPTIONS = (
@@ -43,7 +43,6 @@ class Running:
     """A run in the middle of its steps."""
 
     process: subprocess.Popen[str]
-    task: Path
     folder: Path
     listening: dict[tuple[str, int], str]
     """Address and port to the name of the process."""
@@ -61,10 +60,23 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model and data."""
+    folder = tmp_path_factory.mktemp("task") / "quickstart"
+    prepare(folder, seed=1, steps=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Two steps of the same run in one process."""
+    return train(task, tmp_path_factory.mktemp("alone") / "run", "tiny-grpo-cpu", *OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def running(task: Path, alone: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A run on Ray with two ranks of the actor and of the reference, after its first step."""
     out = tmp_path_factory.mktemp("network")
-    prepare(out / "task", seed=1, steps=3)
     ranks = 'parallel.resource={"actor": [1, 2], "rollout": [1, 1]}'
     more = (ranks, "batch.num_rollout=1000", "eval.eval_prompt_data=[]", "eval.eval_interval=null")
     words = [word for option in (*OPTIONS, *more) for word in ("--set", option)]
@@ -73,10 +85,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"TINY_DIR": str(out / "task")},
+        env=os.environ | {"TINY_DIR": str(task)},
         start_new_session=True,
     )
-    run = Running(process, out / "task", out / "run", {})
+    run = Running(process, out / "run", {})
     try:
         run.wait_for_step(1)
         for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
@@ -89,9 +101,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         process.communicate(timeout=60)
 
 
-def test_two_ray_ranks_with_a_reference_equal_one_process(running: Running, tmp_path: Path) -> None:
+def test_two_ray_ranks_with_a_reference_equal_one_process(running: Running, alone: Finished) -> None:
     running.wait_for_step(2)
-    alone = train(running.task, tmp_path / "run", "tiny-grpo-cpu", *OPTIONS)
     resource = json.loads((running.folder / "config.json").read_text())["config"]["parallel"]["resource"]
     assert resource["reference"] == [1, 2]
     assert (running.folder / "logs" / "reference-1.log").exists()
