@@ -150,16 +150,6 @@ def option_parameters(model: type[Config]) -> list[inspect.Parameter]:
     return [inspect.Parameter(name, kind, default=None, annotation=a) for name, a in annotations.items()]
 
 
-def option_flags(model: type[Config]) -> list[str]:
-    """Every flag of the model, sorted, `--no-x` included."""
-    flags = []
-    for _, name, field in _fields(model):
-        flags.append(flag(name))
-        if base_type(field) is bool:
-            flags.append(flag(f"no_{name}"))
-    return sorted(flags)
-
-
 def config_command(
     app: typer.Typer, name: str, plugins: Plugins, options: Collection[str] | None = None
 ) -> Callable[[Callable[..., ExitCode]], None]:

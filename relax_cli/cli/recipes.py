@@ -39,7 +39,7 @@ def show_recipe(name: Name) -> None:
 @app.command("schema")
 def recipe_schema(ctx: typer.Context) -> None:
     """Print the JSON schema of recipes, for editors; with the options of the installed plugins."""
-    from relax_cli.cli.option_docs import recipe_schema as schema
+    from relax_cli.cli.recipe_schema import recipe_schema as schema
     from relax_cli.plugin.config_model import config_model
 
     output_of(ctx, Format.JSON).result(schema(config_model(load_plugins().estimators().values())), "")
