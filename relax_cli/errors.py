@@ -6,7 +6,7 @@ All of them survive pickling, because Ray carries them between processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
@@ -116,6 +116,15 @@ def problem_kind(id: str, theme: str, summary: str, *, option: str = "", severit
     # A module that is imported twice declares the same kind twice.
     assert _KINDS.setdefault(id, kind) == kind, f"two kinds of problems have the id {id}"
     return kind
+
+
+def problem_kinds(theme: str, *, option: str = "") -> Callable[..., ProblemKind]:
+    """`problem_kind` of one theme, and of one option where it is given."""
+
+    def declare(id: str, summary: str, *, option: str = option, severity: Severity = "error") -> ProblemKind:
+        return problem_kind(id, theme, summary, option=option, severity=severity)
+
+    return declare
 
 
 def declared_kinds() -> tuple[ProblemKind, ...]:

@@ -7,22 +7,17 @@ from pathlib import Path
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.layout import CheckpointMeta, Tracker
-from relax_cli.errors import ConfigError, ResumeError, problem_kind
+from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 
-FOLDER_MISSING = problem_kind(
-    "checkpoint-folder-missing",
-    "Folders and checkpoints",
-    "A command of `relax checkpoint` was given a folder that does not exist.",
+declare = problem_kinds("Folders and checkpoints")
+FOLDER_MISSING = declare(
+    "checkpoint-folder-missing", "A command of `relax checkpoint` was given a folder that does not exist."
 )
-ONE_FOLDER = problem_kind(
-    "align-one-folder",
-    "Folders and checkpoints",
-    "`relax checkpoint align` needs the actor's folder and the critic's.",
-    option="--critic-load",
+ONE_FOLDER = declare(
+    "align-one-folder", "`relax checkpoint align` needs the actor's folder and the critic's.", option="--critic-load"
 )
-NOTHING_COMMON = problem_kind(
+NOTHING_COMMON = declare(
     "align-nothing-common",
-    "Folders and checkpoints",
     "No iteration is complete in both folders and of one run, so there is nothing to point the trackers at.",
     option="--load and --critic-load",
 )

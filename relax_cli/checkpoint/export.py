@@ -23,34 +23,27 @@ from relax_cli.checkpoint.align import examine
 from relax_cli.checkpoint.fingerprint import folder_differences
 from relax_cli.checkpoint.folders import storage_failed
 from relax_cli.checkpoint.layout import CheckpointMeta
-from relax_cli.errors import ConfigError, ResumeError, problem_kind
+from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 from relax_cli.models.convert import EXPERTS, hf_tensors, hf_to_megatron, megatron_to_hf, merged, rank_tensors
 from relax_cli.models.hf import HfWeights, write_hf
 from relax_cli.models.lora import HF_MODULES, Lora
 from relax_cli.models.spec import ModelSpec, read_spec
 
-OUT_IN_USE = problem_kind(
-    "export-out-in-use",
-    "Folders and checkpoints",
-    "`relax checkpoint export-hf` writes into a new or empty folder.",
-    option="OUT",
+declare = problem_kinds("Folders and checkpoints")
+OUT_IN_USE = declare(
+    "export-out-in-use", "`relax checkpoint export-hf` writes into a new or empty folder.", option="OUT"
 )
-WRONG_ROLE = problem_kind(
-    "export-wrong-role",
-    "Folders and checkpoints",
-    "Only an actor is a language model; a critic has a scalar head.",
-    option="DIR",
+WRONG_ROLE = declare(
+    "export-wrong-role", "Only an actor is a language model; a critic has a scalar head.", option="DIR"
 )
-DAMAGED = problem_kind(
+DAMAGED = declare(
     "export-damaged",
-    "Folders and checkpoints",
     "A file of the checkpoint is missing, cut, or has another hash than when it was written.",
     option="DIR",
 )
 
-NO_ADAPTERS = problem_kind(
+NO_ADAPTERS = declare(
     "export-no-adapters",
-    "Folders and checkpoints",
     "`relax checkpoint export-hf --peft` writes low-rank adapters, and the checkpoint has none.",
     option="--peft",
 )

@@ -20,57 +20,51 @@ from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
 from relax_cli.data.reasoning_gym import REASONING_GYM
 from relax_cli.data.sources import source_of
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, Problem, problem_kinds
 from relax_cli.models.files import read_json
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.lora import lora_of
 from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
 
 FOLDERS = "Folders and checkpoints"
-OTHER_MODEL = problem_kind(
+declare = problem_kinds(FOLDERS)
+OTHER_MODEL = declare(
     "resume-other-model",
-    FOLDERS,
     "The checkpoint belongs to a model of another shape. Only the model of the run can resume it.",
     option="--hf-checkpoint",
 )
-OTHER_TOKENIZER = problem_kind(
+OTHER_TOKENIZER = declare(
     "resume-other-tokenizer",
-    FOLDERS,
     "The checkpoint was trained with another tokenizer. Only the model folder of the run can resume it.",
     option="--hf-checkpoint",
 )
-OTHER_REFERENCE = problem_kind(
+OTHER_REFERENCE = declare(
     "resume-other-reference",
-    FOLDERS,
     "A warning: the reference model of the KL terms has other weights than when the checkpoint was saved.",
     option="--ref-load",
     severity="warning",
 )
-OTHER_ESTIMATOR = problem_kind(
+OTHER_ESTIMATOR = declare(
     "resume-other-estimator",
-    FOLDERS,
     "The checkpoint was trained with another estimator. To change it, begin a new run with the weights: `relax "
     "checkpoint export-hf` writes a folder for `--hf-checkpoint`.",
     option="--advantage-estimator",
 )
-OTHER_DATA = problem_kind(
+OTHER_DATA = declare(
     "resume-other-data",
-    FOLDERS,
     "The training prompts are not those of the checkpoint, so its position in them means nothing. To train on other "
     "prompts, begin a new run with the weights: `relax checkpoint export-hf` writes a folder for `--hf-checkpoint`.",
     option="--prompt-data",
 )
-DATA_ORDER = problem_kind(
+DATA_ORDER = declare(
     "resume-data-order",
-    FOLDERS,
     "A warning: `--rollout-batch-size`, `--rollout-seed`, `--dynamic-sampling`, `--partial-rollout` or `--curriculum` "
     "is not that of the checkpoint, so prompts of the current epoch will be repeated or left out.",
     severity="warning",
 )
 
-OTHER_GROUPS = problem_kind(
+OTHER_GROUPS = declare(
     "resume-other-groups",
-    FOLDERS,
     "Responses that `--partial-rollout` carries over belong to groups of the checkpoint's `--n-samples-per-prompt`.",
     option="--n-samples-per-prompt",
 )

@@ -10,22 +10,16 @@ from pathlib import Path
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.align import examine, require_folder, why_no_pair
 from relax_cli.checkpoint.resume_problems import critic_folder
-from relax_cli.errors import ConfigError, ResumeError, problem_kind
+from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 
-TRACKER_UNREADABLE = problem_kind(
-    "prune-tracker-unreadable",
-    "Folders and checkpoints",
-    "Nothing says which checkpoint counts, so nothing is removed.",
-)
-HALF_A_PAIR = problem_kind(
+declare = problem_kinds("Folders and checkpoints")
+TRACKER_UNREADABLE = declare("prune-tracker-unreadable", "Nothing says which checkpoint counts, so nothing is removed.")
+HALF_A_PAIR = declare(
     "prune-half-a-pair",
-    "Folders and checkpoints",
     "The run has an actor and a critic. Pruned alone, one of them could leave no pair to resume from.",
 )
-NOTHING_COMPLETE = problem_kind(
-    "prune-nothing-complete",
-    "Folders and checkpoints",
-    "There is no complete checkpoint, or no complete pair, so nothing is removed.",
+NOTHING_COMPLETE = declare(
+    "prune-nothing-complete", "There is no complete checkpoint, or no complete pair, so nothing is removed."
 )
 
 

@@ -9,54 +9,46 @@ from pathlib import Path
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.layout import CheckpointMeta
-from relax_cli.errors import Problem, problem_kind
+from relax_cli.errors import Problem, problem_kinds
 
 FOLDERS = "Folders and checkpoints"
-UNREADABLE = problem_kind(
-    "resume-unreadable", FOLDERS, "The tracker, or the checkpoint it names, is missing, damaged or incomplete."
-)
-FOLDER_MISSING = problem_kind(
+declare = problem_kinds(FOLDERS)
+UNREADABLE = declare("resume-unreadable", "The tracker, or the checkpoint it names, is missing, damaged or incomplete.")
+FOLDER_MISSING = declare(
     "resume-folder-missing",
-    FOLDERS,
     "`--load` or `--critic-load` names a folder that does not exist. Only the folder of the same side's `--save` may "
     "be new: with `--load X --save X` a script starts from nothing the first time, and resumes after that.",
 )
-NOT_A_SAVE_FOLDER = problem_kind(
+NOT_A_SAVE_FOLDER = declare(
     "resume-not-a-save-folder",
-    FOLDERS,
     "`--load` or `--critic-load` names something other than a save folder: one checkpoint (`iter_0000040`) instead of "
     "the folder around it, the folder above, a model, training data, a run folder, or a folder without a checkpoint.",
 )
-WRONG_ROLE = problem_kind("resume-wrong-role", FOLDERS, "The folder contains the checkpoint of the other role.")
-CRITIC_LOST = problem_kind(
+WRONG_ROLE = declare("resume-wrong-role", "The folder contains the checkpoint of the other role.")
+CRITIC_LOST = declare(
     "resume-critic-lost",
-    FOLDERS,
     "The critic is given the actor's training checkpoint, so its training would be lost. The message names the "
     "critic's folder, where the actor's checkpoint knows it. `--critic-init-from-actor` allows it: the critic takes "
     "the actor's backbone and a new value head.",
 )
-PAIR_MISMATCH = problem_kind(
+PAIR_MISMATCH = declare(
     "resume-pair-mismatch",
-    FOLDERS,
     "Actor and critic would not resume from one point: their iterations differ, one has no checkpoint, or different "
     "runs saved them. `relax checkpoint align` goes back to the newest iteration that both have.",
 )
-NOTHING_LEFT = problem_kind(
-    "resume-nothing-left", FOLDERS, "The checkpoint has more rollouts than `--num-rollout`.", option="--num-rollout"
+NOTHING_LEFT = declare(
+    "resume-nothing-left", "The checkpoint has more rollouts than `--num-rollout`.", option="--num-rollout"
 )
-SAVE_IN_USE = problem_kind(
-    "save-in-use", FOLDERS, "The folder contains the checkpoints of another run, which would be overwritten."
-)
-REFERENCE_NOT_START = problem_kind(
+SAVE_IN_USE = declare("save-in-use", "The folder contains the checkpoints of another run, which would be overwritten.")
+REFERENCE_NOT_START = declare(
     "reference-not-start",
-    FOLDERS,
     "A warning: a run that starts from bare weights compares its KL terms with `--hf-checkpoint`, as no `--ref-load` "
     "is given.",
     option="--ref-load",
     severity="warning",
 )
-RUN_DIR_IN_USE = problem_kind(
-    "run-dir-in-use", FOLDERS, "A run folder is new or empty, unless its run is resumed.", option="--run-dir"
+RUN_DIR_IN_USE = declare(
+    "run-dir-in-use", "A run folder is new or empty, unless its run is resumed.", option="--run-dir"
 )
 
 NO_CHECKPOINT = "a folder without a checkpoint"

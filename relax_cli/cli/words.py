@@ -8,18 +8,16 @@ from pathlib import Path
 from relax_cli.config.model import flag
 from relax_cli.config.names import done_otherwise, meant_option, nearest
 from relax_cli.config.recipes import bundled_recipes
-from relax_cli.errors import Problem, problem_kind
+from relax_cli.errors import Problem, problem_kinds
 
 THEME = "Reading the configuration"
-UNKNOWN_OPTION = problem_kind(
+declare = problem_kinds(THEME)
+UNKNOWN_OPTION = declare(
     "unknown-option",
-    THEME,
     "There is no option of that name. The nearest one is given, or the one that has another name in other trainers.",
 )
-UNEXPECTED_WORD = problem_kind(
-    "unexpected-word", THEME, "A word that belongs to no option. Recipes are given as `--recipe NAME`."
-)
-GIVEN_TWICE = problem_kind("option-given-twice", THEME, "An option that takes one value was given two different ones.")
+UNEXPECTED_WORD = declare("unexpected-word", "A word that belongs to no option. Recipes are given as `--recipe NAME`.")
+GIVEN_TWICE = declare("option-given-twice", "An option that takes one value was given two different ones.")
 
 ONE_VALUE = ("--rm-type", "--custom-rm-path")
 """Options that look as if they could be repeated. Of all others the last one counts: scripts append them."""

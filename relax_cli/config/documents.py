@@ -11,7 +11,7 @@ from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError
 
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, Problem, problem_kinds
 
 THEME = "Reading the configuration"
 MOST_BYTES = 128 << 10
@@ -19,24 +19,17 @@ MOST_LEVELS = 20
 MOST_VALUES = 10_000
 MOST_BITS = 64
 
-SYNTAX = problem_kind(
-    "recipe-syntax",
-    THEME,
-    "The recipe is not a YAML mapping of sections with indented keys. The place is file and line.",
-    option="--recipe",
+declare = problem_kinds(THEME, option="--recipe")
+SYNTAX = declare(
+    "recipe-syntax", "The recipe is not a YAML mapping of sections with indented keys. The place is file and line."
 )
-DUPLICATE_KEY = problem_kind(
-    "duplicate-key",
-    THEME,
-    "A key stands twice in one section of a recipe. YAML readers would silently take the last one.",
-    option="--recipe",
+DUPLICATE_KEY = declare(
+    "duplicate-key", "A key stands twice in one section of a recipe. YAML readers would silently take the last one."
 )
-TOO_LARGE = problem_kind(
+TOO_LARGE = declare(
     "recipe-limit",
-    THEME,
     f"A recipe has at most {MOST_BYTES >> 10} KiB, and one of its values at most {MOST_LEVELS} levels and "
     f"{MOST_VALUES:,} parts, aliases included.",
-    option="--recipe",
 )
 
 

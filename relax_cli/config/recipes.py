@@ -16,31 +16,25 @@ from relax_cli.config.model import flag, options_by_name, section_model
 from relax_cli.config.names import done_otherwise, meant_option, nearest, same_option
 from relax_cli.config.redact import HIDDEN
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, Problem, problem_kinds
 
-NOT_FOUND = problem_kind(
-    "recipe-not-found", THEME, "`--recipe` names neither a bundled recipe nor a file.", option="--recipe"
-)
-VARIABLE = problem_kind(
+declare = problem_kinds(THEME)
+NOT_FOUND = declare("recipe-not-found", "`--recipe` names neither a bundled recipe nor a file.", option="--recipe")
+VARIABLE = declare(
     "recipe-variable",
-    THEME,
     "A `${VAR}` of the recipe is not set and has no `:-default`, or is not well-formed.",
     option="--recipe",
 )
-UNKNOWN_SECTION = problem_kind(
+UNKNOWN_SECTION = declare(
     "unknown-section",
-    THEME,
     "There is no section of that name. An estimator's own section exists only while its plugin is installed.",
 )
-UNKNOWN_KEY = problem_kind(
-    "unknown-key",
-    THEME,
-    "The section has no such key; the nearest valid one, or the section it belongs to, is given.",
+UNKNOWN_KEY = declare(
+    "unknown-key", "The section has no such key; the nearest valid one, or the section it belongs to, is given."
 )
 
-SECRET_LEFT_OUT = problem_kind(
+SECRET_LEFT_OUT = declare(
     "recipe-secret",
-    THEME,
     "The recipe is the `config.json` of a run, in which secrets are `<redacted>`; the option has to be given again.",
 )
 RUN_RECORD = frozenset({"config", "origins"})

@@ -16,23 +16,20 @@ from relax_cli.config.paths import PATH_OPTIONS, expand_path
 from relax_cli.config.recipes import Setting
 from relax_cli.config.redact import redacted
 from relax_cli.config.text import in_json
-from relax_cli.errors import Problem, problem_kind
+from relax_cli.errors import Problem, problem_kind, problem_kinds
 
-INVALID_VALUE = problem_kind(
+declare = problem_kinds(THEME)
+INVALID_VALUE = declare(
     "invalid-value",
-    THEME,
     "The value has the wrong type, is out of range or is not finite. A switch takes `true` and `false`: `on`, `yes` "
     "and 1 are text and numbers in YAML 1.2. A number may stand in quotes, text may not be left without them where "
     "YAML reads a number.",
 )
-PATH_VARIABLE = problem_kind(
-    "path-variable",
-    THEME,
-    "A path has a `$VAR` that is not set. `~` and variables are expanded in the paths of every layer.",
+PATH_VARIABLE = declare(
+    "path-variable", "A path has a `$VAR` that is not set. `~` and variables are expanded in the paths of every layer."
 )
-RESOURCE_JSON = problem_kind(
+RESOURCE_JSON = declare(
     "resource-json",
-    THEME,
     '`--resource` is not a JSON object `{"role": [services, devices]}` of whole numbers.',
     option="--resource",
 )

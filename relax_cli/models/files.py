@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, Problem, problem_kinds
 
 MOST_JSON_BYTES = 64 << 20
 """The largest real ones are vocabularies and weight indices of some 10 MB."""
@@ -18,25 +18,17 @@ MOST_TOKENIZER_BYTES = 256 << 20
 TEXT_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
 CONFIG_FILE = "config.json"
 
-IRREGULAR = problem_kind(
+declare = problem_kinds("Model", option="--hf-checkpoint")
+IRREGULAR = declare(
     "model-file-irregular",
-    "Model",
     "A tokenizer or configuration file of the model folder is not a regular file (a pipe, a device, a link to nothing),"
     " or larger than 256 MB.",
-    option="--hf-checkpoint",
 )
-MODEL_FOLDER = problem_kind(
-    "model-folder",
-    "Model",
-    "The tokenizer, or the ids that end a response, cannot be used with the model.",
-    option="--hf-checkpoint",
-)
-UNREADABLE = problem_kind(
+MODEL_FOLDER = declare("model-folder", "The tokenizer, or the ids that end a response, cannot be used with the model.")
+UNREADABLE = declare(
     "model-folder-unreadable",
-    "Model",
     "A JSON file of the model folder cannot be read: it is missing, damaged, not a regular file, larger than 64 MB,"
     " nested more than 64 deep, or has one key twice.",
-    option="--hf-checkpoint",
 )
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, Problem, problem_kinds
 from relax_cli.models.files import check_regular, read_json
 from relax_cli.models.spec import FAMILIES, ModelSpec
 
@@ -36,33 +36,26 @@ ROUTER = "mlp.gate.weight"
 
 Shape = tuple[int, ...]
 
-MISSING = problem_kind("model-weights-missing", "Model", "The folder has no weights.", option="--hf-checkpoint")
-UNREADABLE = problem_kind(
+declare = problem_kinds("Model", option="--hf-checkpoint")
+MISSING = declare("model-weights-missing", "The folder has no weights.")
+UNREADABLE = declare(
     "model-weights-unreadable",
-    "Model",
     "A safetensors file is damaged, cut short, not a regular file, or missing although the index names it.",
-    option="--hf-checkpoint",
 )
-MISMATCH = problem_kind(
+MISMATCH = declare(
     "model-weights-mismatch",
-    "Model",
     "Names or shapes of the weights are not those that `config.json` describes, or a tied output layer is not the"
     " embedding.",
-    option="--hf-checkpoint",
 )
-TYPE = problem_kind(
+TYPE = declare(
     "model-weights-type",
-    "Model",
     "A weight is not stored as float32, bfloat16 or float16. Quantised numbers mean something only with their scales.",
-    option="--hf-checkpoint",
 )
 
-NOT_FINITE = problem_kind(
+NOT_FINITE = declare(
     "model-weights-not-finite",
-    "Model",
     "A weight of the model is NaN or infinite. Models of up to 4 GB are looked through before a launch, larger ones"
     " while they are loaded.",
-    option="--hf-checkpoint",
 )
 
 

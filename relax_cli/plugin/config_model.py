@@ -10,20 +10,16 @@ from pydantic_core import ErrorDetails
 
 from relax_cli.config.model import flag, option_value, options_by_name
 from relax_cli.config.schema import Config, Section
-from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.errors import ConfigError, problem_kinds
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Estimator
 
 THEME = "Reading the configuration"
-OPTION_REFUSED = problem_kind(
-    "estimator-option", THEME, "The estimator's own validators refuse the combination of its options."
-)
-CLAIMED_TWICE = problem_kind(
-    "option-claimed-twice", THEME, "Two plugins, or a plugin and the core, define an option of one name."
-)
-NOT_REBUILT = problem_kind(
+declare = problem_kinds(THEME)
+OPTION_REFUSED = declare("estimator-option", "The estimator's own validators refuse the combination of its options.")
+CLAIMED_TWICE = declare("option-claimed-twice", "Two plugins, or a plugin and the core, define an option of one name.")
+NOT_REBUILT = declare(
     "config-not-rebuilt",
-    THEME,
     "A worker process could not rebuild the configuration: its node has other plugins or another version of relax.",
 )
 

@@ -13,7 +13,7 @@ import pluggy
 
 from relax_cli.config.names import nearest
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem, RelaxError, RunError, problem_kind
+from relax_cli.errors import ConfigError, Problem, RelaxError, RunError, problem_kind, problem_kinds
 from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.installed import Plugin, PluginRow
@@ -48,13 +48,13 @@ _KINDS = {hook: kind.__name__.lower() for hook, kind in _RECORDS.items()} | {
 }
 R = TypeVar("R", bound=Record)
 
-UNKNOWN_ESTIMATOR = problem_kind(
+declare = problem_kinds("Plugins")
+UNKNOWN_ESTIMATOR = declare(
     "unknown-estimator",
-    "Plugins",
     "No installed, working plugin provides the estimator of `--advantage-estimator`.",
     option="--advantage-estimator",
 )
-UNKNOWN_PLUGIN = problem_kind("unknown-plugin", "Plugins", "No plugin of that name is installed.")
+UNKNOWN_PLUGIN = declare("unknown-plugin", "No plugin of that name is installed.")
 DUPLICATE = {
     kind: problem_kind(
         f"duplicate-{kind.__name__.lower()}",
@@ -63,11 +63,11 @@ DUPLICATE = {
     )
     for kind in _RECORDS.values()
 }
-PLUGIN_FAILED = problem_kind(
-    "plugin-failed", "Plugins", "A hook of a plugin raised an exception or returned something of the wrong type."
+PLUGIN_FAILED = declare(
+    "plugin-failed", "A hook of a plugin raised an exception or returned something of the wrong type."
 )
-UNKNOWN_HOOK = problem_kind(
-    "plugin-unknown-hook", "Plugins", "A plugin implements a hook that relax does not have, most likely misspelt."
+UNKNOWN_HOOK = declare(
+    "plugin-unknown-hook", "A plugin implements a hook that relax does not have, most likely misspelt."
 )
 
 

@@ -10,7 +10,7 @@ from string import Template
 from typing import Literal
 
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.errors import ConfigError, problem_kinds
 
 Kind = Literal["estimator", "reward", "env", "curriculum"]
 _TEMPLATES = Path(__file__).parent / "template"
@@ -21,15 +21,10 @@ _WHAT: dict[Kind, str] = {
     "curriculum": "curriculum",
 }
 
-PLUGIN_NAME = problem_kind(
-    "plugin-name", "Plugins", "The name for a new plugin cannot be the name of a Python module or is taken."
-)
-FOLDER_IN_USE = problem_kind(
-    "folder-in-use", "Plugins", "`relax plugins new` writes into a new or empty folder only.", option="--dir"
-)
-FOLDER_NOT_WRITABLE = problem_kind(
-    "folder-not-writable", "Plugins", "The folder for the new plugin cannot be written.", option="--dir"
-)
+declare = problem_kinds("Plugins")
+PLUGIN_NAME = declare("plugin-name", "The name for a new plugin cannot be the name of a Python module or is taken.")
+FOLDER_IN_USE = declare("folder-in-use", "`relax plugins new` writes into a new or empty folder only.", option="--dir")
+FOLDER_NOT_WRITABLE = declare("folder-not-writable", "The folder for the new plugin cannot be written.", option="--dir")
 
 
 def package_files(name: str, kind: Kind = "estimator") -> dict[str, str]:

@@ -18,28 +18,24 @@ from relax_cli.data.rewards.types import answers_of
 from relax_cli.data.rows import bad_row
 from relax_cli.data.sandbox.outside import sandbox_fault
 from relax_cli.data.values import Unusable, shown
-from relax_cli.errors import Problem, problem_kind
+from relax_cli.errors import Problem, problem_kinds
 
 NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?")
 REASONING_GYM_KEYS = ("source_dataset", "question", "answer")
 
-LABEL_UNUSABLE = problem_kind(
+declare = problem_kinds("Data")
+LABEL_UNUSABLE = declare(
     "label-unusable",
-    "Data",
     "The reward cannot compare with this label: it is blank (`exact`, `f1`), not mathematics (`math`), not a letter"
     " (`multiple_choice`), a regular expression (`regex`), a schema (`json_schema`) or tests (`code`).",
     option="--label-key",
 )
-LABEL_METADATA = problem_kind(
-    "label-metadata",
-    "Data",
-    "The reward `reasoning_gym` needs the metadata that reasoning-gym writes.",
-    option="--rm-type",
+LABEL_METADATA = declare(
+    "label-metadata", "The reward `reasoning_gym` needs the metadata that reasoning-gym writes.", option="--rm-type"
 )
 
-LABEL_WORDS = problem_kind(
+LABEL_WORDS = declare(
     "label-words",
-    "Data",
     "A warning: labels for the reward `math` are words, which are compared as text with the last answer of a response.",
     option="--rm-type",
     severity="warning",
