@@ -44,7 +44,7 @@ class ParallelSection(Section):
         1, ge=1, description="context-parallel size: ranks that share the positions of each sample"
     )
     expert_model_parallel_size: int = Field(
-        1, ge=1, description="expert-parallel size: data-parallel ranks that share out the experts"
+        1, ge=1, description="expert-parallel size: ranks, of any other kind than stages, that share out the experts"
     )
     moe_aux_loss_coeff: float = Field(
         0.0,

@@ -162,6 +162,8 @@ def is_sharded(name: str) -> bool:
 
 
 def _partition_of(name: str) -> str:
+    if EXPERTS in name:
+        return "none"
     if name.endswith(("linear_proj.weight", _FC2)):
         return "columns"
     if name.endswith(_FC1):

@@ -181,8 +181,9 @@ class MoeSpec(ModelSpec):
     def _backbone(self, tensor_parallel: int) -> int:
         dense = 3 * self.hidden_size * self.ffn_hidden_size // tensor_parallel
         router = self.hidden_size * self.num_experts
-        experts = self.expert_parameters // tensor_parallel
-        return super()._backbone(tensor_parallel) + self._expert_layers * (router - dense) + experts
+        # An expert is whole on every rank.
+        layers = self._expert_layers * (router - dense)
+        return super()._backbone(tensor_parallel) + layers + self.expert_parameters
 
     @property
     def _expert(self) -> int:

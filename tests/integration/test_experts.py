@@ -52,6 +52,31 @@ def test_expert_parallelism_goes_with_other_kinds(moe: Path, stages: int) -> Non
     same(train(0, 1, 0, run), on_ranks(4, train, split)[0])
 
 
+@pytest.mark.parametrize(("kind", "ranks", "layout"), [("policy", 2, EP2), ("value", 2, {}), ("policy", 4, EP2)])
+def test_tensor_parallel_ranks_have_whole_experts(moe: Path, kind: Any, ranks: int, layout: dict[str, Any]) -> None:
+    # Experts are shared out over the tensor-parallel ranks, are on both of them, or go across data-parallel ones.
+    run = Run(kind, moe, packed=ranks == 4)
+    shared = {"use_distributed_optimizer": ranks == 4}
+    split = replace(run, tensor_parallel=2, layout=layout | {"sequence_parallel": True}, optimizer=shared)
+    same(train(0, 1, 0, run), on_ranks(ranks, train, split)[0])
+
+
+@pytest.mark.parametrize("experts", [EP2, {}])
+def test_a_checkpoint_moves_to_tensor_parallel_ranks(experts: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", "qwen3_moe")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    run = Run("policy", tmp_path / "model", steps=2, save_after=1)
+    split = {"tensor_parallel": 2, "layout": {"sequence_parallel": True} | experts}
+    expected = train(0, 1, 0, replace(run, steps=4))
+    train(0, 1, 0, replace(run, save=tmp_path / "one"))
+    on_ranks(2, train, replace(run, load=tmp_path / "one", save=tmp_path / "two", **split))
+    after = train(0, 1, 0, replace(run, load=tmp_path / "two"))
+    np.testing.assert_allclose(after["losses"], expected["losses"][2:], atol=1e-5)
+    for name, weights in expected["state"].items():
+        np.testing.assert_allclose(after["state"][name], weights, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize(("dense", "first", "second"), [([1], 2, 1), ([], 1, 2)])
 def test_a_checkpoint_moves_to_another_size(dense: list[int], first: int, second: int, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", "qwen3_moe", layers=2, mlp_only_layers=dense)

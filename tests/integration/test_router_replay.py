@@ -78,16 +78,22 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
     (1, {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
     (2, {"context_parallel_size": 2}),
+    (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2}),
     (1, {"moe_aux_loss_coeff": 0.0, "router_replay": True}),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=["experts", "stages", "full", "mlp", "context", "packed"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), LAYOUTS, ids=["experts", "stages", "full", "mlp", "context", "tensor", "packed"]
+)
 def test_routes_reach_the_experts_in_every_layout(moe: Path, ranks: int, layout: dict[str, Any]) -> None:
     run = Run("policy", moe, layout=REPLAY, routed=3)
     stages = layout.get("pipeline_model_parallel_size", 1)
-    more = {name: value for name, value in layout.items() if name != "pipeline_model_parallel_size"}
-    split = replace(run, layout=REPLAY | more, pipeline_parallel=stages, packed=layout is LAYOUTS[-1][1])
+    sizes = {"pipeline_model_parallel_size", "tensor_model_parallel_size"}
+    more = {name: value for name, value in layout.items() if name not in sizes}
+    tensor = layout.get("tensor_model_parallel_size", 1)
+    packed = layout is LAYOUTS[-1][1]
+    split = replace(run, layout=REPLAY | more, pipeline_parallel=stages, tensor_parallel=tensor, packed=packed)
     alone = train(0, 1, 0, run)
     other = train(0, 1, 0, split) if ranks == 1 else on_ranks(ranks, train, split)[0]
     for name in ("losses", "grad_norms", "grid", "mismatch"):

@@ -20,7 +20,16 @@ ON_TWO = {"resource": {"actor": (1, 2), "critic": (1, 2)}}
 RULES = [
     ("moe-lora-targets", {"model": {"lora_rank": 4}}, {"model": {"lora_rank": 4, "lora_targets": ("linear_qkv",)}}),
     ("moe-lora-targets", {"critic": {"critic_lora_rank": 4}}, {}),
-    ("moe-tensor-parallel", {"parallel": {"tensor_model_parallel_size": 2}}, {}),
+    (
+        "moe-tensor-parallel",
+        {"parallel": {"tensor_model_parallel_size": 2}},
+        {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    ),
+    (
+        "expert-parallel-size",
+        {"parallel": EP2 | {"resource": {"actor": (1, 2)}, "pipeline_model_parallel_size": 2}},
+        {"parallel": EP2 | {"resource": {"actor": (1, 4)}, "pipeline_model_parallel_size": 2}},
+    ),
     ("expert-parallel-size", {"parallel": EP2 | {"resource": {"actor": (1, 3)}}}, {"parallel": EP2 | ON_TWO}),
     ("expert-parallel-size", {"parallel": {"expert_model_parallel_size": 8, "resource": {"actor": (1, 8)}}}, {}),
     ("moe-transformer-engine", {"parallel": {"transformer_impl": "transformer_engine", "device": "cuda"}}, {}),

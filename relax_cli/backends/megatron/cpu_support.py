@@ -79,11 +79,11 @@ def install() -> None:
 
 
 def _counts_as_lists(self: Any, _: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Counts of tokens are on the CPU already, but collectives want lists."""
+    """Counts of tokens are on the CPU already, but collectives want numbers."""
     for name in ("input_splits", "output_splits", "output_splits_tp"):
         counts = getattr(self, name)
         if isinstance(counts, torch.Tensor):
-            setattr(self, name, counts.tolist())
+            setattr(self, name, counts.numpy())
     return tokens_per_expert
 
 

@@ -44,6 +44,7 @@ def expert_settings(spec: ModelSpec, layout: ParallelSection) -> dict[str, Any]:
         "moe_aux_loss_coeff": layout.moe_aux_loss_coeff,
         "moe_enable_routing_replay": layout.router_replay,
         "expert_model_parallel_size": layout.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
         # Layers that differ are not stored as one tensor.
         "moe_layer_freq": [int(spec.experts_in(i) > 0) for i in range(spec.num_layers)] if spec.dense_layers else 1,
     }
@@ -109,6 +110,16 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * self.share)  # type: ignore[no-any-return]
 
 
+def are_whole(model: torch.nn.Module) -> None:
+    """Let gradients of experts be summed up over tensor-parallel ranks: each has whole experts, and its own tokens.
+
+    Megatron does so only where experts are shared out.
+    """
+    for name, parameter in model.named_parameters():
+        if EXPERTS in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
 def accept_routes(decoder: torch.nn.Module) -> None:
     """Let the layers of a model take `routes` as `with_routes` makes them; each router finds its own in them."""
 
@@ -138,6 +149,16 @@ def with_routes(routes_BSr: Tensor, positions: int, padding_BS: Tensor | None) -
     routes_BSr = F.pad(routes_BSr, (1, 0, 0, positions - routes_BSr.size(1)), value=-1)
     routes_BSr[..., 0] = 0 if padding_BS is None else padding_BS
     return routes_BSr
+
+
+def picked_routes(carried: Tensor | None, states_N: Tensor) -> Tensor | None:
+    """What `with_routes` made, of some states; none of them is padding."""
+    if carried is None or carried.dim() == 2:
+        return None
+    picked_Nr = carried.transpose(0, 1).flatten(0, 1).index_select(0, states_N)
+    # The first state again is what makes equal shares under sequence parallelism.
+    picked_Nr[1:][states_N[1:] == 0] = -1
+    return picked_Nr[None]
 
 
 def other_routes(model: torch.nn.Module) -> float:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron import context, parallel, te_import
-from relax_cli.backends.megatron.experts import ExpertRouter
+from relax_cli.backends.megatron.experts import ExpertRouter, picked_routes
 from relax_cli.backends.megatron.lora import adapted
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import inverse_frequencies
@@ -151,13 +151,7 @@ class ResponseLayer(TransformerLayer):  # type: ignore[misc]
         picked_N1H = hidden_SBH.flatten(0, 1).index_select(0, context).unsqueeze(1)
         if self.config.sequence_parallel:
             picked_N1H = scatter_to_sequence_parallel_region(picked_N1H)
-        routes = kwargs.get("padding_mask")
-        if routes is not None and routes.dim() > 2:
-            # What is picked is no padding.
-            routes = routes.transpose(0, 1).flatten(0, 1).index_select(0, context)[None]
-        else:
-            routes = None
-        return self._forward_mlp(picked_N1H, padding_mask=routes), None
+        return self._forward_mlp(picked_N1H, padding_mask=picked_routes(kwargs.get("padding_mask"), context)), None
 
 
 @dataclass

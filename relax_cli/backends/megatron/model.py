@@ -22,6 +22,7 @@ from relax_cli.backends.megatron import context, parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
 from relax_cli.backends.megatron.experts import (
     accept_routes,
+    are_whole,
     expert_settings,
     number_over_all_ranks,
     padding,
@@ -308,6 +309,8 @@ def build_model(
         model = PolicyModel(spec, config, block, build)
     else:
         model = ValueModel(spec, config, block, build.value_head_std, build.seed)
+    if build.layout.tensor_model_parallel_size > 1:
+        are_whole(model)
     if build.device.kind == "cuda":
         model.to(build.device.torch_device)
     if build.lora is not None:

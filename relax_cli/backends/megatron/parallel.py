@@ -76,6 +76,8 @@ def initialize(
         pipeline_model_parallel_size=pipeline_parallel,
         context_parallel_size=context_parallel,
         expert_model_parallel_size=expert_parallel,
+        # An expert is not split: the tokens of a tensor-parallel rank travel to it, which gloo can do as well.
+        expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
     )
     seed_everything(seed, device)
@@ -158,12 +160,12 @@ def expert_parallel_size() -> int:
 
 
 def expert_parallel_group() -> dist.ProcessGroup:
-    """Data-parallel ranks that share out the experts."""
+    """Ranks of a pipeline stage that share out the experts."""
     return mpu.get_expert_model_parallel_group()  # type: ignore[no-any-return]
 
 
 def is_shared_out(parameter: torch.nn.Parameter) -> bool:
-    """Whether it belongs to an expert that not every data-parallel rank has."""
+    """Whether it belongs to an expert that sees the tokens of other ranks than the rest of the model does."""
     return not getattr(parameter, "allreduce", True)
 
 

@@ -136,8 +136,9 @@ class _Sizes:
         self.tensor_parallel = config.parallel.tensor_model_parallel_size
         counts = self.layout.stage_layers(spec.num_layers)
         self.stage, self.stages, self.layers = stage, len(counts), counts[stage]
-        experts = self._in_layers(spec.expert_parameters)
-        self.experts_elsewhere = experts - experts // config.parallel.expert_model_parallel_size
+        self.experts = self._in_layers(spec.expert_parameters)
+        """Parameters of the experts of a stage."""
+        self.experts_elsewhere = self.experts - self.experts // config.parallel.expert_model_parallel_size
         """Parameters of experts that a rank leaves to others."""
         self.engine = rollout_engine(config.rollout, config.sglang, config.parallel)
         self.on_cpu = precision is CPU
@@ -203,8 +204,9 @@ class _Sizes:
         if not section.async_save or section.save is None:
             return {}
         trained = self._trained_parameters(role)
-        split = self._replicas(ranks) if self.config.optimizer.use_distributed_optimizer else 1
-        updated = (precision.master + precision.moments) * -(-trained // split)
+        split = self.config.optimizer.use_distributed_optimizer
+        shared = self._updated(role, self._replicas(ranks)) if split else trained
+        updated = (precision.master + precision.moments) * shared
         return {"copy to save": precision.weights * trained + updated}
 
     def _training_state(self, role: str, replicas: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -212,7 +214,7 @@ class _Sizes:
         spec, precision, section = self.spec, self.precision, self.config.optimizer
         trained = self._trained_parameters(role)
         mine = trained - (0 if lora_of(self.config, role) else self.experts_elsewhere)
-        updated = -(-trained // replicas) if section.use_distributed_optimizer else mine
+        updated = self._updated(role, replicas) if section.use_distributed_optimizer else mine
         untrained = precision.weights * -(-spec.untrained_parameters // self.tensor_parallel)
         held = {"weights": precision.weights * (self._parameters(role) - self.experts_elsewhere)}
         if (lora := lora_of(self.config, role)) is not None:
@@ -310,6 +312,12 @@ class _Sizes:
             return self._parameters(role)
         head = self.spec.hidden_size + 1 if role == "critic" and self._is_last else 0
         return self._in_layers(lora.parameters(self.spec, self.tensor_parallel)) + head
+
+    def _updated(self, role: str, replicas: int) -> int:
+        """Those that a rank updates for all that have them; tensor-parallel ranks have the same experts."""
+        experts = 0 if lora_of(self.config, role) else self.experts
+        others = self._trained_parameters(role) - experts
+        return -(-others // replicas) - (-experts // (replicas * self.tensor_parallel))
 
     def _pass(self, ranks: int) -> Pass:
         chosen = self.config.batch.pack_sequences

@@ -29,13 +29,14 @@ def moe_lora_targets(model: ModelSection, critic: CriticSection, inputs: RunInpu
 
 @rule("moe-tensor-parallel", "Model", option="--tensor-model-parallel-size", needs="files")
 def moe_tensor_parallel(parallel: ParallelSection, inputs: RunInputs) -> Found:
-    """A mixture of experts is trained without tensor parallelism."""
-    if parallel.tensor_model_parallel_size > 1 and _has_experts(inputs):
+    """Tensor-parallel ranks of a mixture of experts need `--sequence-parallel`: each sends tokens of its own."""
+    ranks = parallel.tensor_model_parallel_size
+    if ranks > 1 and not parallel.sequence_parallel and _has_experts(inputs):
         yield Finding(
-            "mixtures of experts are not split by tensor parallelism",
-            got=str(parallel.tensor_model_parallel_size),
-            expected="1",
-            fix="--tensor-model-parallel-size 1",
+            "tensor-parallel ranks would all send the same tokens to the experts",
+            got=f"{ranks} ranks without --sequence-parallel",
+            expected="--sequence-parallel, or 1",
+            fix="--sequence-parallel",
         )
 
 
@@ -66,15 +67,19 @@ def moe_sglang_dense_layers(config: Config, inputs: RunInputs) -> Found:
 
 @rule("expert-parallel-size", THEME, option="--expert-model-parallel-size", needs="files")
 def expert_parallel_size(parallel: ParallelSection, inputs: RunInputs) -> Found:
-    """`--expert-model-parallel-size` must divide the number of experts, and the data-parallel ranks of every trained
-    role, which share them out. A model without experts has 1."""
+    """`--expert-model-parallel-size` must divide the number of experts, and the ranks in each pipeline stage of every
+    trained role, which share them out. A model without experts has 1."""
     size, experts = parallel.expert_model_parallel_size, 1
     if size == 1 or not inputs.model_config:
         return
     if _has_experts(inputs):
         found = inputs.model_count("num_local_experts") or inputs.model_count("num_experts")
         experts = found or DEFAULTS[inputs.model_config["model_type"]]["num_experts"]
-    ranks = {role: devices for role, (_, devices) in parallel.resource.items() if role in TRAINED_ROLES and devices > 0}
+    ranks = {
+        role: max(1, devices // parallel.pipeline_model_parallel_size)
+        for role, (_, devices) in parallel.resource.items()
+        if role in TRAINED_ROLES and devices > 0
+    }
     common = math.gcd(experts, *ranks.values())
     if common % size:
         shares = [f"{experts} experts", *(f"{count} ranks of {role}" for role, count in ranks.items())]
@@ -117,12 +122,17 @@ NO_EXPERTS = "the model has no experts to share out"
 def moe_balance_split(parallel: ParallelSection) -> Found:
     """`--moe-aux-loss-coeff` evens out the load of experts only where all layers and all tokens of a sample are on one
     rank: no rank counts the tokens of others."""
-    stages, parts = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    if parallel.moe_aux_loss_coeff and stages * parts > 1:
+    sizes = {
+        "tensor-parallel": parallel.tensor_model_parallel_size,
+        "pipeline-parallel": parallel.pipeline_model_parallel_size,
+        "context-parallel": parallel.context_parallel_size,
+    }
+    split = [f"{size} {kind} ranks" for kind, size in sizes.items() if size > 1]
+    if parallel.moe_aux_loss_coeff and split:
         yield Finding(
-            "the load of experts is not evened out across pipeline stages or context-parallel ranks",
-            got=f"{parallel.moe_aux_loss_coeff} with {stages} stages and {parts} context-parallel ranks",
-            expected="0, or one of each",
+            "the load of experts is not evened out across ranks that share layers or samples",
+            got=f"{parallel.moe_aux_loss_coeff} with {', '.join(split)}",
+            expected="0, or one rank for each sample",
             fix="--moe-aux-loss-coeff 0",
         )
 
