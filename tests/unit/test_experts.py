@@ -81,6 +81,11 @@ def test_ranks_keep_their_share_of_the_experts(tmp_path: Path) -> None:
     assert (shared.resident["weights"], shared.resident[GRADIENTS]) == (2 * here, 4 * here)
     # Of every parameter one rank has the moments, however the experts are shared out.
     assert shared.resident["Adam moments"] == alone.resident["Adam moments"] == 8 * -(-spec.parameters // 8)
+    # Tensor-parallel ranks have whole experts; all eight share out their moments, four those of half of the rest.
+    _, halved = memory(expert_model_parallel_size=8, tensor_model_parallel_size=2, sequence_parallel=True)
+    rest = spec.parameters_of_rank(2) - spec.expert_parameters
+    assert halved.resident["weights"] == 2 * (rest + spec.expert_parameters // 8)
+    assert halved.resident["Adam moments"] == 8 * (-(-rest // 4) + spec.expert_parameters // 8)
     assert checkpoint_bytes(split, spec) == checkpoint_bytes(whole, spec) == 14 * spec.parameters
 
 
