@@ -96,13 +96,16 @@ class ModelRole(Generic[Model]):
     def fetch_share(self, rollout_id: int, names: Sequence[str]) -> RolloutShare:
         """Read `SAMPLE` and the named fields of this rank's samples; lengths of all samples are read to plan."""
         assert self.awake, f"{self.name} works only while awake"
-        every_row = range(self.batch.samples_per_rollout)
-        lengths = self.queue.get(rollout_id, every_row, ["prompt_lens", "response_lens"])
-        totals = [int(p) + int(r) for p, r in zip(lengths["prompt_lens"], lengths["response_lens"], strict=True)]
         ranks, rank = parallel.data_parallel_size(), parallel.data_parallel_rank()
+        wanted = list(dict.fromkeys([*SAMPLE, *names]))
+        # Every request and every value has its price: what is read to plan is not read twice.
+        first = ["prompt_lens", "response_lens"] if ranks > 1 else wanted
+        of_all = self.queue.get(rollout_id, range(self.batch.samples_per_rollout), first)
+        totals = [int(p) + int(r) for p, r in zip(of_all["prompt_lens"], of_all["response_lens"], strict=True)]
         step_rows = plan_rows(totals, self.batch.steps_per_rollout, ranks, rank)
         share = RolloutShare(rollout_id, {}, step_rows, [])
-        self.add_fields(share, list(dict.fromkeys([*SAMPLE, *names])))
+        share.columns.update({name: {row: values[row] for row in share.rows} for name, values in of_all.items()})
+        self.add_fields(share, [name for name in wanted if name not in first])
         masks = share.columns["response_mask"]
         counts = [float(sum(int(masks[row].sum()) for row in rows)) for rows in step_rows]
         return replace(share, step_tokens=parallel.sum_over_data_parallel(counts))

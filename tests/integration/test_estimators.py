@@ -305,6 +305,26 @@ def test_the_micro_batch_size_changes_neither_steps_nor_losses(task: Path, tmp_p
     assert seen[0] == pytest.approx(seen[1], rel=2e-4)
 
 
+def test_a_rank_that_is_alone_reads_every_value_once(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with deployed(task, tmp_path / "run", "tiny-ppo-cpu", *PPO) as (_, roles):
+        queue, read = roles["rollout"].queue, []
+        get = queue.get
+        monkeypatch.setattr(queue, "get", lambda *request: read.append(request) or get(*request))
+        roles["rollout"].generate(0)
+        for phase, requests in (
+            (roles["critic"].predict, 1),
+            (roles["advantages"].compute, 1),
+            (roles["actor"].begin, 1),
+            (roles["actor"].train, 1),
+        ):
+            read.clear()
+            phase(0)
+            assert len(read) == requests, phase
+        assert [list(names) for _, _, names in read] == [["advantages"]], "the rest was read when the actor began"
+
+
 def test_an_actor_that_begins_before_the_values_learns_the_same(task: Path, tmp_path: Path) -> None:
     learnt = []
     for ahead in (False, True):
