@@ -25,16 +25,21 @@ def memory_lines(plan: Plan) -> list[str]:
 def simulation_lines(simulation: Mapping[str, Mapping[str, Mapping[str, int]]], plan: Plan | None) -> list[str]:
     """The peaks of a simulated step next to what the plan has for its role."""
     planned = {m.role: m.model_bytes + sum(m.working.values()) for m in (() if plan is None else plan.memory)}
-    rows = [
-        (f"  {role}, {phase}", in_bytes(sum(parts.values())), _size(planned.get(role, 0)))
-        for role, phases in simulation.items()
-        for phase, parts in phases.items()
-    ]
+    peaks = {(name, phase): parts for name, phases in simulation.items() for phase, parts in phases.items()}
+    heaviest: dict[str, int] = {}
+    for (name, _), parts in peaks.items():
+        role = name.split()[0]
+        heaviest[role] = max(heaviest.get(role, 0), sum(parts.values()))
+    rows = []
+    for (name, phase), parts in peaks.items():
+        role, size = name.split()[0], sum(parts.values())
+        # The plan is that of the heaviest stage.
+        plan_of_it = _size(planned.get(role, 0)) if role == name or size == heaviest[role] else "-"
+        rows.append((f"  {name}, {phase}", in_bytes(size), plan_of_it))
     lines = ["", "memory of a training step (simulated, one process)"]
     lines += table(("  peak of", "simulated", "plan of the role"), rows).splitlines()
-    for role, phases in simulation.items():
-        for phase, parts in phases.items():
-            lines += _parts(f"  {role}, {phase}", dict(sorted(parts.items(), key=lambda part: -part[1])))
+    for (name, phase), parts in peaks.items():
+        lines += _parts(f"  {name}, {phase}", dict(sorted(parts.items(), key=lambda part: -part[1])))
     return lines
 
 

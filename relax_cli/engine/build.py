@@ -187,6 +187,11 @@ class RoleBuilder:
 
         return TrainableModel
 
+    def _frozen(self) -> Callable[..., Any]:
+        from relax_cli.backends.megatron.loaded import LoadedModel
+
+        return LoadedModel
+
     def _how_to_build(self, lora: Lora | None = None) -> Any:
         from relax_cli.backends.megatron.micro_batch import Build
 
@@ -200,11 +205,10 @@ class RoleBuilder:
         )
 
     def _reference(self, queue: SampleQueue) -> Any:
-        from relax_cli.backends.megatron.loaded import LoadedModel
         from relax_cli.roles.reference import ReferenceRole
 
         folder = self.spec.reference_folder or self.spec.model_folder
-        model = LoadedModel("policy", folder, self._how_to_build())
+        model = self._frozen()("policy", folder, self._how_to_build())
         model.model.requires_grad_(False)
         return ReferenceRole(model, self._context(queue))
 

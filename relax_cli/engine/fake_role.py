@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from relax_cli.backends.device import Device
-from relax_cli.backends.megatron.fake_step import Accounts, FakeTrainable
+from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.fake_step import Accounts, FakeModel, FakeTrainable
 from relax_cli.config.schema import Config
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
 from relax_cli.engine.transfer import LocalQueue
@@ -24,11 +25,11 @@ from relax_cli.preflight.memory.activations import largest_pass
 from relax_cli.preflight.memory.sizes import Lengths
 
 MICRO_BATCHES = 2
-"""Of a rank: with the second one, what the first has left is there."""
+"""Of a rank: with the second one, what the first has left is there. A pipeline has as many under way as stages."""
 
 
 class FakeBuilder(RoleBuilder):
-    """Builds the first rank of a role without memory, with a group that has no other ranks."""
+    """Builds one rank of a role without memory, with a group that has no other ranks."""
 
     def __init__(self, spec: WorkerSpec, lengths: Lengths, accounts: Accounts) -> None:
         super().__init__(spec)
@@ -43,12 +44,16 @@ class FakeBuilder(RoleBuilder):
     def _trainable(self) -> Callable[..., Any]:
         return partial(FakeTrainable, self.accounts)
 
+    def _frozen(self) -> Callable[..., Any]:
+        return partial(FakeModel, self.accounts)
+
 
 def smaller(config: Config, lengths: Lengths, data_parallel: int) -> Config:
     """A rollout of one optimizer step with few micro-batches; the largest of them is that of the run."""
     batch = config.batch
     largest = int(largest_pass(batch, lengths, data_parallel, packed=False, layout=config.parallel).samples)
-    samples = min(batch.samples_per_step, MICRO_BATCHES * largest * data_parallel)
+    passes = max(MICRO_BATCHES, config.parallel.pipeline_model_parallel_size)
+    samples = min(batch.samples_per_step, passes * largest * data_parallel)
     changes = {
         # All samples are equally long, so there is nothing to pad.
         "pack_sequences": False,
@@ -81,37 +86,48 @@ def longest_samples(builder: RoleBuilder, lengths: Lengths) -> LocalQueue:
     return queue
 
 
+def step(role: Any) -> None:
+    """What a run has the role do in a step."""
+    if role.name == "critic":
+        role.predict(0)
+        role.update()
+    elif role.name == "actor":
+        role.train(0)
+    else:
+        role.score(0)
+
+
 def simulate(spec: WorkerSpec, lengths: Lengths) -> dict[str, dict[str, int]]:
-    """Peak memory of each phase of the first rank, in bytes by kind."""
+    """Peak memory of each phase of a rank, in bytes by kind."""
     with Accounts() as accounts:
         builder = FakeBuilder(spec, lengths, accounts)
         role = builder.build(longest_samples(builder, lengths))
         role.wake()
-        if spec.role == "critic":
-            role.predict(0)
-            role.update()
-        else:
-            role.train(0)
+        step(role)
         found: dict[str, dict[str, int]] = role.model.peaks
         return found
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Answer the request on standard input: the peaks of the first rank of each pipeline stage."""
     request = json.load(sys.stdin)
+    ranks, stages = request["ranks"], request["config"]["parallel"]["pipeline_model_parallel_size"]
+    found = []
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(request["model"]), "utf-8")
-        spec = WorkerSpec(
-            role=request["role"],
-            rank=0,
-            ranks=request["ranks"],
-            threads=1,
-            config=request["config"],
-            model_folder=Path(folder),
-            run_dir=Path(folder),
-            load_from=None,
-        )
-        found = simulate(spec, Lengths(**request["lengths"]))
+        for stage in range(stages):
+            spec = WorkerSpec(
+                role=request["role"],
+                rank=stage * ranks // stages,
+                ranks=ranks,
+                threads=1,
+                config=request["config"],
+                model_folder=Path(folder),
+                run_dir=Path(folder),
+                load_from=None,
+            )
+            found.append(simulate(spec, Lengths(**request["lengths"])))
+            parallel.shutdown()
     print(json.dumps(found))
 
 

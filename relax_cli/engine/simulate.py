@@ -17,11 +17,11 @@ from relax_cli.preflight.inputs import RunInputs
 NOT_SIMULATED = problem_kind(
     "not-simulated",
     MACHINE_THEME,
-    "`validate-config --simulate` builds the model that a run would build. What cannot be built here, as models of "
-    "Megatron-Bridge without a GPU, cannot be simulated. Neither can pipeline stages.",
+    "`validate-config --simulate` builds the model that a run would build. What cannot be built here, and models of "
+    "Megatron-Bridge, whose layers are TransformerEngine's and need real memory, cannot be simulated.",
 )
 
-TRAINED = ("critic", "actor")
+WITH_MODEL = ("critic", "reference", "actor")
 SECONDS = 1800.0
 """Deadline of one role; a model of 8 billion parameters takes about a minute."""
 
@@ -29,8 +29,11 @@ Peaks = dict[str, dict[str, int]]
 """Bytes by phase, and by what they are for at its peak."""
 
 
-def simulate(checked: CheckedRun, status: Callable[[str], None], roles: Sequence[str] = TRAINED) -> dict[str, Peaks]:
-    """The first rank of every role that trains.
+def simulate(checked: CheckedRun, status: Callable[[str], None], roles: Sequence[str] = WITH_MODEL) -> dict[str, Peaks]:
+    """The first rank of every role with a model, and of each of its pipeline stages.
+
+    Returns:
+        the peaks of `actor`, or of `actor stage 0` and so on.
 
     Args:
         roles: those of interest.
@@ -43,21 +46,21 @@ def simulate(checked: CheckedRun, status: Callable[[str], None], roles: Sequence
         raise _refused("it is not known what the run would build", "no model folder", "one, read without --skip-files")
     if checked.inputs.needs_bridge:
         raise _refused(
-            "models of Megatron-Bridge are not simulated",
+            "models of Megatron-Bridge are not simulated: TransformerEngine's kernels need memory",
             checked.inputs.model.family,
             "a model that relax builds itself",
         )
-    if (stages := checked.config.parallel.pipeline_model_parallel_size) > 1:
-        raise _refused("pipeline stages are not simulated: they wait for each other", str(stages), "1 pipeline stage")
-    found = {}
+    found: dict[str, Peaks] = {}
     for role in (name for name in roles if name in checked.graph):
         status(f"simulating a step of the {role}")
-        found[role] = _simulate_role(role, checked.config, checked.inputs)
+        stages = _simulate_role(role, checked.config, checked.inputs)
+        names = [f"{role} stage {stage}" for stage in range(len(stages))] if len(stages) > 1 else [role]
+        found |= dict(zip(names, stages, strict=True))
     return found
 
 
-def _simulate_role(role: str, config: Config, inputs: RunInputs) -> Peaks:
-    """In a process of its own: it needs torch and a process group."""
+def _simulate_role(role: str, config: Config, inputs: RunInputs) -> list[Peaks]:
+    """Each pipeline stage, in a process of its own: it needs torch and a process group."""
     request = {
         "role": role,
         "ranks": ranks_of(config.parallel, role),
@@ -71,7 +74,7 @@ def _simulate_role(role: str, config: Config, inputs: RunInputs) -> Peaks:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise _refused(f"a step of the {role} does not run on tensors without memory", lines[-1], "a step")
-    peaks: Peaks = json.loads(done.stdout.splitlines()[-1])
+    peaks: list[Peaks] = json.loads(done.stdout.splitlines()[-1])
     return peaks
 
 

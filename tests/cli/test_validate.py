@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import time
 from pathlib import Path
@@ -333,11 +334,18 @@ def test_a_simulation_is_shown_next_to_the_plan(invoke: Invoke, monkeypatch: pyt
     assert "actor, train: logits 9.0 MB, weights 2.0 MB" in text
 
 
+def test_the_heaviest_simulated_stage_stands_next_to_the_plan(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {"actor stage 0": {"train": {"weights": 2_000_000}}, "actor stage 1": {"train": {"logits": 9_000_000}}}
+    monkeypatch.setattr(checked_text, "simulate", lambda checked, status: peaks)
+    text = invoke(*TINY, "--simulate").stdout
+    assert re.search(r"actor stage 0, train +2.0 MB +-\n", text)
+    assert re.search(r"actor stage 1, train +9.0 MB +\d+.\d MB\n", text)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--recipe", "qwen35-9B-8xgpu-ppo"), "Megatron-Bridge"),
-        (("--recipe", "qwen3-4B-8xgpu-ppo", "--pipeline-model-parallel-size", "2"), "pipeline stages"),
         ((*TINY[1:], "--hf-checkpoint", "nowhere"), "not known"),
     ],
 )

