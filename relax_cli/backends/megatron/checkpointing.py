@@ -87,19 +87,13 @@ def prepare(state: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], l
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Read what `state` requests, and what the checkpoint contains once.
-
-    Raises:
-        ResumeError: the checkpoint is damaged, belongs to another model, or contains code.
-    """
+    Raises ResumeError: the checkpoint is damaged, belongs to another model, or contains code."""
     return _load(state, folder, lambda: safe_load.load_common(folder))
 
 
 def load_weights(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Read the tensors that `state` asks for and nothing else, also from a checkpoint that another program wrote.
-
-    Raises:
-        ResumeError: see `load`.
-    """
+    Raises ResumeError: see `load`."""
     # Another program keeps its own objects next to the shards.
     return _load(state, folder, dict, padded_vocabulary=True)
 

@@ -59,10 +59,7 @@ def load_into(model: Any, folder: Path, *, with_head: bool) -> None:
 
 def shapes_in(folder: Path) -> dict[str, Shape]:
     """Name and whole shape of every tensor of the model in a checkpoint.
-
-    Raises:
-        ResumeError: `.metadata` cannot be used.
-    """
+    Raises ResumeError: `.metadata` cannot be used."""
     entries = safe_load.read_metadata(folder).state_dict_metadata
     return {
         name: tuple(entry.size)
