@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +124,22 @@ def pooled() -> Iterator[Callable[[str], PooledReward]]:
 def test_regex(pooled: Any, response: str, label: Any, reward: float) -> None:
     (result,) = pooled("regex")([sample(response, label)])
     assert (result.reward, result.parts["unjudged"]) == (reward, float(label == "^(a+)+$"))
+
+
+def loud(_: RewardInput) -> float:
+    os.write(1, b"loud")
+    return 1.0
+
+
+def test_what_a_worker_prints_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    reward = PooledReward("loud", f"{__name__}:loud", workers=1)
+    given = sample("1")
+    reward.ahead(given)
+    assert [result.reward for result in reward([given])] == [1]
+    reward.close()
+    out, err = capfd.readouterr()
+    assert "loud" not in out
+    assert "loud" in err
 
 
 def test_a_pool_judges_ahead_of_the_batch_and_once(pooled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,8 @@ class _Worker:
 
 
 def _serve(pipe: Connection, function: str, deadline: float) -> None:
+    # stdout is for data, and workers may start at any time.
+    os.dup2(2, 1)
     # Imports take seconds, which no sample should pay for.
     module, _, name = function.partition(":")
     target: Any = getattr(import_module(module), name)
