@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +190,17 @@ def test_waiting_prompts_take_the_rows_of_finished_ones(engine: EmbeddedEngine, 
     # 300 steps of single rows; five batches one after the other would take 75 of eight rows.
     assert set(sizes) == {8}
     assert len(sizes) < 50
+
+
+def test_what_the_cache_had_before_reaches_no_response(folder: Path) -> None:
+    # Longer and longer prompts join while others run, and all of them grow over several blocks of columns.
+    requests = [replace(r, most_tokens=1 + 13 * (i % 4)) for i, r in enumerate(make_requests([3, 9, 17, 30] * 3))]
+    few = EmbeddedEngine(folder, decode=None, max_batch_size=3)
+    expected = few.generate(requests, PLAIN)
+    assert few._cache is not None
+    for state in (few._cache.keys, few._cache.values):
+        state.fill_(math.nan)
+    assert few.generate(requests, PLAIN) == expected
 
 
 def test_samples_of_a_prompt_share_its_prefill_and_differ(engine: EmbeddedEngine) -> None:

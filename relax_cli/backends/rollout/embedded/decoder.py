@@ -35,7 +35,7 @@ class _Pass:
     places: Tensor
     """Where the new keys and values go, `[N * K]`."""
     rotation: Tensor
-    """Unit complex numbers `[N, 1, 1, D/2]`."""
+    """Unit complex numbers `[N, 1, (G + 2) * D/2]` for queries and key, ones for the value: rows that long are fast."""
     causal: Tensor | None
     """Additive mask `[P, S]` of the new positions; None where the fused kernel needs none."""
     newest: Tensor
@@ -127,12 +127,14 @@ class Decoder:
 
     def _shared(self, cache: KVCache, positions_BP: Tensor, columns: int) -> _Pass:
         count = positions_BP.shape[1]
-        rotation = self._rotations_SD.index_select(0, positions_BP.reshape(-1))
+        rotation = self._rotations_SD.index_select(0, positions_BP.reshape(-1))[:, None]
+        groups = self.spec.num_heads // self.spec.num_kv_heads
+        rotation = torch.cat((rotation.expand(-1, groups + 1, -1), torch.ones_like(rotation)), 1)
         batched, first = columns <= BATCHED_COLUMNS, int(positions_BP[0, 0])
         causal = None
         if count > 1 and (batched or first):
             causal = torch.full((count if batched else in_blocks(count), columns), -math.inf).triu_(1 + first)
-        return _Pass(cache.places(positions_BP), rotation[:, None, None], causal, cache.bias(columns))
+        return _Pass(cache.places(positions_BP), rotation.view(len(rotation), 1, -1), causal, cache.bias(columns))
 
     def _mixture(self, h_NH: Tensor, layer: Layer, x_NH: Tensor) -> tuple[Tensor, Tensor]:
         """`x_NH` plus what the best experts of each row compute, weighed by their probabilities; and which they are."""
@@ -152,8 +154,7 @@ class Decoder:
         if layer.qk_norm is not None:
             rotated = heads[:, :-1]
             rotated.mul_(_rms_scale(rotated, self._eps)).mul_(layer.qk_norm)
-        pairs = torch.view_as_complex(qkv.view(len(this.rotation), -1, heads.shape[1], heads.shape[2] // 2, 2))
-        pairs[:, :, :-1].mul_(this.rotation)
+        torch.view_as_complex(qkv.view(len(qkv), self.spec.num_kv_heads, -1, 2)).mul_(this.rotation)
         cached.all_keys.index_copy_(0, this.places, heads[:, -2])
         cached.all_values.index_copy_(0, this.places, heads[:, -1])
         return heads[:, :-2]

@@ -137,10 +137,11 @@ class EmbeddedEngine:
                 generations[number] = generation
                 if ended is not None:
                     ended(number, generation)
-                # The last token was not computed.
-                tokens = (*requests[number].prompt_tokens, *generation.tokens[:-1])
-                if kept is not None and self._fits(kept, len(tokens)):
-                    kept[number] = batch.cache.take(row, tokens)
+                if kept is not None:
+                    # The last token was not computed.
+                    tokens = (*requests[number].prompt_tokens, *generation.tokens[:-1])
+                    if self._fits(kept, len(tokens)):
+                        kept[number] = batch.cache.take(row, tokens)
             batch.step()
         return [generations[number] for number in requests]
 
@@ -157,6 +158,7 @@ class EmbeddedEngine:
         ):
             cache = self._cache = None
             cache = self._cache = KVCache(self.decoder.spec, rows, columns, routes=routes)
+        cache.used = 0
         return cache
 
     def _ends_with_stop(self, tokens: list[int], stop: tuple[str, ...]) -> bool:

@@ -65,6 +65,9 @@ class KVCache:
             assert isinstance(spec, MoeSpec), "a dense model has no routes"
             self.routes = torch.full((rows, shape[3], shape[0], spec.experts_per_token), -1, dtype=torch.int16)
         self._layers: tuple[int, list[CachedLayer]] = (0, [])
+        self._whole, self._rows = self, range(rows)
+        self.used = 0
+        """Columns that rows have been given; whatever is in the others is of no use."""
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -77,18 +80,26 @@ class KVCache:
         piece.keys, piece.values = self.keys[:, first:last], self.values[:, first:last]
         piece.lengths_B, piece._bias_BS = self.lengths_B[first:last], self._bias_BS[first:last]
         piece._layers = (0, [])
+        piece._whole, piece._rows = self._whole, self._rows[first:last]
         piece.routes = None if self.routes is None else self.routes[first:last]
         return piece
 
     def begin(self, lengths: Sequence[int]) -> None:
         """Make every row one with so many columns, which are still to be written."""
-        # What a row had before is masked, but must be finite.
-        self.keys.zero_()
-        self.values.zero_()
+        self._use(in_blocks(max(lengths)), self._rows.start)
+        for state in (self.keys, self.values):
+            state[:, :, :, : self._whole.used].zero_()
         if self.routes is not None:
             self.routes.fill_(-1)
         self.lengths_B.copy_(torch.tensor(lengths))
         self._bias_BS.zero_().masked_fill_(torch.arange(self.capacity[1]) >= self.lengths_B[:, None], -math.inf)
+
+    def _use(self, columns: int, rows: int) -> None:
+        """Clear the further columns of the first rows: what was there before is masked, but must be finite."""
+        whole = self._whole
+        for state in (whole.keys, whole.values) if columns > whole.used else ():
+            state[:, :rows, :, whole.used : columns].zero_()
+        whole.used = max(whole.used, columns)
 
     def extend(self) -> Tensor:
         """Give every row another column; its number `[B, 1]`."""
@@ -99,7 +110,8 @@ class KVCache:
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
         """Make the rows `targets` copies of the rows `sources`."""
-        for state in (*self.keys, *self.values, self.lengths_B, self._bias_BS, self.routes):
+        used = (state[:, :, : self._whole.used] for state in (*self.keys, *self.values))
+        for state in (*used, self.lengths_B, self._bias_BS, self.routes):
             if state is not None:
                 state[targets] = state[sources]
 
@@ -128,6 +140,7 @@ class KVCache:
     def layers(self, columns: int) -> list[CachedLayer]:
         """Every layer, with its first columns to attend to; made once for the same number of columns."""
         if self._layers[0] != columns:
+            self._use(columns, self._rows.stop)
             width = self.keys.shape[4]
             pairs = zip(self.keys, self.values, strict=True)
             made = [
