@@ -16,27 +16,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ppo_step import make_inputs, quiet_environment
+import psutil
+from ppo_step import make_inputs, quiet_environment, train_command
 
 BASE = {"batch": 32, "length": 16, "layers": 4, "workers": 1}
 
 
 def records(work: Path, size: dict[str, int], steps: int, launcher: str) -> list[dict[str, Any]]:
-    """The metrics of every step of a run."""
+    """The metrics of every step of a run, each with `driver_gb`: the memory of the first process at that time."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
         model, prompts = make_inputs(Path(folder), layers=size["layers"])
-        ranks = {"actor": [1, 1], "critic": [1, 1], "rollout": [1, size["workers"]], "advantages": [1, 0]}
-        options = {
-            "advantage-estimator": "ppo",
-            "hf-checkpoint": model,
-            "prompt-data": prompts,
-            "label-key": "label",
-            "rm-type": "exact",
-            "resource": json.dumps(ranks),
+        run_dir = Path(folder) / "run"
+        sizes = {
             "launcher": launcher,
             "threads-per-rank": 1,
             "rollout-batch-size": size["batch"],
@@ -44,19 +40,34 @@ def records(work: Path, size: dict[str, int], steps: int, launcher: str) -> list
             "micro-batch-size": 8,
             "num-rollout": steps,
             "rollout-max-response-len": size["length"],
-            "run-dir": Path(folder) / "run",
         }
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "relax_cli", "train", *words, "--colocate", "--use-rollout-logprobs"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=sys.stderr, env=quiet_environment())
-        text = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8")
-    return [record for record in map(json.loads, text.splitlines()) if "phase_seconds" in record]
+        command = train_command(model, prompts, run_dir, size["workers"], sizes)
+        driver = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=sys.stderr, env=quiet_environment())
+        found: list[dict[str, Any]] = []
+        while driver.poll() is None:
+            new = steps_of(run_dir)[len(found) :]
+            if new:
+                memory = driver.memory_info()
+                found += [record | {"driver_gb": (memory.rss - memory.shared) / 1e9} for record in new]
+            time.sleep(0.05)
+        if driver.returncode:
+            raise SystemExit(f"relax train ended with exit code {driver.returncode}")
+    return found
 
 
-def measured(work: Path, size: dict[str, int], steps: int, launcher: str) -> tuple[float, float]:
-    """Median seconds of a step after the first, and gigabytes of all processes at the end."""
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics written so far, whole lines only."""
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in found if "phase_seconds" in record]
+
+
+def measured(work: Path, size: dict[str, int], steps: int, launcher: str) -> tuple[float, float, float]:
+    """Median seconds of a step after the first; gigabytes of all processes and of the driver at the end."""
     found = records(work, size, steps, launcher)
-    return statistics.median(sum(r["phase_seconds"].values()) for r in found[1:]), found[-1]["memory_gb"]
+    seconds = statistics.median(sum(record["phase_seconds"].values()) for record in found[1:])
+    return seconds, found[-1]["memory_gb"], found[-1]["driver_gb"]
 
 
 def exponent(factors: list[int], values: list[float]) -> float:
@@ -79,12 +90,13 @@ def main() -> None:
             launcher = "ray" if axis == "workers" else "local"
             sizes = [{**BASE, axis: BASE[axis] * factor} for factor in factors]
             found = [measured(work, size, args.steps, launcher) for size in sizes]
-            seconds, memory = [list(column) for column in zip(*found, strict=True)]
-            for size, taken, used in zip(sizes, seconds, memory, strict=True):
-                print(f"{axis:>8} {size[axis]:5}  {taken:7.3f} s/step  {used:6.2f} GB")
-            print(
-                f"{axis:>8}  exponents: time {exponent(factors, seconds):.2f}, memory {exponent(factors, memory):.2f}"
-            )
+            columns = [list(column) for column in zip(*found, strict=True)]
+            for size, (taken, used, driver) in zip(sizes, found, strict=True):
+                print(
+                    f"{axis:>8} {size[axis]:5}  {taken:7.3f} s/step  {used:6.2f} GB, driver {driver:.3f} GB", flush=True
+                )
+            time_, memory, driver = (exponent(factors, column) for column in columns)
+            print(f"{axis:>8}  exponents: time {time_:.2f}, memory {memory:.2f}, driver {driver:.2f}", flush=True)
         if args.long:
             kept = records(work, BASE, args.long, "local")[args.long // 3 :]
             slope = np.polyfit(range(len(kept)), [r["memory_gb"] for r in kept], 1)[0]

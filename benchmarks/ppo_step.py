@@ -120,15 +120,7 @@ def run_relax(model: Path, prompts: Path, work: Path, args: argparse.Namespace) 
     """Median wall and CPU seconds per step of `relax train`, read off its metrics file as it grows."""
     run_dir = work / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
-    # One actor and one critic that learn at the same time: at this size a second intra-op thread gains little.
-    ranks = {"actor": [1, 1], "critic": [1, 1], "rollout": [1, args.cores], "advantages": [1, 0]}
-    options: dict[str, Any] = {
-        "advantage-estimator": "ppo",
-        "hf-checkpoint": model,
-        "prompt-data": prompts,
-        "label-key": "label",
-        "rm-type": "exact",
-        "resource": json.dumps(ranks),
+    sizes = {
         "rollout-batch-size": BATCH,
         "num-steps-per-rollout": BATCH // MINIBATCH,
         "micro-batch-size": MINIBATCH,
@@ -136,11 +128,10 @@ def run_relax(model: Path, prompts: Path, work: Path, args: argparse.Namespace) 
         "rollout-max-response-len": new_tokens(args),
         "lr": 1e-4,
         "lambd": 0.95,
-        "run-dir": run_dir,
     }
-    switches = ["--colocate", "--overlap-updates", "--use-rollout-logprobs", "--normalize-advantages"]
-    relax = str(Path(sys.executable).with_name("relax"))
-    command = [relax, "train", *switches, *(w for k, v in options.items() for w in (f"--{k}", str(v)))]
+    # Actor and critic learn at the same time: at this size a second intra-op thread gains little.
+    command = train_command(model, prompts, run_dir, args.cores, sizes)
+    command += ["--overlap-updates", "--normalize-advantages"]
     environment = quiet_environment()
     if args.lengths == "ragged":
         environment["PYTHONPATH"] = f"{HERE / 'ragged'}{os.pathsep}{HERE}"
@@ -158,6 +149,23 @@ def run_relax(model: Path, prompts: Path, work: Path, args: argparse.Namespace) 
     wall = [json.loads(line)["step_seconds"] for line in metrics.read_text().splitlines()]
     cpu = [b - a for a, b in itertools.pairwise(cpu_marks)]
     return {"wall": statistics.median(wall[1:]), "cpu": statistics.median(cpu)}
+
+
+def train_command(model: Path, prompts: Path, run_dir: Path, workers: int, sizes: dict[str, Any]) -> list[str]:
+    """`relax train` with one actor, one critic and so many rollout workers on the same cores."""
+    ranks = {"actor": [1, 1], "critic": [1, 1], "rollout": [1, workers], "advantages": [1, 0]}
+    options: dict[str, Any] = {
+        "advantage-estimator": "ppo",
+        "hf-checkpoint": model,
+        "prompt-data": prompts,
+        "label-key": "label",
+        "rm-type": "exact",
+        "resource": json.dumps(ranks),
+        "run-dir": run_dir,
+        **sizes,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [str(Path(sys.executable).with_name("relax")), "train", "--colocate", "--use-rollout-logprobs", *words]
 
 
 def tree_cpu_seconds(pid: int) -> float:

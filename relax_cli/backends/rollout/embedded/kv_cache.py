@@ -113,7 +113,8 @@ class KVCache:
         used = (state[:, :, : self._whole.used] for state in (*self.keys, *self.values))
         for state in (*used, self.lengths_B, self._bias_BS, self.routes):
             if state is not None:
-                state[targets] = state[sources]
+                # Slices at a time; `state[targets] = state[sources]` copies number by number.
+                state.index_copy_(0, targets, state.index_select(0, sources))
 
     def take(self, row: int, tokens: tuple[int, ...]) -> Prefix:
         """A copy of the first positions of a row, where these tokens are."""
