@@ -194,7 +194,7 @@ def test_waiting_prompts_take_the_rows_of_finished_ones(engine: EmbeddedEngine, 
 
 def test_what_the_cache_had_before_reaches_no_response(folder: Path) -> None:
     # Longer and longer prompts join while others run, and all of them grow over several blocks of columns.
-    requests = [replace(r, most_tokens=1 + 13 * (i % 3)) for i, r in enumerate(make_requests([3, 9, 17, 30] * 3))]
+    requests = [replace(r, most_tokens=1 + 13 * (i % 3)) for i, r in enumerate(make_requests([3, 9, 17, 50] * 3))]
     few = EmbeddedEngine(folder, decode=None, max_batch_size=3)
     expected = few.generate(requests, PLAIN)
     assert few._cache is not None
