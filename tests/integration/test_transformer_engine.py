@@ -20,13 +20,13 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from relax_cli.backends.device import select_device
-from relax_cli.backends.megatron import layers, model, te_import
+from relax_cli.backends.megatron import context, layers, model, te_import
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import HfWeights
 from relax_cli.models.spec import read_spec
 from relax_cli.quickstart.task import MODEL
-from tests.support.tiny_models import save_tiny_model
-from tests.support.training_runs import Run, build, loss_fn, micro_batches, train
+from tests.support.tiny_models import on_ranks, save_tiny_model
+from tests.support.training_runs import Run, assert_close, build, loss_fn, micro_batches, train
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -101,6 +101,7 @@ class DotProductAttention(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
+        self.config = config
         assert (attn_mask_type.name, attention_type, softmax_scale) == ("causal", "self", None)
 
     def forward(
@@ -115,13 +116,22 @@ class DotProductAttention(torch.nn.Module):
         num_splits: int | None = None,
     ) -> Tensor:
         assert attn_mask_type.name == "causal"
+        # Under context parallelism each rank hands over its pieces, and the bounds of whole samples.
+        ranks = self.config.context_parallel_size
+        lengths = (
+            [ranks * query.size(0)] if packed_seq_params is None else packed_seq_params.cu_seqlens_q.diff().tolist()
+        )
+        if ranks > 1:
+            query, key, value = (context.from_all_ranks(x, lengths) for x in (query, key, value))
         if packed_seq_params is not None:
             # The wrapper hands exactly these on, and makes the mask `padding_causal`.
             packed = {field.name: getattr(packed_seq_params, field.name) for field in fields(PackedSeqParams)}
-            return self.packed(query, key, value, **{name: x for name, x in packed.items() if x is not None})
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
+            out = self.packed(query, key, value, **{name: x for name, x in packed.items() if x is not None})
+        else:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            out = out.permute(2, 0, 1, 3).flatten(2)
+        return out[context.own_places(lengths, out.device)] if ranks > 1 else out
 
     def packed(
         self,
@@ -134,8 +144,16 @@ class DotProductAttention(torch.nn.Module):
         cu_seqlens_kv: Tensor,
         max_seqlen_q: int,
         max_seqlen_kv: int,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
     ) -> Tensor:
         """TransformerEngine's checks of `thd`, and attention under one mask for the whole row."""
+        ranks = self.config.context_parallel_size
+        for padded in (cu_seqlens_q_padded, cu_seqlens_kv_padded):
+            # Its ring divides them without a look.
+            assert (padded is None) == (ranks == 1)
+            assert padded is None or not (padded % (2 * ranks)).any()
+            assert padded is None or torch.equal(padded, cu_seqlens_q)
         assert qkv_format == "thd"
         assert query.dim() == key.dim() == value.dim() == 3
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
@@ -181,15 +199,25 @@ class Provider:
         return DotProductAttention
 
 
+def stand_ins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gpt_layer_specs, "TESpecProvider", Provider, raising=False)
+    patch.setattr(gpt_layer_specs, "TENorm", Norm, raising=False)
+    patch.setattr(model, "layer_kind", lambda wanted, device: "transformer_engine")
+
+
+def train_with_stand_ins(rank: int, ranks: int, port: int, run: Run) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins(patch)
+        return train(rank, ranks, port, run)
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`build` with the stand-in layers; the argument is a run."""
 
     def build_with(run: Run) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(gpt_layer_specs, "TESpecProvider", Provider, raising=False)
-            patch.setattr(gpt_layer_specs, "TENorm", Norm, raising=False)
-            patch.setattr(model, "layer_kind", lambda wanted, device: "transformer_engine")
+            stand_ins(patch)
             return build(run)
 
     return build_with
@@ -222,6 +250,13 @@ def test_its_layers_learn_what_local_ones_learn(
     steps = [built.train_step(batches, loss_fn) for _ in range(run.steps)]
     np.testing.assert_allclose([step.metrics["loss"] for step in steps], local["losses"], atol=1e-5)
     np.testing.assert_allclose([step.grad_norm for step in steps], local["grad_norms"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_its_attention_gets_pieces_and_whole_bounds(packed: bool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3", tied=True)
+    run = Run("policy", tmp_path, packed=packed, layout={"context_parallel_size": 2})
+    assert_close(on_ranks(2, train_with_stand_ins, run), train(0, 1, 0, Run("policy", tmp_path)))
 
 
 def test_a_checkpoint_goes_from_one_kind_of_layers_to_the_other(engine: Any, tmp_path: Path) -> None:
