@@ -156,8 +156,9 @@ def picked_routes(carried: Tensor | None, states_N: Tensor) -> Tensor | None:
     if carried is None or carried.dim() == 2:
         return None
     picked_Nr = carried.transpose(0, 1).flatten(0, 1).index_select(0, states_N)
-    # The first state again is what makes equal shares under sequence parallelism.
-    picked_Nr[1:][states_N[1:] == 0] = -1
+    # The first state, again and again at the end, is what makes equal shares under sequence parallelism.
+    others_N = (states_N != 0).flip(0).cumsum(0).flip(0)
+    picked_Nr[1:][others_N[1:] == 0] = -1
     return picked_Nr[None]
 
 

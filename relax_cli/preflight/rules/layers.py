@@ -116,8 +116,8 @@ def bridge_pipeline(parallel: ParallelSection, inputs: RunInputs) -> Found:
 
 @rule("bridge-context-parallel", "Model", option="--context-parallel-size", needs="files")
 def bridge_context_parallel(parallel: ParallelSection, inputs: RunInputs) -> Found:
-    """A model that goes through Megatron-Bridge with context parallelism: linear attention passes a state from token to
-    token, also from rank to rank, which is not built."""
+    """A model that goes through Megatron-Bridge with context parallelism: its samples are not cut into pieces, and its
+    linear attention would have to pass a state from rank to rank."""
     size = parallel.context_parallel_size
     if size > 1 and inputs.model_config.get("model_type") in BRIDGE_FAMILIES:
         yield Finding(
