@@ -21,6 +21,7 @@ from relax_cli.backends.megatron.fake_step import Accounts, FakeModel, FakeTrain
 from relax_cli.config.schema import Config
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
 from relax_cli.engine.transfer import LocalQueue
+from relax_cli.plugin.graph import ROUTES
 from relax_cli.preflight.memory.activations import largest_pass
 from relax_cli.preflight.memory.sizes import Lengths
 
@@ -80,6 +81,8 @@ def longest_samples(builder: RoleBuilder, lengths: Lengths) -> LocalQueue:
         "rewards": torch.tensor(0.0),
         "truncated": torch.tensor(0),
         "bootstrap_values": torch.tensor(0.0),
+        # Tokens go to the experts in turn.
+        ROUTES: torch.zeros(0, dtype=torch.int16),
     }
     groups = [torch.tensor(row // batch.n_samples_per_prompt) for row in rows]
     queue.put(0, rows, {name: [value] * len(rows) for name, value in same.items()} | {"group_ids": groups})

@@ -109,6 +109,7 @@ def test_the_stages_of_a_pipeline_have_the_whole_model(tmp_path: Path) -> None:
         ("qwen3-4B-8xgpu-ppo", "critic", ("recompute_granularity=null",)),
         ("qwen3-4B-8xgpu-ppo", "actor", ()),
         ("qwen3-4B-8xgpu-ppo", "actor", ("log_probs_chunk_size=1024",)),
+        ("qwen3-4B-8xgpu-ppo", "actor", ("pipeline_model_parallel_size=2",)),
         ("qwen3-4B-8xgpu-grpo", "actor", ()),
         ("qwen3-30B-A3B-8xgpu-ppo", "critic", ()),  # about two minutes
         ("qwen3-8B-16xgpu-ppo", "critic", ()),
@@ -145,6 +146,6 @@ def test_a_simulated_step_of_a_language_model_takes_a_real_ones(role: str) -> No
 @pytest.mark.slow
 def test_a_simulated_step_of_experts_takes_what_a_real_one_takes(tmp_path: Path) -> None:
     model = save_experts_for_task(tmp_path / "experts")
-    run = checked(tmp_path / "task", "tiny-ppo-cpu", f"model.hf_checkpoint={model}")
+    run = checked(tmp_path / "task", "tiny-ppo-cpu", f"model.hf_checkpoint={model}", "parallel.router_replay=true")
     found = simulate(run, lambda _: None, ["actor"])["actor"]
     assert [peak(found)] == pytest.approx(real_peaks(run, "actor"), rel=0.1)
