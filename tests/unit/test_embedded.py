@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from relax_cli.backends.rollout.embedded import engine as engine_module
 from relax_cli.backends.rollout.embedded import weights
+from relax_cli.backends.rollout.embedded.decoder import _attend
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
+from relax_cli.backends.rollout.embedded.kv_cache import CachedLayer
 from relax_cli.backends.rollout.embedded.linear import PlainLinear
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams
@@ -155,6 +158,53 @@ def test_a_response_depends_on_prompt_and_seed_only(engine: EmbeddedEngine, fold
     same_responses(together, engine.generate(requests[::-1], sampling)[::-1])
     same_responses(together, [engine.generate([request], sampling)[0] for request in requests])
     same_responses(together, EmbeddedEngine(folder, decode=None, max_batch_size=3).generate(requests, sampling))
+
+
+def products_depend_on_the_row_alone(engine: EmbeddedEngine) -> bool:
+    """Whether this CPU's products give a row the same bits next to any others, and with masked columns behind it."""
+    loaded = engine.decoder._weights
+    assert loaded is not None
+    spec, layer = engine.decoder.spec, loaded.layers[0]
+    counts = (*range(1, 65), 99, 160, 300)
+    inputs = {
+        spec.hidden_size: (layer.qkv, layer.mlps[0].gate, loaded.head),
+        spec.ffn_size_in(0): (layer.mlps[0].down,),
+    }
+    for width, products in inputs.items():
+        x = torch.randn(max(counts), width)
+        for product in products:
+            whole = product(x)
+            if not all(torch.equal(product(x[:count]), whole[:count]) for count in counts):
+                return False
+    pairs, columns, length = 10 * spec.num_kv_heads, 48, 9
+    keys, values = torch.randn(2, pairs, columns, spec.head_dim)
+    query = torch.randn(pairs, 40, spec.head_dim)
+    bias = torch.zeros(columns).masked_fill(torch.arange(columns) >= length, -math.inf).expand(pairs, 1, -1)
+
+    def attend(pairs: int, queries: int, columns: int) -> Tensor:
+        cached = CachedLayer(keys, values, keys[:pairs, :columns], values[:pairs, :columns])
+        return _attend(query[:pairs, :queries], cached, bias[:pairs, :, :columns])
+
+    groups = spec.num_heads // spec.num_kv_heads
+    # A step has one position, prompts have several.
+    for queries in ((groups,), (2 * groups, 18, 40)):
+        whole = attend(pairs, max(queries), columns)
+        sizes = itertools.product(range(1, pairs + 1), queries, range(16, columns + 1, 16))
+        if not all(torch.equal(attend(*size), whole[: size[0], : size[1]]) for size in sizes):
+            return False
+    return True
+
+
+def test_responses_are_equal_to_the_bit_in_any_rows(engine: EmbeddedEngine, folder: Path) -> None:
+    with torch.inference_mode():
+        if not products_depend_on_the_row_alone(engine):
+            pytest.skip("on this CPU a product gives a row other bits next to other rows")
+    prompts = make_requests([6, 6, 11, 2, 9, 3, 4, 30])
+    requests = [replace(request, most_tokens=1 + 5 * (i % 4)) for i, request in enumerate(prompts)]
+    together = engine.generate(requests, PLAIN)
+    assert together == engine.generate(requests[::-1], PLAIN)[::-1]
+    assert together == [engine.generate([request], PLAIN)[0] for request in requests]
+    assert together == EmbeddedEngine(folder, decode=None, max_batch_size=3).generate(requests, PLAIN)
 
 
 def test_finished_rows_leave_the_batch_without_effect_on_others(engine: EmbeddedEngine) -> None:
