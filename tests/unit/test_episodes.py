@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from relax_ppo import PpoOptions
@@ -56,7 +57,11 @@ class Scripted:
         for request in requests:
             ids = self.tokenizer(text, add_special_tokens=False).input_ids[: request.most_tokens]
             whole = ids[-1] == END or text.endswith("!")
-            found.append(Generation(ids, [-0.5] * len(ids), "stop" if whole else "length"))
+            # It knows the experts of what it has just sampled.
+            known = len(request.prompt_tokens) - 1
+            routes = np.full((known + len(ids), 1, 1), len(self.asked), np.int16)
+            routes[:known] = -1
+            found.append(Generation(ids, [-0.5] * len(ids), "stop" if whole else "length", routes=routes))
         return found
 
     def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
@@ -408,3 +413,14 @@ def test_a_run_trains_on_exactly_what_was_sampled(tmp_path: Path, estimator: str
             assert len(mask) == len(sample["response_token_ids"]) == len(sample["log_probs"])
             assert sample["reward"] == sum(turn["reward"] for turn in sample["turns"])
             assert all(a == 0 for a, m in zip(sample["advantages"], mask, strict=True) if not m)
+
+
+def test_routes_cover_every_turn(tokenizer: Any) -> None:
+    (judged,), _ = play(tokenizer, ["15!", "16!"])
+    generation, first = judged.generation, len(judged.prompt_tokens) - 1
+    assert generation.routes is not None
+    assert len(generation.routes) == first + len(generation.tokens)
+    turns = generation.routes[first:, 0, 0].tolist()
+    # Of observed tokens nothing is known here.
+    assert [turn > 0 for turn in turns] == [bool(sampled) for sampled in judged.mask]
+    assert sorted({turn for turn in turns if turn > 0}) == [1, 2]
