@@ -10,8 +10,13 @@ the sizes of `--recipe smollm2-135m-ppo-cpu`.
 from __future__ import annotations
 
 import os
+import sys
 
-os.environ.update(OMP_WAIT_POLICY="passive", HF_HUB_OFFLINE="1")
+from relax_cli.engine.build import cpu_environment
+
+if not (WORKER := cpu_environment(os.cpu_count() or 1)).items() <= os.environ.items():
+    # Memory and threads as in the workers of a run, which find these settings when they start.
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **WORKER, "HF_HUB_OFFLINE": "1"})
 
 import argparse
 import json
@@ -121,11 +126,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30, help="30 is SmolLM2-135M; fewer is smaller")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each product")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds; one more warms up")
+    parser.add_argument("--cpu-matmul-precision", choices=("fp32", "bf16"), default="fp32", help="as in `relax train`")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         measured = phases(Path(folder), args.layers)
+    if args.cpu_matmul_precision == "bf16":
+        products.install_bf16()
     peak: dict[str, float] = {}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in measured}
     for _ in range(args.rounds + 1):

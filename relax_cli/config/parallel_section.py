@@ -84,6 +84,10 @@ class ParallelSection(Section):
     ray_num_cpus: int | None = Field(
         None, ge=1, le=100_000, description="logical CPUs of a local Ray; as many as the roles need when unset"
     )
+    cpu_matmul_precision: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="factors of matrix products of training on a CPU; bf16 is faster and less exact, weights stay fp32",
+    )
     threads_per_rank: int | None = Field(
         None, ge=1, le=1024, description="CPU threads per worker; cores / ranks of the role when unset"
     )

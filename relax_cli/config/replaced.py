@@ -105,6 +105,10 @@ NEEDS = (
         "cpu-offload-unused", "where the model is not in the host's memory anyway", "--device cuda",
     ),
     _need(
+        "cpu_matmul_precision", "device", lambda value: value != "cuda",
+        "cpu-matmul-precision-unused", "on a CPU; on a GPU everything is computed in bf16", "--device cpu",
+    ),
+    _need(
         "num_epoch", "num_rollout", lambda value: value is None,
         "num-epoch-unused", "without --num-rollout, which already sets the length of the run", "drop --num-rollout",
     ),

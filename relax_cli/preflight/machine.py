@@ -74,6 +74,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def has_bf16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU has instructions for matrix products of bf16 numbers."""
+    return cpuinfo.exists() and bool({"avx512_bf16", "amx_bf16"} & set(cpuinfo.read_text("utf-8").split()))
+
+
 def gpu_count() -> int:
     """NVIDIA devices that this machine shows, whether or not torch can use them."""
     devices = Path("/dev")
@@ -107,6 +112,7 @@ class Machine:
     memory: int | None = field(default_factory=total_memory)
     gpus: int = field(default_factory=gpu_count)
     cores: int = field(default_factory=usable_cores)
+    bf16_products: bool = field(default_factory=has_bf16_products)
     free_disk: Callable[[str], int | None] = free_disk
     shared_memory: int | None = field(default_factory=free_shared_memory)
     gpu_memory: Callable[[], int | None] = smallest_gpu

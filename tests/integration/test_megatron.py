@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from relax_cli.backends.megatron import cpu_support, layers, parallel
+from relax_cli.backends.megatron import cpu_support, layers, parallel, products
 from relax_cli.backends.megatron.heads import ValueHead
 from relax_cli.backends.megatron.model import PolicyModel, ValueModel
 from relax_cli.backends.megatron.trainer import MicroBatch
@@ -142,6 +142,24 @@ def test_micro_batch_size_does_not_matter(kind: str, qwen3: Path) -> None:
     whole, single = (train(0, 1, 0, Run(kind, qwen3, micro_batch_size=size)) for size in (6, 1))  # type: ignore[arg-type]
     np.testing.assert_allclose(whole["losses"], single["losses"], rtol=1e-6)
     np.testing.assert_allclose(whole["grad_norms"], single["grad_norms"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_training_with_bf16_products_is_near_fp32(kind: Any, qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tolerance that docs/speed.md states."""
+    run = Run(kind, qwen3, steps=4)
+    exact = train(0, 1, 0, run)
+    monkeypatch.setattr(products, "LEAST_NUMBERS", 1)
+    # `train` installs the fp32 kernel first, as every training process does.
+    monkeypatch.setattr(products, "product", products.bf16_product)
+    monkeypatch.setattr(products, "fp32_kernel", lambda: products.plain)
+    monkeypatch.setattr(products, "is_amd", lambda: True)
+    rounded = train(0, 1, 0, run)
+    products.install.cache_clear()
+    assert not np.array_equal(rounded["grid"], exact["grid"])
+    np.testing.assert_allclose(rounded["losses"], exact["losses"], rtol=0.02, atol=0.01)
+    np.testing.assert_allclose(rounded["grad_norms"], exact["grad_norms"], rtol=0.05)
+    np.testing.assert_allclose(rounded["grid"], exact["grid"], atol=0.05)
 
 
 @pytest.mark.parametrize("kind", ["policy", "value"])

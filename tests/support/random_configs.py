@@ -19,6 +19,7 @@ FIXED = {
     "env", "eval_sampling",
     # The length of a run, its processes, and switches of other machines.
     "num_rollout", "num_epoch", "launcher", "resource", "strict", "tensorboard", "track", "advantage_estimator",
+    "cpu_matmul_precision",
 }  # fmt: skip
 MOST = 16
 """Largest size, so that a run takes less than a second."""

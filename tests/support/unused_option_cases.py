@@ -22,6 +22,7 @@ UNUSED_OPTION_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("chat-option-unused", {"system_prompt": "be brief"}, {"apply_chat_template": True}),
     ("overlong-buffer-unused", {"overlong_buffer_len": "2"}, {"overlong_penalty": "1"}),
     ("overlong-prompts-unused", {"overlong_prompts": "drop"}, {"rollout_max_prompt_len": "64"}),
+    ("cpu-matmul-precision-unused", {"cpu_matmul_precision": "bf16", "device": "cuda"}, {"device": "cpu"}),
     ("min-lr-unused", {"min_lr": "1e-7"}, {"lr_decay_style": "linear"}),
     ("dynamic-sampling-unused", {"dynamic_sampling_max_rounds": "5"}, {"dynamic_sampling": ON}),
     ("over-sampling-unused", {"over_sampling_batch_size": "512"}, {"dynamic_sampling": ON}),

@@ -82,6 +82,7 @@ PAIRS: list[tuple[dict[str, Any], str, Any, dict[str, Any]]] = [
     ({"rollout_external": True}, "rollout_engine", "embedded", {"rollout_external": False}),
     ({"rollout_engine": "embedded"}, "rollout_external", True, {"rollout_engine": "auto"}),
     ({"overlap_updates": True}, "device", "cuda", {"overlap_updates": False}),
+    ({"cpu_matmul_precision": "bf16"}, "device", "cuda", {"cpu_matmul_precision": "fp32"}),
     ({"overlong_penalty": 0.5, "overlong_buffer_len": 4}, "overlong_penalty", 0.0, {"overlong_buffer_len": None}),
     ({"reward_on_error": "zero"}, "env", "e.py:Env", {"reward_on_error": "stop"}),
     ({"partial_rollout": True, "partial_rollout_len": 7}, "partial_rollout", False, {"partial_rollout_len": None}),

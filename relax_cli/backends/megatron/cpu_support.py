@@ -72,8 +72,7 @@ def install() -> None:
     dispatcher = importlib.import_module(DISPATCHER_MODULE).MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = _NO_STREAM
     dispatcher._maybe_dtoh_and_synchronize = _counts_as_lists
-    if products.is_amd():
-        products.install()
+    products.install_fp32()
     # The tracker for inference has no states of its own, so that "with the generator of this region" means nothing.
     random.initialize_rng_tracker(inference_rng_tracker=True)
 

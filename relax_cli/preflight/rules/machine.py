@@ -44,6 +44,33 @@ def _lacks_gpus(parallel: ParallelSection, sglang: SglangSection, machine: Machi
         )
 
 
+SLOW_BF16 = Finding(
+    "bf16 products take longer on this CPU than fp32 ones", fix="--cpu-matmul-precision fp32", expected="less"
+)
+
+
+@rule("no-bf16-products", MACHINE_THEME, option="--cpu-matmul-precision", needs="machine")
+def no_bf16_products(parallel: ParallelSection, machine: Machine) -> Found:
+    """`--cpu-matmul-precision bf16`, but this CPU has neither AVX512-BF16 nor AMX, or takes longer with them. The
+    second is measured at the start of each training process."""
+    on_cpu = parallel.device == "cpu" or (parallel.device == "auto" and machine.gpus == 0)
+    if parallel.cpu_matmul_precision == "bf16" and on_cpu and not machine.ray_address:
+        found = lacking_bf16(machine.bf16_products)
+        yield from () if found is None else (found,)
+
+
+def lacking_bf16(has_bf16: bool) -> Finding | None:
+    """What to say of a CPU, unless it has instructions for bf16 products."""
+    if has_bf16:
+        return None
+    return Finding(
+        "this CPU has no instructions for bf16 matrix products",
+        got="neither avx512_bf16 nor amx_bf16 in /proc/cpuinfo",
+        expected="one of them",
+        fix="--cpu-matmul-precision fp32",
+    )
+
+
 @rule("disk-too-small", MACHINE_THEME, option="--save", needs="machine")
 def disk_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Found:
     """The disk has no room for one checkpoint."""
