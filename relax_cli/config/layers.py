@@ -26,7 +26,7 @@ UNKNOWN_ENVIRONMENT = problem_kind(
 )
 SET_SYNTAX = problem_kind("set-syntax", THEME, "`--set` takes `SECTION.KEY=VALUE`.", option="--set")
 SET = "--set"
-NOT_OPTIONS = frozenset({"RELAX_DEBUG", "RELAX_CACHE"})
+NOT_OPTIONS = frozenset({"RELAX_DEBUG", "RELAX_CACHE", "RELAX_WARM"})
 """`RELAX_*` names that steer the program itself."""
 
 T = TypeVar("T")

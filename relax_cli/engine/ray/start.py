@@ -13,6 +13,7 @@ import ray
 
 from relax_cli.config.placement import needed_cpus, object_store_bytes, rollout_engine, shared_bundles
 from relax_cli.engine import imports
+from relax_cli.engine.forks import worker_python
 from relax_cli.engine.ray.problems import check_reachable, not_local, start_failed, too_few_cpus, too_few_gpus
 from relax_cli.engine.ray.queue_keys import refuse_second_queue
 from relax_cli.errors import EnvironmentFault, RunError
@@ -39,12 +40,13 @@ def start_ray(plan: LaunchPlan) -> None:
     _give_token()
     config = plan.config
     engine = rollout_engine(config.rollout, config.sglang, config.parallel)
+    on_cpu = config.parallel.device != "cuda"
     _init_ray(
         "local",
         num_cpus=config.parallel.ray_num_cpus or needed_cpus(config.parallel, config.sglang),
         include_dashboard=False,
         object_store_memory=object_store_bytes(engine, weight_bytes(plan.model_folder)),
-        runtime_env={"worker_process_setup_hook": imports.HOOK},
+        runtime_env={"worker_process_setup_hook": imports.HOOK} | (worker_python() if on_cpu else {}),
     )
     at = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(at).is_loopback:

@@ -1,0 +1,325 @@
+"""The warm process of `relax up`: it has imported what runs need, and every run is a fork of it.
+
+A run has a second such process, forked before it has threads of its own, from which Ray's workers come: Ray starts
+`fork_client.py` in the place of a worker's Python. All three end with what they belong to: a run with the terminal's
+process, workers with the run, and with the processes that Ray started for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import selectors
+import shlex
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relax_cli.engine import fork_client
+from relax_cli.engine.fork_client import PATIENCE, SOCKET, WORKERS, is_fork, read_line
+from relax_cli.engine.imports import LOCAL, TRANSFER_QUEUE, import_quickly
+
+RUN_MODULES = (
+    "relax_cli.cli.train",
+    "relax_cli.cli.eval",
+    "relax_cli.cli.quickstart",
+    "relax_cli.engine.local",
+    "relax_cli.engine.restarts",
+    "relax_cli.engine.summary",
+    "tensordict",
+    "zmq",
+)
+"""Not Ray: it reads which job and which node it belongs to when it is imported."""
+WORKER_MODULES = ("relax_cli.engine.ray", *TRANSFER_QUEUE, "relax_cli.engine.ray.ranks")
+READ_AT_IMPORT = (
+    *("ATEN_", "BLIS_", "CUDA_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "HF_", "HOME", "KMP_", "LANG", "LC_", "LD_"),
+    *(
+        "MALLOC_",
+        "MKL_",
+        "NCCL_",
+        "NPY_",
+        "NVTE_",
+        "OMP_",
+        "ONEDNN_",
+        "OPENBLAS_",
+        "PYTHON",
+        "PYTORCH",
+        "RAY_",
+        "TMPDIR",
+    ),
+    *("TORCH", "TQ_", "TRANSFORMERS_", "XDG_CACHE"),
+)
+"""Beginnings of variables that a library reads once, when it is loaded."""
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class ForkServer:
+    """Forks this process on request; single-threaded, as a process that forks must be."""
+
+    listener: socket.socket
+    warm: Warmth | None = None
+    """What a program must find as it is here; None: whoever asks has been started by the run that this belongs to."""
+    idle: float | None = None
+    """Seconds without a fork after which it ends."""
+    owner: int | None = None
+    """A pipe whose end means that the owner is gone."""
+    forks: dict[int, socket.socket] = field(default_factory=dict)
+    """Process ids, and who waits for them."""
+    waiting: list[socket.socket] = field(default_factory=list)
+    """Who wants to know when this process has ended."""
+
+    def serve(self) -> str | None:
+        """Returns None at the end, and in every fork the Python file that it is to run."""
+        with selectors.DefaultSelector() as events:
+            events.register(self.listener, selectors.EVENT_READ)
+            if self.owner is not None:
+                events.register(self.owner, selectors.EVENT_READ)
+            while self.forks or not self.waiting:
+                ready = events.select(None if self.forks else self.idle)
+                if not ready and not self.forks:
+                    return None
+                for key, _ in ready:
+                    if key.fileobj is self.listener:
+                        program = self._answer(self.listener.accept()[0], events)
+                        if program is not None:
+                            return program
+                    elif key.fileobj == self.owner:
+                        self._kill()
+                        return None
+                    else:
+                        self._look(key, events)
+        return None
+
+    def _answer(self, channel: socket.socket, events: selectors.BaseSelector) -> str | None:
+        channel.settimeout(PATIENCE)
+        files: list[int] = []
+        try:
+            start, files, _, _ = socket.recv_fds(channel, 1, 3)
+            request = read_line(channel, start)
+            refused = None if self.warm is None else self.warm.difference(request)
+            if request["do"] == "run" and refused is None:
+                return self._fork(channel, request, files, events)
+            _tell(channel, pid=None if request["do"] == "run" else os.getpid(), runs=[*self.forks], refused=refused)
+        except (OSError, ValueError, KeyError):
+            # Whoever asked has gone, or starts without a fork.
+            channel.close()
+            return None
+        finally:
+            for file in files:
+                os.close(file)
+        if request["do"] == "end" and not self.waiting:
+            events.unregister(self.listener)
+            self.listener.close()
+        if request["do"] == "end":
+            self.waiting.append(channel)
+        else:
+            channel.close()
+        return None
+
+    def _fork(
+        self, channel: socket.socket, request: dict[str, Any], files: list[int], events: selectors.BaseSelector
+    ) -> str | None:
+        if self.warm is None:
+            # The job and the node of every worker of a run are the same.
+            os.environ.update(
+                {name: value for name, value in request["environment"].items() if name.startswith("RAY_")}
+            )
+            import_quickly(WORKER_MODULES)
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._let_go(channel)
+            become(request, files, server)
+            return str(request["argv"][0])
+        self.forks[pid] = channel
+        events.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        events.register(channel, selectors.EVENT_READ, pid)
+        _tell(channel, pid=pid)
+        return None
+
+    def _let_go(self, own: socket.socket) -> None:
+        """In a fork: whoever waits for this process must see its end."""
+        for channel in (self.listener, own, *self.forks.values(), *self.waiting):
+            channel.close()
+        if self.owner is not None:
+            os.close(self.owner)
+
+    def _look(self, key: selectors.SelectorKey, events: selectors.BaseSelector) -> None:
+        """A fork has ended, or the process that waits for it."""
+        pid: int = key.data
+        events.unregister(key.fileobj)
+        if isinstance(key.fileobj, socket.socket):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            return
+        assert isinstance(key.fileobj, int)
+        os.close(key.fileobj)
+        _, status = os.waitpid(pid, 0)
+        channel = self.forks.pop(pid)
+        with suppress(KeyError):
+            events.unregister(channel)
+        _tell(channel, status=status)
+        channel.close()
+
+    def _kill(self) -> None:
+        for pid in self.forks:
+            os.kill(pid, signal.SIGKILL)
+
+
+class Warmth:
+    """What was read while this process imported its libraries."""
+
+    def __init__(self, started_from: dict[str, Any]) -> None:
+        self.started_from = started_from
+        places = {module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
+        packages = {path for path in sys.path if path.endswith("-packages")}
+        self.files = {path: _stamp(path) for path in (*places, *packages) if path is not None}
+
+    def difference(self, request: dict[str, Any]) -> str | None:
+        """What is not as it was when this process imported its libraries, as a sentence."""
+        then, now = self.started_from, json.loads(json.dumps(request))
+        for name in ("executable", "prefix", "version", "limits", "cores"):
+            if then[name] != now[name]:
+                return f"the {name} of this Python differ{'s' * (not name.endswith('s'))} from those of relax up"
+        names = sorted(then["environment"].keys() | now["environment"].keys())
+        for name in names:
+            if name.startswith(READ_AT_IMPORT) and then["environment"].get(name) != now["environment"].get(name):
+                return f"{name} is set differently from where relax up was typed"
+        changed = next((path for path, stamp in self.files.items() if _stamp(path) != stamp), None)
+        return None if changed is None else f"{changed} has changed since relax up"
+
+
+def become(request: dict[str, Any], files: list[int], parent: int) -> None:
+    """In a fork: take over files, folder and environment of the process that asked."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.umask(request["umask"])
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv[:] = request["argv"]
+    sys.path[:] = request["path"] or sys.path
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        before = getattr(sys, name)
+        stream = io.TextIOWrapper(
+            open(number, "wb", closefd=False),  # noqa: SIM115 - for the whole process
+            encoding=before.encoding,
+            errors=before.errors,
+            line_buffering=number == 2 or os.isatty(number),
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    time.tzset()
+    tempfile.tempdir = None
+    importlib.invalidate_caches()
+    importlib.import_module("numpy").random.seed()
+
+
+def listen(folder: Path, name: str) -> socket.socket:
+    """A socket in a folder of its user's own; this process's working folder becomes that folder."""
+    os.chdir(folder)
+    with suppress(FileNotFoundError):
+        os.remove(name)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(name)
+    listener.listen(64)
+    return listener
+
+
+def fork_workers_from_here(folder: Path) -> str | None:
+    """In a run: start the process that its Ray workers are forked from. In each of them, returns their program."""
+    name, cwd = f"workers-{os.getpid()}", os.getcwd()
+    listener = listen(folder, name)
+    os.chdir(cwd)
+    until, alive = os.pipe()
+    if os.fork() > 0:
+        listener.close()
+        os.close(until)
+        os.set_inheritable(alive, False)
+        os.environ[WORKERS] = f"{os.getpid()} {name} {folder}"
+        return None
+    os.close(alive)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    # Ctrl-C is for the run, which ends its workers itself.
+    os.setsid()
+    program = ForkServer(listener, owner=until).serve()
+    if program is None:
+        os.remove(folder / name)
+        os._exit(0)
+    return program
+
+
+def worker_python() -> dict[str, str]:
+    """The part of Ray's runtime environment that lets its workers be forks, in a run that is one."""
+    if not is_fork():
+        return {}
+    _, name, folder = os.environ[WORKERS].split(" ", maxsplit=2)
+    return {"py_executable": shlex.join([sys.executable, "-I", "-S", fork_client.__file__, folder, name])}
+
+
+def main() -> None:
+    """`python -m relax_cli.engine.forks FOLDER IDLE_SECONDS`, with the state of `relax up` on stdin."""
+    folder, idle = Path(sys.argv[1]), float(sys.argv[2])
+    started_from = json.loads(sys.stdin.readline())
+    lock = (folder / "lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit("another warm process starts, or waits for its last run to end")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = dict(os.environ)
+    import_quickly((*LOCAL, *RUN_MODULES))
+    set_by_imports = {name: os.environ[name] for name in os.environ.keys() - before.keys()}
+    gc.collect()
+    gc.freeze()
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        sys.exit(f"{threads} threads run after the imports: a process with threads cannot be forked safely")
+    warm = Warmth(started_from)
+    program = ForkServer(listen(folder, SOCKET), warm, idle).serve()
+    if program is None:
+        with suppress(FileNotFoundError):
+            os.remove(folder / SOCKET)
+        return
+    lock.close()
+    os.environ.update(set_by_imports | os.environ)
+    program = fork_workers_from_here(folder) or program
+    runpy.run_path(program, run_name="__main__")
+
+
+def _tell(channel: socket.socket, **message: Any) -> None:
+    with suppress(OSError):  # Its end is noticed where it is waited for.
+        channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+if __name__ == "__main__":
+    main()
