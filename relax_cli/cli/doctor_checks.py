@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 
 from relax_cli.cli.console import table
 from relax_cli.cli.doctor_versions import Check, driver_check, version_checks
+from relax_cli.cli.warm import tell
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.versions import NEWEST_MEGATRON
 from relax_cli.data.sandbox.outside import sandbox_fault, sandbox_fix
@@ -112,7 +113,7 @@ def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
     works = {check.name for check in packages if check.status == "ok"}
     has_gpu = gpu_count() > 0
     checks = [_python(), *packages, *version_checks(has_gpu), *_devices(works, timeout)]
-    return [*checks, *_memory(), *_limits(has_gpu), *_disk(), *_ray(), _sandbox(), *_plugins(plugins)]
+    return [*checks, *_memory(), *_limits(has_gpu), *_disk(), *_ray(), *warm_checks(), _sandbox(), *_plugins(plugins)]
 
 
 def check_part(part: Part, timeout: float) -> Check:
@@ -228,6 +229,14 @@ def _ray() -> Iterator[Check]:
     elif trouble := ray_temp_trouble():
         fix = "export RAY_TMPDIR=/tmp (or another short folder), or use --launcher local"
         yield Check("Ray's temporary folder", "note", f"{ray_temp_folder()}: {trouble}", fix)
+
+
+def warm_checks() -> Iterator[Check]:
+    """The process of `relax up`, if there is one."""
+    if found := tell("look"):
+        refused, runs = found["refused"], len(found["runs"])
+        fits = f"process {found['pid']}, {runs} run{'s' * (runs != 1)}"
+        yield _note_if(bool(refused), "warm process", refused or fits, "relax down && relax up")
 
 
 def _sandbox() -> Check:

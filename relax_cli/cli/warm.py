@@ -40,6 +40,9 @@ def run_warm(words: list[str]) -> int | None:
         return None
     channel = reach()
     if channel is None:
+        if (socket_file := warm_folder() / SOCKET).exists():
+            Output().note("the warm process of relax up was killed: this run starts without it; another one: relax up")
+            socket_file.unlink(missing_ok=True)
         return None
     with channel:
         answer = fork_client.start(channel, [sys.argv[0], *words])

@@ -19,6 +19,8 @@ PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SI
 """Signals that the fork gets in the place of the process that waits for it."""
 SOCKET = "socket"
 """Where the warm process of `relax up` listens, in its folder."""
+LOCK = "lock"
+"""The file with its process id, which it keeps locked."""
 WORKERS = "_RELAX_WORKERS"
 """In a run that is a fork: its process id, then name and folder of the socket through which its Ray workers start."""
 PATIENCE = 10.0

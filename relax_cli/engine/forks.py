@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_cli.engine import fork_client
-from relax_cli.engine.fork_client import PATIENCE, SOCKET, WORKERS, is_fork, read_line
+from relax_cli.engine.fork_client import LOCK, PATIENCE, SOCKET, WORKERS, is_fork, read_line
 from relax_cli.engine.imports import LOCAL, TRANSFER_QUEUE, import_quickly
 
 RUN_MODULES = (
@@ -38,7 +38,9 @@ RUN_MODULES = (
     "relax_cli.engine.local",
     "relax_cli.engine.restarts",
     "relax_cli.engine.summary",
+    "relax_cli.backends.rollout.embedded.engine",
     "tensordict",
+    "transformers.models.auto.tokenization_auto",
     "zmq",
 )
 """Not Ray: it reads which job and which node it belongs to when it is imported."""
@@ -193,7 +195,7 @@ class Warmth:
         then, now = self.started_from, json.loads(json.dumps(request))
         for name in ("executable", "prefix", "version", "limits", "cores"):
             if then[name] != now[name]:
-                return f"the {name} of this Python differ{'s' * (not name.endswith('s'))} from those of relax up"
+                return f"{name} of this process: not that of relax up"
         names = sorted(then["environment"].keys() | now["environment"].keys())
         for name in names:
             if name.startswith(READ_AT_IMPORT) and then["environment"].get(name) != now["environment"].get(name):
@@ -282,11 +284,15 @@ def main() -> None:
     """`python -m relax_cli.engine.forks FOLDER IDLE_SECONDS`, with the state of `relax up` on stdin."""
     folder, idle = Path(sys.argv[1]), float(sys.argv[2])
     started_from = json.loads(sys.stdin.readline())
-    lock = (folder / "lock").open("w", encoding="utf-8")
+    lock = (folder / LOCK).open("a", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit("another warm process starts, or waits for its last run to end")
+    lock.truncate(0)
+    print(os.getpid(), file=lock, flush=True)
+    for left in folder.glob("workers-*"):  # Of killed runs.
+        left.unlink()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     before = dict(os.environ)
     import_quickly((*LOCAL, *RUN_MODULES))
