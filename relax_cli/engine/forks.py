@@ -229,7 +229,7 @@ def become(request: dict[str, Any], files: list[int], parent: int) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, closefd=False, encoding=sys.stdin.encoding)  # noqa: SIM115
     time.tzset()
     tempfile.tempdir = None
     importlib.invalidate_caches()
