@@ -46,5 +46,5 @@ def register(app: typer.Typer, plugins: Plugins) -> None:
             raise typer.Exit(launch(plugins, Layers([recipe], os.environ, (), {"launcher": launcher}), output))
         output.result(
             {"ok": True, "dir": str(directory), "recipe": recipe},
-            f"Wrote model, data and recipe to {directory}. Train:\n  relax train --recipe {recipe}",
+            f"Wrote model, data and recipe to {directory}\nTrain:\n  relax train --recipe {recipe}",
         )

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -118,15 +117,22 @@ def prepare(folder: Path, *, seed: int, steps: int, task: TaskName = "addition")
 
 
 def _write(folder: Path, task: Task, recipe: str) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+    """An empty folder is filled and never replaced: it may be a link, a mount, or the one a shell is in."""
+    is_new = not folder.exists()
+    where = folder.parent if is_new else folder
+    where.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=where, prefix=".quickstart-") as scratch:
         new = Path(scratch) / "new"
         shutil.copytree(task.model, new / "model")
         for name, text in task.texts().items():
             (new / name).parent.mkdir(exist_ok=True)
             (new / name).write_text(text, "utf-8")
         (new / "recipe.yaml").write_text(recipe, "utf-8")
-        os.replace(new, folder)
+        if is_new:
+            new.rename(folder)
+        else:
+            for path in sorted(new.iterdir()):
+                path.rename(folder / path.name)
 
 
 def _require_untouched(folder: Path, task: Task) -> None:

@@ -82,6 +82,19 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path, name: str, co
     assert "num_rollout: 9" not in (tmp_path / "recipe.yaml").read_text()
 
 
+def test_an_empty_folder_is_filled_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, linked = tmp_path / "here", tmp_path / "linked"
+    here.mkdir()
+    linked.mkdir()
+    (tmp_path / "link").symlink_to(linked)
+    monkeypatch.chdir(here)
+    for folder in (Path(), tmp_path / "link"):
+        prepare(folder, seed=1, steps=2)
+        assert sorted(path.name for path in folder.iterdir()) == ["data", "model", "recipe.yaml"]
+    assert (tmp_path / "link").is_symlink()
+    assert Path.cwd().samefile(here)
+
+
 def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigError, match="already in use"):
