@@ -24,7 +24,7 @@ from relax_cli.engine.recorder import Recorder, open_trackers
 from relax_cli.engine.run_folder import new_run_folder, run_record
 from relax_cli.engine.sampling import sampling_of
 from relax_cli.engine.session import Session
-from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest
+from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest, undisguised_stop
 from relax_cli.engine.trainer import RunReport, Trainer
 from relax_cli.errors import RelaxError, Terminated
 from relax_cli.plugin.graph import TOKEN_REWARDS, WEIGHT_VERSIONS, ServiceGraph
@@ -151,7 +151,7 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
     """Train; what a person stopped it with, or None at its end.
     Raises RelaxError: what made the run fail, with the command that resumes it as its notes."""
     try:
-        with run_folder_errors(run_dir):
+        with run_folder_errors(run_dir), undisguised_stop():
             trainer.run()
         return stop.requested_stop
     except (KeyboardInterrupt, Terminated) as now:

@@ -18,6 +18,17 @@ SAME_PRESS = 0.3
 """Seconds within which a second SIGINT is the same key: a parent often passes on a signal that relax also got."""
 
 
+@contextmanager
+def undisguised_stop() -> Iterator[None]:
+    """What a signal handler raised, where native code that it interrupted made a SystemError of it, as Ray's does."""
+    try:
+        yield
+    except SystemError as error:
+        if isinstance(error.__cause__, (KeyboardInterrupt, Terminated)):
+            raise error.__cause__ from None
+        raise
+
+
 class StopRequest:
     """Whether someone wants the run to end.
 
@@ -51,7 +62,8 @@ class StopRequest:
         if previous[signal.SIGHUP] != signal.SIG_IGN:  # as under nohup
             signal.signal(signal.SIGHUP, self._on_sigterm)
         try:
-            yield
+            with undisguised_stop():
+                yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

@@ -76,6 +76,14 @@ def test_under_nohup_a_hangup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("stop", [Terminated(), KeyboardInterrupt()])
+def test_a_stop_within_native_code_is_no_bug(stop: BaseException) -> None:
+    with pytest.raises(type(stop)), StopRequest(print).listening():
+        raise SystemError("wait returned a result with an exception set") from stop
+    with pytest.raises(SystemError), StopRequest(print).listening():
+        raise SystemError("of something else") from ValueError()
+
+
 def test_a_terminal_that_has_gone_breaks_nothing() -> None:
     master, terminal = os.openpty()
     kept = os.dup(1)
