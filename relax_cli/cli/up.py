@@ -69,7 +69,7 @@ def start(folder: Path, idle_minutes: float) -> dict[str, Any]:
         EnvironmentFault: it does not come up.
     """
     if sys.platform != "linux":
-        raise EnvironmentFault(_not_warm(sys.platform, "Linux", "relax train --help"))
+        raise EnvironmentFault(_not_warm(sys.platform, "Linux", "start runs without it"))
     from relax_cli.engine.build import cpu_environment
     from relax_cli.preflight.machine import usable_cores
 
