@@ -46,23 +46,10 @@ RUN_MODULES = (
 """Not Ray: it reads which job and which node it belongs to when it is imported."""
 WORKER_MODULES = ("relax_cli.engine.ray", *TRANSFER_QUEUE, "relax_cli.engine.ray.ranks")
 READ_AT_IMPORT = (
-    *("ATEN_", "BLIS_", "CUDA_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "HF_", "HOME", "KMP_", "LANG", "LC_", "LD_"),
-    *(
-        "MALLOC_",
-        "MKL_",
-        "NCCL_",
-        "NPY_",
-        "NVTE_",
-        "OMP_",
-        "ONEDNN_",
-        "OPENBLAS_",
-        "PYTHON",
-        "PYTORCH",
-        "RAY_",
-        "TMPDIR",
-    ),
-    *("TORCH", "TQ_", "TRANSFORMERS_", "XDG_CACHE"),
-)
+    "ATEN_", "BLIS_", "CUDA_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "HF_", "HOME", "KMP_", "LANG", "LC_", "LD_",
+    "MALLOC_", "MKL_", "NCCL_", "NPY_", "NVTE_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH", "RAY_",
+    "TMPDIR", "TORCH", "TQ_", "TRANSFORMERS_", "XDG_CACHE",
+)  # fmt: skip
 """Beginnings of variables that a library reads once, when it is loaded."""
 PR_SET_PDEATHSIG = 1
 
