@@ -1,11 +1,26 @@
 """Developer sessions: `nox -s tests`, `lint`, `types`, `docs`, `quickstart`, `bench`."""
 
+import sys
+from pathlib import Path
+
 import nox
 
 nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
 
 CONSTRAINTS = ("-c", "constraints-cpu.txt")
+BENCHMARKS = (
+    "machine.py",
+    *(f"{name}.py --lengths {lengths}" for lengths in ("fixed", "ragged") for name in ("sampler", "ppo_step")),
+    "real_model.py --threads 1",
+    "real_model.py --threads 2",
+    "startup.py",
+    "gae.py",
+)
+FIGURES = """# Figures of one run
+
+`nox -s bench` writes this page. [Speed](speed.md) says what is measured and what the figures mean.
+"""
 
 
 @nox.session
@@ -46,11 +61,10 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """What docs/speed.md says: machine and versions, then benchmarks against references measured in the same run."""
+    """Writes docs/figures.md: machine, versions, and what the benchmarks print against references of the same run."""
     session.install(*CONSTRAINTS, "-e", ".[test]")
-    session.run("python", "benchmarks/machine.py")
-    session.run("python", "benchmarks/gae.py", *session.posargs)
-    session.run("python", "benchmarks/real_model.py", *session.posargs)
-    for lengths in ("fixed", "ragged"):
-        for name in ("sampler", "ppo_step"):
-            session.run("python", f"benchmarks/{name}.py", "--lengths", lengths, *session.posargs)
+    page = FIGURES
+    for command in BENCHMARKS:
+        printed = session.run("python", *f"benchmarks/{command}".split(), silent=True, stderr=sys.stderr)
+        page += f"\n`python benchmarks/{command}`\n\n```text\n{printed.strip()}\n```\n"
+        Path("docs/figures.md").write_text(page, encoding="utf-8")
