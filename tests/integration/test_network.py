@@ -24,6 +24,7 @@ from tests.support.local_runs import Finished, train
 from tests.support.queue_attack import send_hostile
 
 OPTIONS = (
+    "critic.num_critic_only_steps=0",
     "batch.rollout_batch_size=8",
     "batch.n_samples_per_prompt=4",
     "batch.micro_batch_size=8",
@@ -70,18 +71,18 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Two steps of the same run in one process."""
-    return train(task, tmp_path_factory.mktemp("alone") / "run", "tiny-grpo-cpu", *OPTIONS)
+    return train(task, tmp_path_factory.mktemp("alone") / "run", "tiny-ppo-cpu", *OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def running(task: Path, alone: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A run on Ray with two ranks of the actor and of the reference, after its first step."""
+    """A run of PPO on Ray with two ranks of the actor and of the reference, after its first step."""
     out = tmp_path_factory.mktemp("network")
-    ranks = 'parallel.resource={"actor": [1, 2], "rollout": [1, 1]}'
+    ranks = 'parallel.resource={"actor": [1, 2], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'
     more = (ranks, "batch.num_rollout=1000", "eval.eval_prompt_data=[]", "eval.eval_interval=null")
     words = [word for option in (*OPTIONS, *more) for word in ("--set", option)]
     process = subprocess.Popen(
-        [*RELAX, "train", "--recipe", "tiny-grpo-cpu", "--run-dir", str(out / "run"), *words],
+        [*RELAX, "train", "--recipe", "tiny-ppo-cpu", "--run-dir", str(out / "run"), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -109,7 +110,7 @@ def test_two_ray_ranks_with_a_reference_equal_one_process(running: Running, alon
     for ours, theirs in zip(running.metrics()[:2], alone.metrics, strict=True):
         assert ours.keys() == theirs.keys()
         assert ours["reward/mean"] == theirs["reward/mean"]
-        for name in ("pg_loss", "kl_loss", "kl_penalty", "ppo_kl", "entropy", "advantages/std"):
+        for name in ("pg_loss", "value_loss", "kl_loss", "kl_penalty", "ppo_kl", "entropy", "advantages/std"):
             assert ours[name] == pytest.approx(theirs[name], abs=2e-5), name
 
 
