@@ -18,6 +18,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class Unusable(Exception):
     """A value that has no meaning here; the text is a predicate: `is true`."""
 
+    def __init__(self, predicate: str) -> None:
+        # It may name a key of the user's.
+        super().__init__(printable(predicate))
+
 
 def text_of(value: Any) -> str:
     """Text as it is, and bytes that are UTF-8.

@@ -18,6 +18,7 @@ import pytest
 from relax_cli.checkpoint import layout
 from relax_cli.engine.ray.processes import children_named
 from tests.support.fault_runs import Folders, Zygote, arguments, assert_resumable
+from tests.support.sockets import listening, reachable_from_outside
 
 ENOUGH = ["--num-rollout", "24", "--keep-checkpoints", "3"]
 
@@ -118,6 +119,8 @@ def test_a_killed_driver_leaves_no_process_and_its_run_resumes(
     long_straight: Folders,
 ) -> None:
     process, folders = running
+    # Also of the critic and Advantages, which tests/integration/test_network.py has not.
+    assert reachable_from_outside(listening(process.pid)) == {}
     what = kill_driver(process, seed=1)
     resumed_to_the_end(zygote, fault_task, folders, long_straight, what)
 

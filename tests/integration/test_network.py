@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from relax_cli.config.placement import STORAGE_UNITS
@@ -22,9 +20,9 @@ from relax_cli.quickstart.task import prepare
 from tests.support.cli_runs import RELAX
 from tests.support.local_runs import Finished, train
 from tests.support.queue_attack import send_hostile
+from tests.support.sockets import Listening, listening, reachable_from_outside
 
 OPTIONS = (
-    "critic.num_critic_only_steps=0",
     "batch.rollout_batch_size=8",
     "batch.n_samples_per_prompt=4",
     "batch.micro_batch_size=8",
@@ -45,8 +43,7 @@ class Running:
 
     process: subprocess.Popen[str]
     folder: Path
-    listening: dict[tuple[str, int], str]
-    """Address and port to the name of the process."""
+    listening: Listening
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
@@ -71,18 +68,18 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Two steps of the same run in one process."""
-    return train(task, tmp_path_factory.mktemp("alone") / "run", "tiny-ppo-cpu", *OPTIONS)
+    return train(task, tmp_path_factory.mktemp("alone") / "run", "tiny-grpo-cpu", *OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def running(task: Path, alone: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A run of PPO on Ray with two ranks of the actor and of the reference, after its first step."""
+    """A run on Ray with two ranks of the actor and of the reference, after its first step."""
     out = tmp_path_factory.mktemp("network")
-    ranks = 'parallel.resource={"actor": [1, 2], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'
+    ranks = 'parallel.resource={"actor": [1, 2], "rollout": [1, 1]}'
     more = (ranks, "batch.num_rollout=1000", "eval.eval_prompt_data=[]", "eval.eval_interval=null")
     words = [word for option in (*OPTIONS, *more) for word in ("--set", option)]
     process = subprocess.Popen(
-        [*RELAX, "train", "--recipe", "tiny-ppo-cpu", "--run-dir", str(out / "run"), *words],
+        [*RELAX, "train", "--recipe", "tiny-grpo-cpu", "--run-dir", str(out / "run"), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -92,10 +89,7 @@ def running(task: Path, alone: Finished, tmp_path_factory: pytest.TempPathFactor
     run = Running(process, out / "run", {})
     try:
         run.wait_for_step(1)
-        for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            for connection in member.net_connections(kind="inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    run.listening[tuple(connection.laddr)] = member.name()
+        run.listening = listening(process.pid)
         yield run
     finally:
         process.send_signal(signal.SIGINT)
@@ -110,18 +104,13 @@ def test_two_ray_ranks_with_a_reference_equal_one_process(running: Running, alon
     for ours, theirs in zip(running.metrics()[:2], alone.metrics, strict=True):
         assert ours.keys() == theirs.keys()
         assert ours["reward/mean"] == theirs["reward/mean"]
-        for name in ("pg_loss", "value_loss", "kl_loss", "kl_penalty", "ppo_kl", "entropy", "advantages/std"):
+        for name in ("pg_loss", "kl_loss", "kl_penalty", "ppo_kl", "entropy", "advantages/std"):
             assert ours[name] == pytest.approx(theirs[name], abs=2e-5), name
 
 
 def test_every_socket_of_a_run_is_on_loopback(running: Running) -> None:
     assert {name[:15] for name in running.listening.values()} >= STORAGE_AND_CONTROLLER
-    reachable = {}
-    for (host, port), name in running.listening.items():
-        address = ipaddress.ip_address(host)
-        if not (getattr(address, "ipv4_mapped", None) or address).is_loopback:
-            reachable[host, port] = name
-    assert reachable == {}
+    assert reachable_from_outside(running.listening) == {}
 
 
 def test_a_stranger_runs_nothing_in_a_run(running: Running, tmp_path: Path) -> None:

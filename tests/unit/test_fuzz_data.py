@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from relax_cli.config.schema import Config, DataSection, RewardSection
@@ -77,6 +77,7 @@ def check_problems(problems: Sequence[Problem]) -> None:
 
 @FUZZ
 @given(row_of(ARROW))
+@example({"input": "0", "label": False, "more": None, "metadata": {"\x1f": "\ud800"}})
 def test_any_row_is_a_prompt_or_a_problem(row: dict[str, Any]) -> None:
     found = prompt_of_row(SECTION, row, "data:1")
     if isinstance(found, Prompt):
