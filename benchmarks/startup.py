@@ -101,7 +101,7 @@ def print_commands(runs: int) -> None:
     for title, median in medians.items():
         print(f"{median:7.3f} s  {title}")
     bare, relax_help, _, validate = medians.values()
-    print(f"relax --help / bare imports: {relax_help / bare:.2f} (aim: {AIM_HELP} or less)")
+    print(f"ratio of relax --help to bare imports: {relax_help / bare:.2f} (aim: {AIM_HELP} or less)")
     print(f"validate-config: {validate:.2f} CPU-s (aim: {AIM_VALIDATE} or less)")
 
 
