@@ -57,8 +57,8 @@ def register(app: typer.Typer, plugins: Plugins) -> None:
                 found = start(warm_folder(), idle_minutes)
         output.result(
             {"ok": True, "pid": found["pid"], "runs": found["runs"]},
-            f"Warm: process {found['pid']}. relax train, quickstart and eval start from it, until it has been idle for "
-            "its minutes or relax down ends it.",
+            f"Warm: process {found['pid']}. The commands train, quickstart and eval start from it, until it has been "
+            "idle for its minutes. To end it:\n  relax down",
         )
 
 
