@@ -44,7 +44,7 @@ COMMANDS = {
     "report": "Show the curves, evaluations and warnings of runs and what they differ in; also as one HTML page.",
     "rollouts": "Read the samples of a run: texts, rewards, and every number of every token.",
     "replay": "Recompute a stored step with the installed reward and plugin, and show the first difference.",
-    "up": "Start a warm process, from which later runs start in a third of the time.",
+    "up": "Start a warm process, from which later runs start in less than half the time.",
     "down": "End the warm process.",
     "plugins": "Estimator and reward plugins.",
     "recipes": "Recipes: ready configurations for `relax train --recipe`.",

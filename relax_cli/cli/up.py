@@ -39,7 +39,7 @@ def register(app: typer.Typer, plugins: Plugins) -> None:
 
     @app.command("up")
     def up(ctx: typer.Context, idle_minutes: IdleMinutes = 30.0, fmt: FormatOption = Format.TEXT) -> None:
-        """Start a warm process, from which later runs start in a third of the time."""
+        """Start a warm process, from which later runs start in less than half the time."""
         output = output_of(ctx, fmt)
         found = tell("look")
         if found.get("refused"):
