@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from relax_cli.cli import doctor_checks
 from relax_cli.engine import fork_client, forks
 from relax_cli.engine.fork_client import SOCKET
 from tests.support.cli_runs import RELAX, read_metrics
+from tests.support.processes import started_by
 
 CLIENT = [sys.executable, fork_client.__file__]
 PATIENCE = 200.0
@@ -56,7 +58,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     yield made
     done = made.relax("down", cwd=made.cache)
     assert (done.returncode, done.stdout.strip()) == (0, "The warm process has ended."), done.stderr
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     until(lambda: sorted(path.name for path in made.folder.iterdir()) == ["lock", "log"])
 
 
@@ -73,13 +76,12 @@ def test_a_warm_run_has_the_numbers_of_a_cold_one(warm: Warm, tmp_path: Path) ->
         folder = tmp_path / f"{name}-{launcher}"
         folder.mkdir()
         command = [*RELAX, "quickstart", "--steps", "1", "--launcher", launcher]
-        server, workers = psutil.Process(warm.pid(folder)), 0
+        server, workers = warm.pid(folder), 0
         with (folder / "log").open("w") as log:
             run = subprocess.Popen(command, cwd=folder, env=warm.env | {"RELAX_WARM": name}, stdout=log, stderr=log)
         deadline = time.monotonic() + 2 * PATIENCE
         while run.poll() is None and time.monotonic() < deadline:
-            forks_now = server.children(recursive=True)
-            workers = max(workers, sum(process.name().startswith("ray::Role") for process in forks_now))
+            workers = max(workers, len(started_by(server, "ray::Role")))
             time.sleep(0.1)
         assert run.wait(1) == 0, (folder / "log").read_text()
         assert workers == (4 if launcher == "ray" else 0), "Ray's workers are forks as well"

@@ -18,7 +18,7 @@ import pytest
 from relax_cli.checkpoint import layout
 from relax_cli.engine.ray.processes import children_named
 from tests.support.fault_runs import Folders, Zygote, arguments, assert_resumable
-from tests.support.sockets import listening, reachable_from_outside
+from tests.support.processes import listening, reachable_from_outside
 
 ENOUGH = ["--num-rollout", "24", "--keep-checkpoints", "3"]
 

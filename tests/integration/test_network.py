@@ -19,8 +19,8 @@ from relax_cli.engine.ray.queue_keys import greet
 from relax_cli.quickstart.task import prepare
 from tests.support.cli_runs import RELAX
 from tests.support.local_runs import Finished, train
+from tests.support.processes import Listening, listening, reachable_from_outside
 from tests.support.queue_attack import send_hostile
-from tests.support.sockets import Listening, listening, reachable_from_outside
 
 OPTIONS = (
     "batch.rollout_batch_size=8",

@@ -21,6 +21,7 @@ from relax_cli.config.schema import SglangSection
 from relax_cli.errors import EnvironmentFault, RunError
 from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import Finished, train
+from tests.support.processes import started_by
 from tests.support.tiny_models import save_experts_for_task, save_tiny_model
 
 PYTHON = os.environ.get("RELAX_SGLANG_PYTHON", "")
@@ -125,7 +126,7 @@ def wait_for_steps(run_dir: Path, count: int, run: subprocess.Popen[bytes] | Non
 
 def servers() -> list[psutil.Process]:
     """Processes of SGLang that this one has started."""
-    return [p for p in psutil.Process().children(recursive=True) if "sglang" in " ".join(p.cmdline())]
+    return started_by(os.getpid(), "sglang")
 
 
 def test_ppo_learns_on_a_server_that_crashes_once(task: Path, tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_ppo_learns_on_a_server_that_crashes_once(task: Path, tmp_path: Path) ->
 
     def kill() -> None:
         wait_for_steps(tmp_path / "run", 4)
-        (scheduler,) = [p for p in servers() if "scheduler" in " ".join(p.cmdline())]
+        (scheduler,) = started_by(os.getpid(), "scheduler")
         scheduler.kill()
 
     thread = threading.Thread(target=kill, daemon=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from relax_cli.config import sglang_options
@@ -19,6 +18,7 @@ from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_eval import check_evaluation
 from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import Finished, train
+from tests.support.processes import started_by
 from tests.support.sglang.fake_package import write_package
 from tests.support.sglang.faults import Fault, Faults, to_json
 from tests.support.sglang.server import running_server
@@ -113,7 +113,7 @@ def test_a_run_that_starts_its_server_equals_the_embedded_run(
     assert "memory_occupation" not in log
     assert "POST /flush_cache" in log
     assert "AssertionError" not in log
-    assert not [p for p in psutil.Process().children(recursive=True) if "launch_server" in " ".join(p.cmdline())]
+    assert started_by(os.getpid(), "launch_server") == []
 
 
 def test_an_evaluation_without_a_trainer_starts_a_server(task: Path, tmp_path: Path, package: None) -> None:
@@ -149,7 +149,7 @@ def test_a_server_that_dies_again_ends_the_run_with_its_log(
     assert problem.id == "sglang-server-died"
     assert "Scheduler hit an exception: AssertionError" in problem.got
     assert problem.where == os.fspath(tmp_path / "run" / "logs" / "sglang-0.log")
-    assert not [p for p in psutil.Process().children(recursive=True) if "launch_server" in " ".join(p.cmdline())]
+    assert started_by(os.getpid(), "launch_server") == []
 
 
 @pytest.mark.parametrize(

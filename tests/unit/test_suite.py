@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.processes import listening, started_by
 
 TESTS = Path(__file__).parents[1]
 LONGEST_NAME = 60
@@ -39,3 +46,12 @@ def test_tests_import_from_tests_support_and_from_no_other_test() -> None:
             elif isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path.append":
                 wrong.add(f"{file}:{node.lineno} changes sys.path")
     assert wrong == set()
+
+
+def test_a_process_that_ends_while_one_looks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen(["true"])
+    process = psutil.Process(ended.pid)
+    ended.wait()
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [process])
+    assert started_by(os.getpid()) == []
+    assert all(name for name in listening(os.getpid()).values())
