@@ -28,7 +28,7 @@ import ray
 
 from relax_cli.engine import imports
 from relax_cli.engine.groups import Call, Roles
-from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
+from relax_cli.engine.ray.launch import Place, in_order, server_places
 from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.ranks import RayRanks
 from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts

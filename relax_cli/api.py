@@ -88,7 +88,7 @@ def train(*recipes: str | Path, progress: bool = True, **options: Any) -> Result
     """
     from rich.console import Console
 
-    from relax_cli.engine.restarts import train_with_restarts
+    from relax_cli.engine.run import train_with_restarts
     from relax_cli.engine.summary import summary_dict
 
     plugins = load_plugins()

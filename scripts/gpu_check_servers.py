@@ -33,8 +33,8 @@ from typing import Any
 from relax_cli.backends.rollout.sglang.client import SglangClient
 from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config
-from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.run import closing, launch, prepare_run
+from relax_cli.engine.run_folder import claimed, written_folders
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer

@@ -20,7 +20,7 @@ from relax_cli.checkpoint.resume_problems import is_one_checkpoint
 from relax_cli.cli.console import Format, FormatOption, output_of
 from relax_cli.config.paths import expand_path
 from relax_cli.config.values import unset_variable
-from relax_cli.engine.locks import claimed
+from relax_cli.engine.run_folder import claimed
 from relax_cli.errors import ConfigError, ResumeError, RunError, problem_kind
 from relax_cli.preflight.rules.model import model_folder_missing
 

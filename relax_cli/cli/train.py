@@ -44,7 +44,7 @@ def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:
     Raises RelaxError: the run may not start, or it failed."""
     with reading_progress(output) as progress:
         checked = check_run(plugins, layers, progress=progress, cluster_gpus=cluster_gpus).require_valid()
-        from relax_cli.engine.restarts import train_with_restarts
+        from relax_cli.engine.run import train_with_restarts
         from relax_cli.engine.summary import closing_lines, next_lines, summary_dict
     for warning in checked.warnings:
         output.warn(warning)

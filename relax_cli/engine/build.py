@@ -21,8 +21,7 @@ from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Estimator
 from relax_cli.preflight.machine import allocator_settings, usable_cores
 from relax_cli.preflight.plan import optimizer_steps
-from relax_cli.roles.context import RoleContext
-from relax_cli.roles.queue import SampleQueue
+from relax_cli.roles.context import RoleContext, SampleQueue
 
 if TYPE_CHECKING:
     from relax_cli.backends.rollout.protocol import RolloutEngine, SamplingParams

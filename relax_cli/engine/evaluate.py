@@ -12,9 +12,8 @@ from tempfile import TemporaryDirectory
 from relax_cli.checkpoint.layout import read_meta
 from relax_cli.config.schema import Config
 from relax_cli.engine.build import RoleBuilder, worker_specs
-from relax_cli.engine.locks import claimed
 from relax_cli.engine.run import unpacked_model
-from relax_cli.engine.run_folder import new_run_folder, run_record
+from relax_cli.engine.run_folder import claimed, new_run_folder, run_record
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun

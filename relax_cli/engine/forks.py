@@ -36,7 +36,6 @@ RUN_MODULES = (
     "relax_cli.cli.eval",
     "relax_cli.cli.quickstart",
     "relax_cli.engine.local",
-    "relax_cli.engine.restarts",
     "relax_cli.engine.summary",
     "relax_cli.backends.rollout.embedded.engine",
     "tensordict",

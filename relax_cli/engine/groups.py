@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from relax_cli.roles.advantages import AdvantagesRole
     from relax_cli.roles.carried import BegunGroup
     from relax_cli.roles.critic import CriticRole
-    from relax_cli.roles.drawing import DrawnGroup
     from relax_cli.roles.evaluation import Outcome
-    from relax_cli.roles.pool import Progress
+    from relax_cli.roles.pool import DrawnGroup, Progress
     from relax_cli.roles.reference import ReferenceRole
     from relax_cli.roles.rollout import RolloutRole
     from relax_cli.roles.spread import Spread
@@ -118,10 +117,6 @@ class RolloutGroup(SleepingGroup):
     def generate(self, rollout_id: int) -> list[dict[str, Spread]]:
         """See `RolloutRole.generate`; the metrics of every worker's share."""
         return self.ranks.all(lambda rollout: rollout.generate(rollout_id))
-
-    def generate_missing(self, rollout_id: int) -> list[dict[str, Spread]]:
-        """See `RolloutRole.generate_missing`; the metrics of every worker's share."""
-        return self.ranks.all(lambda rollout: rollout.generate_missing(rollout_id))
 
     def mixture(self) -> list[tuple[int, float]]:
         """Size and weight of each set of training prompts."""

@@ -19,14 +19,13 @@ from relax_cli.checkpoint.fingerprint import RunIdentity, identify
 from relax_cli.checkpoint.resume import ResumeDecision, ResumeReport
 from relax_cli.config.redact import shell_join
 from relax_cli.config.schema import Config
-from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.recorder import Recorder, open_trackers
-from relax_cli.engine.run_folder import new_run_folder, run_record
+from relax_cli.engine.run_folder import claimed, new_run_folder, run_record, written_folders
 from relax_cli.engine.sampling import sampling_of
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest, undisguised_stop
 from relax_cli.engine.trainer import RunReport, Trainer
-from relax_cli.errors import RelaxError, Terminated
+from relax_cli.errors import ProcessLost, RelaxError, Terminated
 from relax_cli.plugin.graph import TOKEN_REWARDS, WEIGHT_VERSIONS, ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
@@ -51,6 +50,9 @@ DUMPED_FIELDS = (
     WEIGHT_VERSIONS,
 )
 """Per-token queue fields written next to each sample, where the run has them."""
+
+NODE_SECONDS = 600.0
+"""How long a restart waits for the CPUs and GPUs of a node that was lost."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,45 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console, patience: flo
             display.note("ending the workers")
         closing_summary |= {"ok": ended_by is None, **(metrics.last or {})}
     return FinishedRun(trainer.report, config, run_dir, resume_command(config, checked, trainer.report), ended_by)
+
+
+def train_with_restarts(plugins: Plugins, checked: CheckedRun, console: Console) -> FinishedRun:
+    """`train`, and again after a process of the run was lost, `--max-restarts` times at most.
+
+    A failure that would come again, such as an exception of a reward, ends the run as ever.
+
+    Raises:
+        ResumeError: the checkpoints given cannot be resumed from; nothing was started or written.
+        RelaxError: what made the run fail; processes are ended by then.
+    """
+    most = checked.config.run.max_restarts
+    # One folder for all of it, also where the name is made from the time.
+    checked = _with(checked, run={"run_dir": prepare_run(checked)[0].run.run_dir}) if most else checked
+    patience = 0.0
+    for restart in range(1, most + 1):
+        try:
+            return train(plugins, checked, console, patience)
+        except ProcessLost as lost:
+            checked, patience = from_newest_pair(checked), NODE_SECONDS
+            folder = checked.config.checkpoint.load
+            begin = "the start" if folder is None else f"the newest pair in {folder}"
+            lines = [*(problem.message for problem in lost.problems), f"restart {restart} of {most}, from {begin}"]
+            console.print("\n".join(lines), markup=False, highlight=False, style="yellow")
+    return train(plugins, checked, console, patience)
+
+
+def from_newest_pair(checked: CheckedRun) -> CheckedRun:
+    """The same run from what it has saved; from where it started, if it has saved nothing."""
+    section = checked.config.checkpoint
+    if section.save is None or not (Path(section.save) / layout.TRACKER_FILE).exists():
+        return checked
+    return _with(checked, checkpoint={"load": section.save}, critic={"critic_load": checked.config.critic.critic_save})
+
+
+def _with(checked: CheckedRun, **sections: dict[str, str | None]) -> CheckedRun:
+    config = checked.config
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return replace(checked, config=config.model_copy(update=changed))
 
 
 def keep_tokenizer(model: Path, run_dir: Path) -> None:

@@ -16,7 +16,7 @@ from relax_cli.roles.carried import from_arrays, to_arrays
 from relax_cli.roles.spread import Spread
 
 if TYPE_CHECKING:
-    from relax_cli.roles.drawing import DrawnGroup
+    from relax_cli.roles.pool import DrawnGroup
 
 Shares = list[dict[str, Spread]]
 
@@ -25,12 +25,11 @@ class Sampling:
     """Every rollout draws `--rollout-batch-size` prompts and keeps all."""
 
     def generate(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
-        """The spreads of every worker's share, once the samples are in the queue."""
-        return rollout.generate(rollout_id)
+        """The spreads of every worker's share, once the samples are in the queue.
 
-    def generate_missing(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
-        """After a server has died: as `generate`, but what other workers sampled is kept."""
-        return rollout.generate_missing(rollout_id)
+        Called again after a failure, it keeps what workers have sampled.
+        """
+        return rollout.generate(rollout_id)
 
     def finish(self) -> None:
         """The rollout has been trained on."""
@@ -97,8 +96,6 @@ class DrawnSampling(Sampling):
                 "sampling/response_tokens": sum(group.tokens for _, group in drawn),
             }
         return [*shares, {name: Spread.of([value]) for name, value in counts.items()}]
-
-    generate_missing = generate
 
     def _rows(self, rollout: RolloutGroup, rollout_id: int, offset: int, count: int) -> list[int]:
         if self.curriculum is None:
@@ -193,8 +190,6 @@ class PartialSampling(DrawnSampling):
                 "sampling/filled_frac": len(filled) / wanted,
             }
         return [*shares, {name: Spread.of([value]) for name, value in counts.items()}]
-
-    generate_missing = generate
 
     def finish(self) -> None:
         """See `Sampling`."""

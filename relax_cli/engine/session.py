@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from relax_cli.backends.rollout.protocol import ServerDied, WeightsNotSent
-from relax_cli.engine.groups import Roles
+from relax_cli.engine.groups import Result, Roles, RolloutGroup
 
 if TYPE_CHECKING:
     from relax_cli.backends.rollout.targets import WeightTarget
@@ -45,6 +46,30 @@ class Session(ABC):
     def targets(self) -> list[WeightTarget]:
         """The servers of all rollout workers; none where workers generate themselves."""
         return self.roles.rollout.weight_targets()
+
+    def with_revival(self, version: int, work: Callable[[RolloutGroup], Result]) -> tuple[Result, int]:
+        """What the awake rollout workers answer, and how many servers had to be started again, which happens once.
+
+        Weights that they gave up with their memory, for another role after an evaluation, are published again.
+
+        Args:
+            version: the newest weights.
+            work: called again after a revival; workers keep what they have sampled.
+
+        Raises:
+            RelaxError: what the role raised, and a server that died twice.
+        """
+        rollout = self.roles.rollout
+        if rollout.needs_weights():
+            self.publish_weights(version)
+        try:
+            with rollout.awake():
+                return work(rollout), 0
+        except ServerDied:
+            revived = rollout.revive()
+            self.publish_weights(version)
+            with rollout.awake():
+                return work(rollout), revived
 
     @abstractmethod
     def copy_weights(self, version: int) -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from relax_cli.engine.groups import Roles
-from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.session import Session
 from relax_cli.roles.sample_files import TRAINED_FIELDS
@@ -83,12 +82,7 @@ def run_step(
     actor_learns = roles.critic is None or rollout_id >= critic_only_steps
     overlap = overlap_updates and actor_learns and roles.critic is not None
     with record.phase("rollout"):
-        shares, revived = with_revival(
-            session,
-            rollout_id,
-            lambda rollout: sampling.generate(rollout, rollout_id),
-            again=lambda rollout: sampling.generate_missing(rollout, rollout_id),
-        )
+        shares, revived = session.with_revival(rollout_id, lambda rollout: sampling.generate(rollout, rollout_id))
         record.add_rollout(shares)
         if revived:
             record.metrics["rollout/server_restarts"] = revived

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Config
 from relax_cli.engine.groups import RolloutGroup
-from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
@@ -242,7 +241,7 @@ class Trainer:
         metrics: dict[str, Any] = {}
         if self.sets:
             # All sets while the servers are awake: what they give up when they sleep has to be sent to them again.
-            metrics, _ = with_revival(self.session, done, self._evaluate_sets)
+            metrics, _ = self.session.with_revival(done, self._evaluate_sets)
             self.session.roles.rollout.dump_evaluation(done)
             self.watcher.evaluated(done, metrics)
         return metrics

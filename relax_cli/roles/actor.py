@@ -19,7 +19,7 @@ from relax_cli.config.schema import AlgorithmSection, Section
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.graph import ROUTES, TOKEN_REWARDS, WEIGHT_VERSIONS
 from relax_cli.plugin.guarded import EstimatorMath
-from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
+from relax_cli.roles.advantages import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import unpad
 from relax_cli.roles.context import RoleContext
 from relax_cli.roles.training import RolloutShare, TrainingRole, masked_token_mean, trainable

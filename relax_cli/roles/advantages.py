@@ -1,11 +1,82 @@
-"""Advantages: a CPU-only service that turns rewards and values of a whole rollout into advantages and returns."""
+"""Advantages: a CPU-only service that turns rewards and values of a whole rollout into advantages and returns.
+
+Critic and Actor read the same queue fields and call the same functions; a row's result does not depend on the other
+rows of the call beyond its group, so their numbers are equal to the bit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from relax_cli.algorithms.gae import whiten
+from relax_cli.algorithms.kl import kl_estimate
+from relax_cli.algorithms.types import AdvantageInputs
+from relax_cli.config.schema import Section
+from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.plugin.guarded import EstimatorMath
-from relax_cli.roles.advantage_inputs import FIELDS, advantage_inputs, finished_advantages, kl_penalty
-from relax_cli.roles.batching import unpad
+from relax_cli.roles.batching import Columns, stack, unpad
 from relax_cli.roles.context import RoleContext
+
+FIELDS = ("response_lens", "response_mask", "rewards", "group_ids", "truncated")
+"""Queue fields of every estimator. `token_rewards`, `values`, `bootstrap_values` and `kl` are used where they exist."""
+
+
+def advantage_inputs(columns: Columns, rows: Sequence[int], options: Section) -> AdvantageInputs:
+    """The given rows, padded to the longest response.
+
+    Args:
+        columns: `FIELDS`, and those of `token_rewards`, `values`, `kl` (each `[T]`) and `bootstrap_values` (scalars)
+            that exist.
+        options: the estimator's option model.
+    """
+    width = max(columns["response_mask"][row].numel() for row in rows)
+
+    def optional(name: str) -> Tensor | None:
+        return stack(columns, name, rows, width) if name in columns else None
+
+    return AdvantageInputs(
+        rewards=stack(columns, "rewards", rows, width),
+        mask=stack(columns, "response_mask", rows, width) != 0,
+        group_ids=stack(columns, "group_ids", rows, width),
+        options=options,
+        token_rewards=optional(TOKEN_REWARDS),
+        values=optional("values"),
+        kl=optional("kl"),
+        truncated=stack(columns, "truncated", rows, width) != 0,
+        bootstrap=optional("bootstrap_values"),
+    )
+
+
+def kl_penalty(columns: Columns, rows: Sequence[int], coef: float, old: str) -> dict[int, Tensor]:
+    """`coef · (old − ref)` of each response token (k1): what `--kl-coef` takes off the reward.
+
+    Args:
+        columns: `ref_log_probs` and `old`, `[T]` each.
+        old: the column of the log-probabilities that the samples were drawn with.
+    """
+    ref = columns["ref_log_probs"]
+    return {row: coef * kl_estimate(columns[old][row], ref[row], "k1") for row in rows}
+
+
+def finished_advantages(
+    advantages_BT: Tensor, inputs: AdvantageInputs, *, normalize: bool
+) -> tuple[Tensor, dict[str, float]]:
+    """Advantages of a whole rollout, whitened on request, and metrics from before that.
+
+    Every row of the rollout is here, so the statistics are those of all data-parallel ranks.
+    """
+    raw = advantages_BT[inputs.mask]
+    metrics = {
+        "advantages/mean": float(raw.mean()) if raw.numel() else 0.0,
+        "advantages/std": float(torch.std(raw)) if raw.numel() > 1 else 0.0,
+    }
+    if inputs.kl is not None:
+        penalty = inputs.kl[inputs.mask]
+        metrics["kl_penalty"] = float(penalty.mean()) if penalty.numel() else 0.0
+    return (whiten(advantages_BT, inputs.mask) if normalize else advantages_BT), metrics
 
 
 class AdvantagesRole:

@@ -1,4 +1,4 @@
-"""From generated tokens to rewards: what a reward is given, and the judged sample that trains."""
+"""From generated tokens to rewards: what a reward is given, and the judged sample as the queue and files have it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from relax_cli.backends.rollout.protocol import Generation
@@ -20,6 +23,7 @@ from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
 from relax_cli.data.rewards.overlong import overlong_penalty
 from relax_cli.data.tokenise import prompt_text
 from relax_cli.errors import RunError
+from relax_cli.plugin.graph import ROUTES, TOKEN_REWARDS, WEIGHT_VERSIONS
 from relax_cli.roles.spread import Spread
 
 
@@ -208,3 +212,58 @@ def for_training(judged: Judged, config: Config) -> Judged:
     truncated = config.algorithm.mask_truncated and judged.generation.finish_reason == "length"
     dropped = section.reward_on_error == "drop" and result.failed
     return replace(judged, result=result, trace=trace, trains=not truncated and not dropped)
+
+
+def queue_fields(samples: Sequence[Judged], *, versions: bool, routes: bool) -> dict[str, list[Tensor]]:
+    """What the rollout role writes of each sample, see `roles/context.py`.
+
+    Args:
+        versions: also the weights that sampled each token.
+        routes: also the experts that it was generated with.
+    """
+    scalar = torch.tensor
+    traces = [j.trace for j in samples if j.trace is not None]
+    fields = {
+        "tokens": [scalar([*j.prompt_tokens, *j.generation.tokens]) for j in samples],
+        "prompt_lens": [scalar(len(j.prompt_tokens)) for j in samples],
+        "response_lens": [scalar(len(j.generation.tokens)) for j in samples],
+        "response_mask": [scalar(j.mask) for j in samples],
+        "rollout_log_probs": [scalar(j.generation.log_probs, dtype=torch.float32) for j in samples],
+        "rewards": [scalar(j.result.reward, dtype=torch.float32) for j in samples],
+        "group_ids": [scalar(j.group) for j in samples],
+        "truncated": [scalar(int(j.generation.finish_reason == "length")) for j in samples],
+    }
+    if traces:
+        fields[TOKEN_REWARDS] = [scalar(trace.rewards, dtype=torch.float32) for trace in traces]
+    if versions:
+        fields[WEIGHT_VERSIONS] = [scalar(j.generation.weight_versions) for j in samples]
+    if routes:
+        known = (j.generation.routes for j in samples)
+        fields[ROUTES] = [torch.from_numpy(np.empty(0, np.int16) if r is None else r.reshape(-1)) for r in known]
+    return fields
+
+
+def sample_record(judged: Judged, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a sample file says of a sample, besides its numbers per token."""
+    return {
+        "row": judged.row,
+        "group": judged.group,
+        "source": judged.prompt.source,
+        "prompt": str(tokenizer.decode(judged.prompt_tokens, skip_special_tokens=True)),
+        "response": judged.response,
+        "label": judged.prompt.label,
+        "reward": judged.result.reward,
+        "reward_parts": judged.result.parts,
+        "finish_reason": judged.generation.finish_reason,
+        "prompt_token_ids": np.array(judged.prompt_tokens, dtype=np.int32),
+        "response_token_ids": np.array(judged.generation.tokens, dtype=np.int32),
+        **({"metadata": judged.prompt.metadata} if judged.prompt.metadata else {}),
+        **({} if judged.trace is None else {"turns": judged.trace.turns}),
+    }
+
+
+def as_number(value: Tensor) -> float | np.ndarray[Any, Any]:
+    """A field of one sample as files have it."""
+    if not value.dim():
+        return float(value)
+    return value.numpy().astype(np.float32 if value.is_floating_point() else np.int32)

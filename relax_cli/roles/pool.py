@@ -1,20 +1,84 @@
-"""What a rollout worker has in flight with `--partial-rollout`: prompts whose responses grow part by part.
+"""What a rollout worker has sampled but not given away: groups that a rollout chooses from, and prompts in flight.
 
-A response may take several rollouts, and then has tokens of several weights. Prompts belong to workers by their place
-among all that were drawn, so nothing has to move, and nothing that is sampled depends on the number of workers.
+With `--partial-rollout` responses grow part by part: one may take several rollouts, and then has tokens of several
+weights. Prompts belong to workers by their place among all that were drawn, so nothing has to move, and nothing that is
+sampled depends on the number of workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relax_cli.backends.rollout.protocol import Generation, Request, newest_routes
 from relax_cli.config.schema import LEAST_PART, RolloutSection
 from relax_cli.data.prompts import Prompt
 from relax_cli.roles.carried import Begun, BegunGroup
-from relax_cli.roles.drawing import DrawnGroup, drawn_group
 from relax_cli.roles.judging import Judged, Sampled
+from relax_cli.roles.spread import Spread
+
+
+@dataclass(frozen=True)
+class DrawnGroup:
+    """The samples of one prompt."""
+
+    place: int
+    """Of the prompt among those that the rollout has drawn."""
+    has_signal: bool
+    tokens: int
+    """Of all responses."""
+    reward: float
+    """Mean of its samples whose reward did not fail; 0 where all did."""
+
+
+def has_signal(group: Sequence[Judged]) -> bool:
+    """Whether the rewards of a prompt's samples that train differ: else every advantage within the group is 0."""
+    return len({j.result.reward for j in group if j.trains}) > 1
+
+
+def drawn_group(group: Sequence[Judged], place: int) -> DrawnGroup:
+    """What is reported of a group."""
+    return DrawnGroup(
+        place=place,
+        has_signal=has_signal(group),
+        tokens=sum(len(j.generation.tokens) for j in group),
+        reward=Spread.of(j.result.reward for j in group if not j.result.failed).mean,
+    )
+
+
+def renumbered(samples: Sequence[Judged], chosen: Sequence[int], samples_per_prompt: int) -> list[Judged]:
+    """The samples of the chosen places, numbered as they stand in the batch."""
+    numbers = {place: number for number, place in enumerate(chosen)}
+    return [
+        replace(j, group=numbers[j.group], row=numbers[j.group] * samples_per_prompt + j.row % samples_per_prompt)
+        for j in samples
+        if j.group in numbers
+    ]
+
+
+class Drawn:
+    """The samples of one rollout by round; the samples of a prompt are next to each other."""
+
+    def __init__(self, samples_per_prompt: int) -> None:
+        self._size = samples_per_prompt
+        self._rollout_id = -1
+        self._rounds: dict[int, list[Judged]] = {}
+
+    def groups(self, rollout_id: int, offset: int, sample: Callable[[], list[Judged]]) -> list[DrawnGroup]:
+        """The groups of the round that begins at place `offset`, sampled unless that was done before."""
+        if rollout_id != self._rollout_id:
+            self._rollout_id, self._rounds = rollout_id, {}
+        if offset not in self._rounds:
+            self._rounds[offset] = sample()
+        judged, size = self._rounds[offset], self._size
+        groups = (judged[i : i + size] for i in range(0, len(judged), size))
+        return [drawn_group(group, group[0].group) for group in groups]
+
+    def leave(self) -> list[Judged]:
+        """Everything drawn, in the order of the data; nothing of it is kept."""
+        rounds, self._rounds = self._rounds, {}
+        return [j for _, judged in sorted(rounds.items()) for j in judged]
+
 
 POOL_STREAM = 1 << 41
 """Stands for the rollout id in the seeds of these samples, which do not know in which rollout they will end."""

@@ -31,13 +31,21 @@ from relax_cli.errors import ConfigError, RunError
 from relax_cli.plugin.graph import WEIGHT_VERSIONS
 from relax_cli.roles.carried import BegunGroup
 from relax_cli.roles.context import RoleContext
-from relax_cli.roles.drawing import Drawn, DrawnGroup, has_signal, renumbered
 from relax_cli.roles.episodes import Episodes, Job
 from relax_cli.roles.evaluation import Outcome
-from relax_cli.roles.judging import Judge, Judged, Sampled, episode_spreads, for_training, reward_spreads
-from relax_cli.roles.pool import POOL_STREAM, Pool, Progress, Work
+from relax_cli.roles.judging import (
+    Judge,
+    Judged,
+    Sampled,
+    as_number,
+    episode_spreads,
+    for_training,
+    queue_fields,
+    reward_spreads,
+    sample_record,
+)
+from relax_cli.roles.pool import POOL_STREAM, Drawn, DrawnGroup, Pool, Progress, Work, has_signal, renumbered
 from relax_cli.roles.sample_files import SampleWriter
-from relax_cli.roles.sample_records import as_number, queue_fields, sample_record
 from relax_cli.roles.spread import Spread
 
 EVAL_STREAM = 1 << 40
@@ -145,28 +153,18 @@ class RolloutRole:
         return self.engine
 
     def generate(self, rollout_id: int) -> dict[str, Spread]:
-        """Sample this worker's share of rollout `rollout_id` and write it to the queue."""
+        """Sample this worker's share of rollout `rollout_id` and write it to the queue, unless that was done before."""
         assert self.awake, "rollout generates only while awake"
-        try:
-            return self._generate(rollout_id)
-        finally:
-            # Those of the step before were written meanwhile.
-            self.writer.wait()
-
-    def _generate(self, rollout_id: int) -> dict[str, Spread]:
-        chosen = self.order.rows(rollout_id, self.batch.rollout_batch_size)
-        sampled = self._sample([self.prompts[i] for i in chosen], self.batch.n_samples_per_prompt, stream=rollout_id)
-        self.judged = [for_training(judged, self.config) for judged in sampled]
-        if self.judged:
+        if self.written is None or self.written[0] != rollout_id:
+            chosen = self.order.rows(rollout_id, self.batch.rollout_batch_size)
+            prompts = [self.prompts[i] for i in chosen]
+            sampled = self._sample(prompts, self.batch.n_samples_per_prompt, stream=rollout_id)
+            self.judged = [for_training(judged, self.config) for judged in sampled]
             self._put(rollout_id)
-        self.written = (rollout_id, self._spreads(self.judged))
+            self.written = (rollout_id, self._spreads(self.judged))
+        # Those of the step before were written meanwhile.
+        self.writer.wait()
         return self.written[1]
-
-    def generate_missing(self, rollout_id: int) -> dict[str, Spread]:
-        """After the failure of another worker: as `generate`, but what this one has written is kept."""
-        if self.written is not None and self.written[0] == rollout_id:
-            return self.written[1]
-        return self.generate(rollout_id)
 
     def mixture(self) -> list[tuple[int, float]]:
         """Size and weight of each set of training prompts."""
@@ -233,8 +231,7 @@ class RolloutRole:
         if self.written is None or self.written[0] != rollout_id:
             drawn = self.pool.leave([*chosen, *dropped]) if self.writes_versions else self.drawn.leave()
             self.judged = renumbered(drawn, chosen, self.batch.n_samples_per_prompt)
-            if self.judged:
-                self._put(rollout_id)
+            self._put(rollout_id)
             kept = {"sampling/kept_reward": Spread.of(j.result.reward for j in self.judged)}
             self.written = (rollout_id, self._spreads(drawn) | kept | self._staleness(rollout_id))
         self.writer.wait()
@@ -371,8 +368,9 @@ class RolloutRole:
         return ids
 
     def _put(self, rollout_id: int) -> None:
-        fields = queue_fields(self.judged, versions=self.writes_versions, routes=self.sampling.routes)
-        self.queue.put(rollout_id, [j.row for j in self.judged], fields)
+        if self.judged:
+            fields = queue_fields(self.judged, versions=self.writes_versions, routes=self.sampling.routes)
+            self.queue.put(rollout_id, [j.row for j in self.judged], fields)
 
     def _record(self, judged: Judged, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:
         record = sample_record(judged, self.tokenizer)

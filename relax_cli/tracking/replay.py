@@ -25,7 +25,7 @@ from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.plugin.manager import Plugins
 from relax_cli.roles.actor import METRIC_NAMES, policy_loss_per_token
-from relax_cli.roles.advantage_inputs import advantage_inputs, finished_advantages, kl_penalty
+from relax_cli.roles.advantages import advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import Columns, plan_rows, stack, unpad
 from relax_cli.roles.training import loss_denominator, masked_token_mean
 from relax_cli.tracking.run_reader import RunFolder

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from relax_cli.checkpoint import layout
-from relax_cli.engine.ray.processes import children_named
+from relax_cli.engine.ray.watch import children_named
 from tests.support.fault_runs import Folders, Zygote, arguments, assert_resumable
 from tests.support.processes import listening, reachable_from_outside
 

@@ -19,8 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from relax_cli.backends.rollout.targets import this_node
 from relax_cli.engine.build import WorkerSpec
-from relax_cli.engine.ray.gpu_placement import server_places
-from relax_cli.engine.ray.launch import find_places
+from relax_cli.engine.ray.launch import find_places, server_places
 from relax_cli.engine.ray.ranks import RayRanks, RoleWorker
 from relax_cli.engine.ray.watch import ProcessWatch
 from relax_cli.errors import ConfigError, EnvironmentFault

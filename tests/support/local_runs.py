@@ -15,9 +15,9 @@ from rich.console import Console
 from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config
 from relax_cli.engine.local import LocalSession
-from relax_cli.engine.locks import claimed, written_folders
 from relax_cli.engine.run import prepare_run, reference_folder
 from relax_cli.engine.run import train as run_training
+from relax_cli.engine.run_folder import claimed, written_folders
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run

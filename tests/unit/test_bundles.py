@@ -12,8 +12,7 @@ import torch
 from relax_cli.config.placement import needed_cpus, processes_of, shared_bundles, takes_bundles
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
 from relax_cli.engine import build
-from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
-from relax_cli.engine.ray.launch import RaySession, build_order
+from relax_cli.engine.ray.launch import Place, RaySession, build_order, in_order, server_places
 from relax_cli.errors import EnvironmentFault
 from relax_cli.plugin.launch_plan import LaunchPlan
 

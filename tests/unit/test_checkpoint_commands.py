@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from relax_cli.checkpoint import align, layout, prune
 from relax_cli.checkpoint.layout import Tracker
 from relax_cli.cli.app import build_app
-from relax_cli.engine.locks import claimed
+from relax_cli.engine.run_folder import claimed
 from relax_cli.plugin.manager import load_plugins
 from tests.support.checkpoints import describe_files
 

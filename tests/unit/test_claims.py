@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection, RunSection
-from relax_cli.engine.locks import claimed, written_folders
+from relax_cli.engine.run_folder import claimed, written_folders
 from relax_cli.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.rewards import RewardResult
 from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.sampling import DrawnSampling, Sampling, sampling_of
-from relax_cli.roles.drawing import has_signal
+from relax_cli.roles.pool import has_signal
 from relax_cli.roles.spread import Spread
 from tests.support.rollout_workers import SIZE, Worker, Workers
 
@@ -82,7 +82,7 @@ def test_after_a_failure_only_what_is_missing_is_sampled() -> None:
     with pytest.raises(ZeroDivisionError):
         sampling.generate(RolloutGroup(ranks), 0)
     del ranks.workers[1].draw
-    shares = sampling.generate_missing(RolloutGroup(ranks), 0)
+    shares = sampling.generate(RolloutGroup(ranks), 0)
     assert [worker.sampled for worker in ranks.workers] == [8, 8]
     assert counts(shares)["prompts"] == 8
     sampling.finish()

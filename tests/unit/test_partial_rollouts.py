@@ -15,9 +15,8 @@ from relax_cli.data.rewards import RewardResult
 from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.sampling import PartialSampling
 from relax_cli.roles.carried import Begun, BegunGroup, from_arrays, to_arrays
-from relax_cli.roles.drawing import renumbered
 from relax_cli.roles.judging import Judged, Sampled
-from relax_cli.roles.pool import Pool, Progress, Work
+from relax_cli.roles.pool import Pool, Progress, Work, renumbered
 from relax_cli.roles.spread import Spread
 from tests.support.rollout_workers import InOrder
 

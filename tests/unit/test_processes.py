@@ -16,9 +16,8 @@ import ray
 
 from relax_cli.engine.groups import SleepingGroup
 from relax_cli.engine.local import LocalRanks
-from relax_cli.engine.ray import processes
-from relax_cli.engine.ray.processes import ProcessTable, children_named, exit_status
-from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts, last_words
+from relax_cli.engine.ray import watch
+from relax_cli.engine.ray.watch import ProcessTable, ProcessWatch, Whereabouts, children_named, exit_status, last_words
 from relax_cli.errors import ProcessLost
 
 SLEEPER = "import time; time.sleep(60)"
@@ -64,7 +63,7 @@ def kernel_tells() -> bool:
     ],
 )
 def test_a_process_that_ended_is_named_with_its_signal(code: str, said: str) -> None:
-    assert ended(code) == (said if kernel_tells() else processes.UNKNOWN_END)
+    assert ended(code) == (said if kernel_tells() else watch.UNKNOWN_END)
 
 
 def test_a_stopped_process_is_lost_only_after_a_while(
@@ -76,7 +75,7 @@ def test_a_stopped_process_is_lost_only_after_a_while(
     while psutil.Process(started.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     assert table.losses() == []
-    monkeypatch.setattr(processes, "STOPPED_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "STOPPED_SECONDS", 0.0)
     assert "stopped by a signal" in table.losses()[0].what
     started.send_signal(signal.SIGCONT)
     while psutil.Process(started.pid).status() == psutil.STATUS_STOPPED:
@@ -95,7 +94,7 @@ def test_a_process_that_ended_before_it_was_watched_is_found() -> None:
 def test_the_memory_killer_is_suspected_only_when_it_was_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "want of memory" not in ended("import os; os._exit(1)")
     counts = iter([4, *[6] * 9])
-    monkeypatch.setattr(processes, "memory_kills", lambda: next(counts))
+    monkeypatch.setattr(watch, "memory_kills", lambda: next(counts))
     assert "the kernel has killed 2 processes for want of memory" in ended("import os; os._exit(1)")
 
 

@@ -22,8 +22,7 @@ from relax_cli.config.recipes import bundled_recipes
 from relax_cli.config.schema import AlgorithmSection, Config, ModelSection, ParallelSection, RolloutSection
 from relax_cli.engine.ray import start
 from relax_cli.engine.ray.launch import RaySession
-from relax_cli.engine.ray.problems import start_failed
-from relax_cli.engine.ray.start import check_resources, cluster_gpus, start_ray
+from relax_cli.engine.ray.start import check_resources, cluster_gpus, start_failed, start_ray
 from relax_cli.errors import EnvironmentFault, ExitCode, Problem, RunError
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins

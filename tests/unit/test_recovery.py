@@ -9,7 +9,6 @@ import pytest
 
 from relax_cli.backends.rollout.protocol import ServerDied
 from relax_cli.engine.groups import Ranks, Roles, recorded
-from relax_cli.engine.recovery import with_revival
 from relax_cli.engine.session import Session
 from relax_cli.errors import Problem, RunError
 
@@ -61,9 +60,7 @@ class FakeSession(Session):
 def run(*failures: Exception) -> tuple[Rollout, Callable[[], tuple[list[Any], int]]]:
     """A rollout that fails so often, and the call."""
     rollout = Rollout(list(failures))
-    return rollout, lambda: with_revival(
-        FakeSession(rollout), 7, lambda r: r.generate(7), again=lambda r: r.generate_missing(7)
-    )
+    return rollout, lambda: FakeSession(rollout).with_revival(7, lambda r: r.generate(7))
 
 
 def test_without_a_failure_nothing_else_happens() -> None:
@@ -74,14 +71,14 @@ def test_without_a_failure_nothing_else_happens() -> None:
 
 def test_weights_given_up_in_sleep_are_published_again() -> None:
     rollout = Rollout([], needs_weights=True)
-    with_revival(FakeSession(rollout), 7, lambda r: r.generate(7))
+    FakeSession(rollout).with_revival(7, lambda r: r.generate(7))
     assert rollout.asked == ["publish 7", "wake", "generate 7", "sleep"]
 
 
 def test_revived_servers_get_weights_before_missing_samples() -> None:
     rollout, call = run(DIED)
     assert call() == ([1, 0], 1)
-    expected = ["wake", "generate 7", "sleep", "revive", "publish 7", "wake", "generate_missing 7", "sleep"]
+    expected = ["wake", "generate 7", "sleep", "revive", "publish 7", "wake", "generate 7", "sleep"]
     assert rollout.asked == expected
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from relax_cli.checkpoint import layout
 from relax_cli.config.layers import Layers
-from relax_cli.engine import restarts
+from relax_cli.engine import run as engine_run
 from relax_cli.errors import Problem, ProcessLost, RelaxError, RunError
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
@@ -43,9 +43,9 @@ class Run:
 
 
 def restarted(run: Run, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, str]:
-    monkeypatch.setattr(restarts, "train", run)
+    monkeypatch.setattr(engine_run, "train", run)
     screen = io.StringIO()
-    result = restarts.train_with_restarts(load_plugins(), checked(*words), Console(file=screen, width=200))
+    result = engine_run.train_with_restarts(load_plugins(), checked(*words), Console(file=screen, width=200))
     return result, screen.getvalue()
 
 
@@ -56,7 +56,7 @@ def test_a_lost_process_restarts_from_what_was_saved(tmp_path: Path, monkeypatch
     assert result == "finished"
     assert [each.config.checkpoint.load for each in run.started] == [None, str(tmp_path), str(tmp_path)]
     assert [each.config.critic.critic_load for each in run.started] == [None, *2 * [f"{tmp_path}-critic"]]
-    assert run.patience == [0, restarts.NODE_SECONDS, restarts.NODE_SECONDS], "a lost node may come back"
+    assert run.patience == [0, engine_run.NODE_SECONDS, engine_run.NODE_SECONDS], "a lost node may come back"
     assert len({each.config.run.run_dir for each in run.started}) == 1
     assert len({each.config_hash for each in run.started}) == 1
     assert f"restart 2 of 2, from the newest pair in {tmp_path}" in screen

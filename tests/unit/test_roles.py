@@ -16,7 +16,7 @@ from relax_cli.plugin.graph import RoleSpec, base_graph, completed
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.plan import optimizer_steps
 from relax_cli.roles.actor import check_gap
-from relax_cli.roles.advantage_inputs import advantage_inputs, finished_advantages, kl_penalty
+from relax_cli.roles.advantages import advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import Columns
 from relax_cli.roles.critic import with_end_state
 from relax_cli.roles.training import summarise

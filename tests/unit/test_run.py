@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from relax_cli.engine.ray.object_store import as_arrays, as_tensors
+from relax_cli.engine.ray.ranks import as_arrays, as_tensors
 from relax_cli.engine.run import without_options
 
 

@@ -18,7 +18,7 @@ from relax_cli.cli.doctor_versions import allocator_conflict
 from relax_cli.config.layers import Layers
 from relax_cli.config.recipes import read_recipe
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection
-from relax_cli.engine.ray.problems import start_failed
+from relax_cli.engine.ray.start import start_failed
 from relax_cli.preflight import check_run
 from relax_cli.preflight.machine import Machine, ray_temp_trouble
 from relax_cli.preflight.rules import machine as rules

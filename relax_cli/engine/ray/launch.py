@@ -9,7 +9,7 @@ itself: this process never has a tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -21,24 +21,77 @@ from relax_cli.backends.rollout.targets import this_node
 from relax_cli.config.placement import SERVICE_CPUS, rollout_engine, shared_bundles, takes_bundles
 from relax_cli.engine.build import WorkerSpec, cpu_environment, worker_specs
 from relax_cli.engine.groups import Roles
-from relax_cli.engine.ray.gpu_placement import Place, in_order, server_places
 from relax_cli.engine.ray.guardian import Guardian
-from relax_cli.engine.ray.problems import start_failed
-from relax_cli.engine.ray.processes import children_named
 from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
-from relax_cli.engine.ray.start import check_resources, start_ray
-from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts
+from relax_cli.engine.ray.start import check_resources, start_failed, start_ray
+from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts, children_named
 from relax_cli.engine.session import Session
-from relax_cli.errors import EnvironmentFault
+from relax_cli.errors import EnvironmentFault, problem_kind
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.roles.run_folder import run_folder_errors
 
+SERVER_SPANS_NODES = problem_kind(
+    "server-spans-nodes",
+    "SGLang servers",
+    "The GPUs of one SGLang server would be on several machines.",
+    option="--rollout-num-gpus-per-engine",
+)
 WAITING_FOR_BUNDLES = 5.0
 """Seconds after which the screen says that others use what the roles need."""
 
 SHARE = 0.25
 """Part of a bundle's CPU, and of its GPU, that each of the roles taking turns in it asks Ray for."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One bundle."""
+
+    bundle: int
+    """Its number in the placement group."""
+    node: str = ""
+    """Address of the machine; empty where it is not known."""
+    gpu: str = ""
+    """What CUDA_VISIBLE_DEVICES calls its GPU on that machine; empty where it has none."""
+
+
+def in_order(places: Sequence[Place]) -> list[Place]:
+    """The bundles as ranks take them: machine by machine, GPUs ascending.
+
+    Ray packs bundles onto few machines, but in any order; a server's GPUs have to be on one.
+    """
+    largest_first = {node: -sum(place.node == node for place in places) for node in {p.node for p in places}}
+    return sorted(places, key=lambda p: (largest_first[p.node], p.node, _number(p.gpu), p.bundle))
+
+
+def server_places(places: Sequence[Place], gpus_per_server: int, servers: int) -> list[list[Place]]:
+    """The bundles of each server, which are those of the ranks with the same numbers.
+
+    Args:
+        places: in the order of ranks.
+
+    Raises:
+        EnvironmentFault: a server's GPUs would be on several machines.
+    """
+    groups = [list(places[i * gpus_per_server : (i + 1) * gpus_per_server]) for i in range(servers)]
+    for number, group in enumerate(groups):
+        nodes = sorted({place.node for place in group})
+        if len(nodes) > 1:
+            raise EnvironmentFault(
+                SERVER_SPANS_NODES(
+                    f"the GPUs of SGLang server {number} are on {len(nodes)} machines",
+                    where=", ".join(nodes),
+                    got=", ".join(f"{node}: {sum(p.node == node for p in places)} GPUs" for node in nodes),
+                    expected=f"{gpus_per_server} GPUs of one machine for each server",
+                    fix="use a --rollout-num-gpus-per-engine that divides the free GPUs of every machine",
+                )
+            )
+    return groups
+
+
+def _number(gpu: str) -> tuple[int, str]:
+    return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
 def launch_colocated(plan: LaunchPlan) -> Session:

@@ -7,10 +7,11 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -20,11 +21,13 @@ from relax_cli.backends.rollout.targets import this_node
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
 from relax_cli.engine.groups import Call, Ranks, Result, Role, recorded
 from relax_cli.engine.imports import MEGATRON, ROLLOUT, import_quickly
-from relax_cli.engine.ray.object_store import as_arrays, as_tensors
-from relax_cli.engine.ray.processes import children_named
 from relax_cli.engine.ray.queue_keys import QueueKeys
-from relax_cli.engine.ray.watch import WORKER_FAILED, ProcessWatch, Whereabouts
+from relax_cli.engine.ray.watch import WORKER_FAILED, ProcessWatch, Whereabouts, children_named
 from relax_cli.errors import RelaxError, RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 ANSWER_SIGNALS = 0.1
 """Seconds of waiting for a worker after which this process looks whether it got a signal."""
@@ -208,3 +211,23 @@ def disregard(refs: Iterable[ray.ObjectRef]) -> None:
     """Tell Ray that these results, which may still fail, are not needed: it prints errors that nothing has read."""
     for ref in refs:
         ref.future()
+
+
+def as_arrays(named: Mapping[str, Tensor]) -> dict[str, tuple[str, Any]]:
+    """Name to type name and bytes of each tensor: Ray copies arrays once and shares them, where it pickles tensors."""
+    import torch
+
+    return {
+        name: (str(tensor.dtype).removeprefix("torch."), tensor.contiguous().view(torch.uint8).numpy())
+        for name, tensor in named.items()
+    }
+
+
+def as_tensors(arrays: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors again, over the same memory, which is read-only: they are to be copied from."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, (dtype, array) in arrays.items():
+            yield name, torch.from_numpy(array).view(getattr(torch, dtype))

@@ -6,19 +6,155 @@ import ipaddress
 import os
 import secrets
 import signal
+import socket
 import time
 from typing import Any
 
 import ray
 
-from relax_cli.config.placement import needed_cpus, object_store_bytes, rollout_engine, shared_bundles
+from relax_cli.config.placement import (
+    QUEUE_CPUS,
+    needed_cpus,
+    object_store_bytes,
+    ranks_of,
+    rollout_engine,
+    shared_bundles,
+)
 from relax_cli.engine import imports
 from relax_cli.engine.forks import worker_python
-from relax_cli.engine.ray.problems import check_reachable, not_local, start_failed, too_few_cpus, too_few_gpus
+from relax_cli.engine.ray import LOOPBACK_SWITCH
 from relax_cli.engine.ray.queue_keys import refuse_second_queue
-from relax_cli.errors import EnvironmentFault, RunError
+from relax_cli.errors import EnvironmentFault, Problem, RunError, problem_kind
 from relax_cli.models.files import weight_bytes
 from relax_cli.plugin.launch_plan import LaunchPlan
+from relax_cli.preflight.machine import ray_temp_folder
+from relax_cli.preflight.rules.resources import ray_cpus
+
+CONNECTING_SECONDS = 20.0
+
+RAY_START_FAILED = problem_kind(
+    "ray-start-failed",
+    "This machine",
+    "Ray did not start, or the cluster of `RAY_ADDRESS` does not answer. The fix depends on the cause: a busy machine, "
+    "a path too long for a socket, a folder that cannot be written, a full disk, too little memory, another version.",
+)
+RAY_NOT_LOCAL = problem_kind(
+    "ray-not-local",
+    "This machine",
+    "Ray was to start on this machine alone, but listens on an address that other machines can reach.",
+)
+RAY_GPUS = problem_kind(
+    "ray-gpus",
+    "Roles, devices, parallelism",
+    "The Ray cluster has fewer GPUs, busy ones included, than the roles share. A run waits for GPUs that others use.",
+    option="--resource",
+)
+
+
+def check_reachable(address: str | None) -> None:
+    """Find out whether anything listens at a cluster's `HOST:PORT`; Ray would keep trying for minutes.
+    Raises EnvironmentFault: nothing does. Of other forms of an address nothing is found out."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECTING_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise EnvironmentFault(start_failed(address, error)) from error
+
+
+CAUSES = (
+    (
+        ("AF_UNIX", "File name too long"),
+        "export RAY_TMPDIR=/tmp (or another short folder): Ray's sockets need short paths",
+    ),
+    (
+        ("Permission denied", "Read-only file system", "[Errno 13]", "[Errno 30]"),
+        "export HOME and RAY_TMPDIR as folders that this user can write, or use --launcher local",
+    ),
+    (
+        ("No space left", "[Errno 28]", "Disk quota", "/dev/shm", "object store"),
+        "make room: df -h /dev/shm {folder}; RAY_TMPDIR names another disk",
+    ),
+    (
+        ("low on memory", "OutOfMemory", "Cannot allocate memory", "SIGKILL"),
+        "free memory (free -h shows it), or use fewer ranks in --resource; --launcher local needs the least",
+    ),
+    (("Too many open files", "[Errno 24]"), "ulimit -n $(ulimit -Hn), then start again"),
+    (("Resource temporarily unavailable", "[Errno 11]"), "ulimit -u $(ulimit -Hu), then start again"),
+    (
+        ("Version mismatch", "version mismatch"),
+        "install the Ray and Python versions of the cluster here: pip install 'ray==VERSION'",
+    ),
+)
+"""What Ray says in its different troubles, and what helps."""
+
+
+def start_failed(address: str | None, error: Exception) -> Problem:
+    """The problem of a Ray that did not start, by its cause.
+
+    Args:
+        address: what it was told: `local`, or the cluster that RAY_ADDRESS names.
+    """
+    local, folder, said = address == "local", ray_temp_folder(), f"{type(error).__name__}: {error}"
+    known = [advice for words, advice in CAUSES if any(word in said for word in words)]
+    if known:
+        fix = known[0].format(folder=folder)
+    elif local:
+        fix = "end what keeps this machine busy and start again; `ray stop` ends every Ray that you left running here"
+    else:
+        fix = f"ray status --address {address} shows whether it runs; unset RAY_ADDRESS starts a Ray of the run's own"
+    if local:
+        fix += f"; Ray's logs are in {folder}/ray/session_latest/logs"
+    return RAY_START_FAILED(
+        "Ray did not start" if local else "the Ray cluster of RAY_ADDRESS cannot be joined",
+        where="this machine" if local else f"RAY_ADDRESS={address}",
+        got=_telling_line(said),
+        expected="a Ray that answers",
+        fix=fix,
+    )
+
+
+def _telling_line(said: str) -> str:
+    """The line that names the cause, or else the first one."""
+    lines = said.splitlines()
+    telling = [line for line in lines if any(word in line for words, _ in CAUSES for word in words)]
+    return (telling or lines)[0].strip()[:300]
+
+
+def not_local(address: str) -> Problem:
+    """The problem of a Ray of the run's own that other machines can reach."""
+    return RAY_NOT_LOCAL(
+        "Ray listens on an address that other machines can reach",
+        where=address,
+        got=f"{LOOPBACK_SWITCH}={os.environ.get(LOOPBACK_SWITCH, '')}, set when Ray was imported",
+        expected="127.0.0.1",
+        fix=f"export {LOOPBACK_SWITCH}=0 before the process starts that imports ray",
+    )
+
+
+def too_few_cpus(plan: LaunchPlan, free: float, needed: int) -> Problem:
+    """The problem of a Ray with `free` logical CPUs, where the run needs `needed`."""
+    roles = ", ".join(f"{role.name} {ranks_of(plan.config.parallel, role.name)}" for role in plan.graph.roles)
+    return ray_cpus.kind(
+        "Ray has too few free logical CPUs for the roles and TransferQueue",
+        where="the Ray cluster",
+        got=f"{free:g} free",
+        expected=f"at least {needed} ({roles}, TransferQueue {QUEUE_CPUS})",
+        option="--resource",
+        fix=f"use fewer workers in --resource, or start Ray with more: ray start --head --num-cpus {needed}",
+    )
+
+
+def too_few_gpus(there: int, needed: int) -> Problem:
+    """The problem of a Ray that has, busy ones included, fewer GPUs than the roles share."""
+    return RAY_GPUS(
+        "Ray has too few GPUs for the roles",
+        where="the Ray cluster",
+        got=f"{there} GPUs",
+        expected=f"at least {needed}",
+        fix="lower the counts in --resource, join a larger cluster (RAY_ADDRESS), or use --device cpu",
+    )
 
 
 def start_ray(plan: LaunchPlan) -> None:
