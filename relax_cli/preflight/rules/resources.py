@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+
 from relax_cli.config.names import nearest
 from relax_cli.config.placement import (
     QUEUE_CPUS,
@@ -114,14 +117,16 @@ def fully_async_not_supported(parallel: ParallelSection) -> Found:
 def ranks_not_divisible(parallel: ParallelSection) -> Found:
     """The ranks of a trained role must be a multiple of tensor × pipeline × context parallel size."""
     grid = parallel.grid
-    for role, (_, devices) in parallel.resource.items():
-        if role in TRAINED_ROLES and devices > 0 and devices % grid:
-            yield Finding(
-                f"the {devices} ranks of {role} do not make whole groups of {grid} model-parallel ranks",
-                got=str(devices),
-                expected=f"a multiple of {grid}",
-                fix=f'write "{role}": [1, {max(1, round(devices / grid)) * grid}] in --resource',
-            )
+    ranks = {role: n for role, (_, n) in parallel.resource.items() if role in TRAINED_ROLES and n > 0 and n % grid}
+    if ranks:
+        whole = {role: [1, max(1, round(n / grid)) * grid] for role, n in ranks.items()}
+        launcher = "--launcher ray " if parallel.launcher == "local" else ""
+        yield Finding(
+            f"ranks of {' and '.join(ranks)} must be a multiple of tensor × pipeline × context parallel size",
+            got=", ".join(f"{role} {n}" for role, n in ranks.items()),
+            expected=f"a multiple of {grid}",
+            fix=f"{launcher}--resource {shlex.quote(json.dumps(parallel.resource | whole))}",
+        )
 
 
 @rule("overlap-needs-cpu", THEME, option="--overlap-updates")
