@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from relax_cli.config.layers import UnreadOption
-from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
+from relax_cli.config.schema import Config, ParallelSection, SglangSection
 
 STORAGE_UNITS = 1
 """TransferQueue storage processes; each, and its controller, asks Ray for one logical CPU."""
@@ -16,13 +16,11 @@ SERVICE_CPUS = 1
 """For all services without a device together; each asks for a part of it."""
 
 
-def rollout_engine(
-    rollout: RolloutSection, sglang: SglangSection, parallel: ParallelSection
-) -> Literal["embedded", "sglang"]:
+def rollout_engine(config: Config) -> Literal["embedded", "sglang"]:
     """The engine that generates, `--rollout-engine auto` resolved."""
-    if rollout.rollout_engine != "auto":
-        return rollout.rollout_engine
-    return "sglang" if parallel.device == "cuda" or sglang.rollout_external else "embedded"
+    if config.rollout.rollout_engine != "auto":
+        return config.rollout.rollout_engine
+    return "sglang" if config.parallel.device == "cuda" or config.sglang.rollout_external else "embedded"
 
 
 SMALLEST_OBJECT_STORE = 256 << 20
@@ -51,10 +49,10 @@ def ranks_of(parallel: ParallelSection, role: str) -> int:
     return max(1, services * devices)
 
 
-def processes_of(role: str, parallel: ParallelSection, rollout: RolloutSection, sglang: SglangSection) -> int:
+def processes_of(role: str, config: Config) -> int:
     """Worker processes of a role: one a rank, but of rollout one for each SGLang server that the run starts."""
-    ranks = ranks_of(parallel, role)
-    starts_servers = rollout_engine(rollout, sglang, parallel) == "sglang" and not sglang.rollout_external
+    ranks, sglang = ranks_of(config.parallel, role), config.sglang
+    starts_servers = rollout_engine(config) == "sglang" and not sglang.rollout_external
     return max(1, ranks // sglang.rollout_num_gpus_per_engine) if role == "rollout" and starts_servers else ranks
 
 

@@ -65,7 +65,7 @@ class WorkerSpec:
 def worker_specs(plan: LaunchPlan, role: str) -> list[WorkerSpec]:
     """One spec per rank of `role`."""
     parallel = plan.config.parallel
-    ranks = processes_of(role, parallel, plan.config.rollout, plan.config.sglang)
+    ranks = processes_of(role, plan.config)
     load_from = {"actor": plan.actor_load, "critic": plan.critic_load}.get(role)
     return [
         WorkerSpec(
@@ -247,7 +247,7 @@ class RoleBuilder:
 
     def _rollout_engine(self, tokenizer: Any, samplings: Mapping[str, SamplingParams]) -> RolloutEngine:
         config, spec = self.config, self.spec
-        if rollout_engine(config.rollout, config.sglang, config.parallel) == "embedded":
+        if rollout_engine(config) == "embedded":
             from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 
             return EmbeddedEngine(spec.model_folder, decode=tokenizer.decode)

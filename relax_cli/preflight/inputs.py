@@ -18,6 +18,7 @@ from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.data.rewards.custom import check_custom
 from relax_cli.data.sources import SOURCE
 from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.families import MOE_FAMILIES
 from relax_cli.models.hybrid import language_config
 from relax_cli.models.spec import BRIDGE_FAMILIES, ModelSpec
 from relax_cli.plugin.user_file import is_file_spec
@@ -59,6 +60,11 @@ class RunInputs:
     def needs_bridge(self) -> bool:
         """Whether the model goes through Megatron-Bridge."""
         return self.model_config.get("model_type") in BRIDGE_FAMILIES
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return self.model_config.get("model_type") in MOE_FAMILIES
 
     def model_count(self, name: str) -> int | None:
         """A positive integer of the language model's part of `config.json`; None where it has none of that name."""

@@ -242,7 +242,7 @@ def _role(config: Config, role: RoleSpec, cores: int) -> RolePlan:
         summary=role.summary,
         reads=role.reads,
         writes=role.writes,
-        processes=processes_of(role.name, parallel, config.rollout, config.sglang),
+        processes=processes_of(role.name, config),
         threads=threads_of(parallel, role.name, cores),
         bundles=tuple(range(ranks)) if has_bundle else (),
         idle_bundles=shared_bundles(parallel, config.sglang) - ranks if has_bundle else 0,

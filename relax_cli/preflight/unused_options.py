@@ -88,7 +88,7 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         _kind("sglang-option-unused", "Options of SGLang servers, and the embedded engine generates."),
         (*SglangSection.model_fields, "rollout_request_timeout"),
-        lambda config, _: rollout_engine(config.rollout, config.sglang, config.parallel) == "sglang",
+        lambda config, _: rollout_engine(config) == "sglang",
         "with SGLang servers",
         "--rollout-engine sglang",
     ),
@@ -109,9 +109,7 @@ CONDITIONS: tuple[Condition, ...] = (
             "(`--over-sampling-batch-size`), or with SGLang servers, which may abort responses.",
         ),
         ("partial_rollout",),
-        lambda config, _: (
-            config.carries_over or rollout_engine(config.rollout, config.sglang, config.parallel) == "sglang"
-        ),
+        lambda config, _: config.carries_over or rollout_engine(config) == "sglang",
         "with an --over-sampling-batch-size above --rollout-batch-size, or with SGLang servers",
         "--rollout-engine sglang",
     ),

@@ -39,7 +39,7 @@ def test_rollout_has_a_worker_for_each_server(
     role: str, rollout: RolloutSection, sglang: SglangSection, device: str, processes: int
 ) -> None:
     parallel = EIGHT.model_copy(update={"device": device})
-    assert processes_of(role, parallel, rollout, sglang) == processes
+    assert processes_of(role, Config(parallel=parallel, rollout=rollout, sglang=sglang)) == processes
 
 
 def test_workers_of_external_servers_take_no_bundle() -> None:

@@ -298,7 +298,7 @@ GB = 10**9
 @pytest.mark.parametrize("recipe", sorted(name for name in bundled_recipes() if "gpu" in name))
 def test_ray_takes_the_store_of_every_gpu_recipe(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = check_run(load_plugins(), Layers([recipe], {}, [])).config
-    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
+    engine = rollout_engine(config)
     assert store_of_ray(64 << 20, object_store_bytes(engine, 48 * GB), monkeypatch) == "/tmp"
 
 

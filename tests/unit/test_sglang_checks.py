@@ -53,7 +53,7 @@ def test_the_engine_follows_device_and_servers_unless_named(
     given = config(
         rollout={"rollout_engine": engine}, parallel={"device": device}, sglang={"rollout_external": attached}
     )
-    assert rollout_engine(given.rollout, given.sglang, given.parallel) == expected
+    assert rollout_engine(given) == expected
 
 
 def test_external_and_addresses_need_each_other() -> None:

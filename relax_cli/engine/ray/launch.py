@@ -166,7 +166,7 @@ class RaySession(Session):
         config, specs = plan.config, worker_specs(plan, role)
         if not takes_bundles(role, config.parallel, config.sglang):
             return specs
-        starts_servers = rollout_engine(config.rollout, config.sglang, config.parallel) == "sglang"
+        starts_servers = rollout_engine(config) == "sglang"
         size = config.sglang.rollout_num_gpus_per_engine if role == "rollout" and starts_servers else 1
         groups = server_places(self.places, size, len(specs))
         return [

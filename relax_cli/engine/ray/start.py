@@ -175,7 +175,7 @@ def start_ray(plan: LaunchPlan) -> None:
         return
     _give_token()
     config = plan.config
-    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
+    engine = rollout_engine(config)
     on_cpu = config.parallel.device != "cuda"
     _init_ray(
         "local",

@@ -140,7 +140,7 @@ class _Sizes:
         """Parameters of the experts of a stage."""
         self.experts_elsewhere = self.experts - self.experts // config.parallel.expert_model_parallel_size
         """Parameters of experts that a rank leaves to others."""
-        self.engine = rollout_engine(config.rollout, config.sglang, config.parallel)
+        self.engine = rollout_engine(config)
         self.on_cpu = precision is CPU
 
     def role(self, role: str) -> RoleMemory:

@@ -17,17 +17,14 @@ from relax_cli.preflight.rules.registry import Finding, Found, rule
 def prompt_data_missing(data: DataSection) -> Found:
     """`--prompt-data` is required."""
     if not data.prompt_data:
-        fix = "add --prompt-data FILE.jsonl, or --prompt-data reasoning-gym:chain_sum?size=512"
-        yield Finding("no prompts to train on are given", fix)
+        yield Finding(fix="add --prompt-data FILE.jsonl, or --prompt-data reasoning-gym:chain_sum?size=512")
 
 
 @rule(USER_FILE.nowhere)
 def curriculum_unknown(data: DataSection, curriculums: Mapping[str, Curriculum]) -> Found:
     """There is no built-in curriculum of that name, nor one of a plugin."""
-    name = data.curriculum
-    if name is not None and not is_file_spec(name) and name not in curriculums:
-        problem = USER_FILE.unknown(name, curriculums)
-        yield Finding(problem.message, problem.fix, problem.got, problem.expected)
+    if (name := data.curriculum) is not None and not is_file_spec(name) and name not in curriculums:
+        yield USER_FILE.unknown(name, curriculums)
 
 
 RESERVED = {
@@ -40,8 +37,7 @@ RESERVED = {
 def chat_template_kwargs_reserved(data: DataSection) -> Found:
     """`--chat-template-kwargs` names what relax gives the chat template itself."""
     if reserved := sorted(RESERVED & data.chat_template_kwargs.keys()):
-        what = f"--chat-template-kwargs has {', '.join(reserved)}, which is not a variable of the template's own"
-        yield Finding(what, "leave it out; tools are in the rows, under --tools-key", got=", ".join(reserved))
+        yield Finding(fix="leave it out; tools are in the rows, under --tools-key", got=", ".join(reserved))
 
 
 @rule(SOURCE)
@@ -50,5 +46,4 @@ def prompt_data_source(data: DataSection) -> Found:
     try:
         weights_of([source_of(item) for item in data.prompt_data])
     except ConfigError as error:
-        for problem in error.problems:
-            yield Finding(problem.message, problem.fix, got=problem.got, expected=problem.expected)
+        yield from error.problems

@@ -12,8 +12,7 @@ from relax_cli.preflight.rules.registry import Finding, Found, rule
 def env_unknown(episode: EpisodeSection, envs: frozenset[str]) -> Found:
     """No installed plugin provides an environment of that name."""
     if episode.env is not None and not is_file_spec(episode.env) and episode.env not in envs:
-        problem = USER_FILE.unknown(episode.env, envs)
-        yield Finding(problem.message, problem.fix, problem.got, problem.expected)
+        yield USER_FILE.unknown(episode.env, envs)
 
 
 @rule("env-and-reward", THEME, option="--env")
@@ -21,11 +20,9 @@ def env_and_reward(episode: EpisodeSection, reward: RewardSection) -> Found:
     """The environment gives the rewards of an episode, so `--rm-type` and `--custom-rm-path` have nothing to judge."""
     chosen = reward.rm_type or reward.custom_rm_path
     if episode.env is not None and chosen is not None:
+        fix = f"drop {'--rm-type' if reward.rm_type else '--custom-rm-path'}"
         yield Finding(
-            "both an environment and a reward are chosen",
-            got=f"{episode.env} and {chosen}",
-            expected="one of --env, --rm-type and --custom-rm-path",
-            fix=f"drop {'--rm-type' if reward.rm_type else '--custom-rm-path'} (the environment returns the reward)",
+            fix=fix, got=f"{episode.env} and {chosen}", expected="one of --env, --rm-type and --custom-rm-path"
         )
 
 
@@ -34,9 +31,5 @@ def env_turns(episode: EpisodeSection, rollout: RolloutSection) -> Found:
     """Every turn takes a token, so an episode never has more than `--rollout-max-response-len` turns."""
     longest = rollout.rollout_max_response_len
     if episode.env is not None and episode.max_turns > longest:
-        yield Finding(
-            f"an episode of at most {longest} tokens cannot have {episode.max_turns} turns",
-            got=str(episode.max_turns),
-            expected=f"at most {longest}",
-            fix=f"--max-turns {longest}, or a --rollout-max-response-len of the turns and observations together",
-        )
+        fix = f"--max-turns {longest}, or a --rollout-max-response-len of the turns and observations together"
+        yield Finding(fix=fix, expected=f"at most {longest}")

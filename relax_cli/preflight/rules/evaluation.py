@@ -21,33 +21,26 @@ NAME = re.compile(r"[A-Za-z0-9_.-]+")
 def eval_interval_without_data(eval: EvalSection) -> Found:
     """`--eval-interval` needs `--eval-prompt-data`."""
     if eval.eval_interval is not None and not eval.eval_prompt_data:
-        yield Finding(
-            "--eval-interval is set, but there are no held-out prompts",
-            got=str(eval.eval_interval),
-            fix="add --eval-prompt-data heldout PATH, or drop --eval-interval",
-        )
+        yield Finding(fix="add --eval-prompt-data heldout PATH, or drop --eval-interval")
 
 
 @rule("eval-data-unused", THEME, option="--eval-prompt-data", severity="warning")
 def eval_data_unused(eval: EvalSection) -> Found:
     """A warning: there are held-out prompts, but `--eval-interval` is not set."""
     if eval.eval_interval is None and eval.eval_prompt_data:
-        yield Finding("--eval-prompt-data is set, but not when to evaluate", fix="add --eval-interval 10")
+        yield Finding(fix="add --eval-interval 10")
 
 
 @rule("eval-data-name", THEME, option="--eval-prompt-data")
 def eval_data_name(eval: EvalSection) -> Found:
     """Every held-out set has a name and a path, and names differ."""
-    names: list[str] = []
-    for item, (name, _) in zip(eval.eval_prompt_data, eval.sets, strict=True):
-        message = fix = ""
+    names = [name for name, _ in eval.sets]
+    for index, (item, name) in enumerate(zip(eval.eval_prompt_data, names, strict=True)):
+        expected = "NAME PATH, or NAME=PATH"
         if not NAME.fullmatch(name):
-            message, fix = f"{item!r} is not a name and a path", f"--eval-prompt-data heldout {item}"
-        elif name in names:
-            message, fix = f"two held-out sets are called {name!r}", "give each its own name"
-        if message:
-            yield Finding(message, fix, got=item, expected="NAME PATH, or NAME=PATH")
-        names.append(name)
+            yield Finding(f"{item!r} is not a name and a path", f"--eval-prompt-data heldout {item}", item, expected)
+        elif name in names[:index]:
+            yield Finding(f"two held-out sets are called {name!r}", "give each its own name", item, expected)
 
 
 @rule("eval-sampling", THEME, option="--eval-sampling")
@@ -73,19 +66,15 @@ def eval_sampling(eval: EvalSection) -> Found:
 @rule("keep-best-metric", THEME, option="--keep-best")
 def keep_best_metric(checkpoint: CheckpointSection, eval: EvalSection, reward: RewardSection) -> Found:
     """`--keep-best` names no metric of an evaluation of this run, of those where more is better."""
-    if checkpoint.keep_best is None:
+    if (metric := checkpoint.keep_best) is None:
         return
     with suppress(ValueError):  # eval-sampling tells of it.
-        known = [f"eval/{name}/{metric}" for name, _ in eval.sets for metric in _kept_by(eval, name, reward)]
-        is_part = re.fullmatch(r"eval/([^/]+)/reward/part/.+", checkpoint.keep_best)
-        if checkpoint.keep_best not in known and not (is_part and is_part[1] in dict(eval.sets)):
-            close = nearest(checkpoint.keep_best, known) or next(iter(known), "")
-            yield Finding(
-                "--keep-best names no metric of an evaluation",
-                got=checkpoint.keep_best,
-                expected=", ".join(known) or "a run with held-out sets",
-                fix=f"--keep-best {close}" if close else "add --eval-prompt-data NAME PATH --eval-interval 10",
-            )
+        known = [f"eval/{name}/{kept}" for name, _ in eval.sets for kept in _kept_by(eval, name, reward)]
+        part = re.fullmatch(r"eval/([^/]+)/reward/part/.+", metric)
+        if metric not in known and not (part and part[1] in dict(eval.sets)):
+            close = nearest(metric, known) or next(iter(known), "")
+            fix = f"--keep-best {close}" if close else "add --eval-prompt-data NAME PATH --eval-interval 10"
+            yield Finding(fix=fix, expected=", ".join(known) or "a run with held-out sets")
 
 
 def _kept_by(section: EvalSection, name: str, reward: RewardSection) -> list[str]:

@@ -19,11 +19,7 @@ THEME = "Folders and checkpoints"
 def save_interval_without_save(checkpoint: CheckpointSection) -> Found:
     """`--save-interval` needs `--save`."""
     if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield Finding(
-            "--save-interval is set, but there is no folder to save to",
-            got=str(checkpoint.save_interval),
-            fix="add --save DIR, or drop --save-interval",
-        )
+        yield Finding(fix="add --save DIR, or drop --save-interval")
 
 
 @rule("critic-save-without-save", THEME, option="--critic-save")
@@ -31,8 +27,7 @@ def critic_save_without_save(config: Config) -> Found:
     """The critic is saved, but not the actor, so the run could never be resumed."""
     critic = config.critic.critic_save
     if "critic" in config.parallel.resource and config.checkpoint.save is None and critic is not None:
-        fix = f"add --save {critic.rstrip('/')}-actor, or drop --critic-save"
-        yield Finding("the critic is saved, but the actor is not, so this run can never be resumed", fix, critic)
+        yield Finding(fix=f"add --save {critic.rstrip('/')}-actor, or drop --critic-save")
 
 
 @rule(RUN_DIR_IN_USE, needs="files")
@@ -42,12 +37,8 @@ def run_dir_in_use(run: RunSection, checkpoint: CheckpointSection) -> Found:
     if path is not None and checkpoint.load is None and holds_a_run(path):
         save = checkpoint.save
         resume = f", or resume with --load {save}" if save is not None and has_checkpoints(save) else ""
-        yield Finding(
-            "the run folder holds a run or other files",
-            got=str(run.run_dir),
-            expected="a new or empty folder",
-            fix=f"--run-dir {unused_name(str(run.run_dir))}{resume}",
-        )
+        fix = f"--run-dir {unused_name(str(run.run_dir))}{resume}"
+        yield Finding("the run folder has a run or other files in it", fix, expected="a new or empty folder")
 
 
 @rule("old-step-numbers", THEME, option="--run-dir", needs="files")
@@ -55,12 +46,8 @@ def old_step_numbers(run: RunSection, checkpoint: CheckpointSection) -> Found:
     """The run folder numbers its steps from 0, as an earlier version did. Steps begin at 1 now, and one folder does not
     mix both: the run is resumed into another folder."""
     if run.run_dir is not None and checkpoint.load is not None and counts_from_zero(Path(run.run_dir)):
-        yield Finding(
-            "the steps in the run folder are numbered from 0, as an earlier version of relax did",
-            got=run.run_dir,
-            expected="a new folder, or one whose steps begin at 1",
-            fix=f"--run-dir {unused_name(run.run_dir)}",
-        )
+        fix = f"--run-dir {unused_name(run.run_dir)}"
+        yield Finding(fix=fix, expected="a new folder, or one whose steps begin at 1")
 
 
 @rule(SAVE_IN_USE, needs="files")
@@ -72,13 +59,8 @@ def save_in_use(checkpoint: CheckpointSection, critic: CriticSection) -> Found:
     )
     for option, load, folder, source in pairs:
         if folder is not None and has_checkpoints(folder) and not _same_folder(folder, source):
-            yield Finding(
-                f"the folder of --{option} contains the checkpoints of another run",
-                option=f"--{option}",
-                got=folder,
-                expected="a folder without checkpoints",
-                fix=f"choose another folder, or resume that run with --{load} {folder}",
-            )
+            fix = f"choose another folder, or resume that run with --{load} {folder}"
+            yield Finding(fix=fix, option=f"--{option}", expected="a folder without checkpoints")
 
 
 @rule("one-folder-for-two", THEME, option="--critic-save", needs="files")
@@ -86,12 +68,8 @@ def one_folder_for_two(checkpoint: CheckpointSection, critic: CriticSection) -> 
     """Actor and critic need two folders."""
     save = checkpoint.save
     if save is not None and _same_folder(save, critic.critic_save):
-        yield Finding(
-            "actor and critic would be saved to one folder and overwrite each other",
-            got=save,
-            expected="two folders",
-            fix=f"--critic-save {beside(save)}",
-        )
+        message = "actor and critic would be saved to one folder and overwrite each other"
+        yield Finding(message, f"--critic-save {beside(save)}", expected="two folders")
 
 
 @rule("folder-read-only", MACHINE_THEME, needs="machine")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_cli.config.placement import object_store_bytes, rollout_engine, shared_bundles
-from relax_cli.config.schema import CheckpointSection, Config, ParallelSection, SglangSection
+from relax_cli.config.schema import Config, ParallelSection, SglangSection
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.models.files import weight_bytes
 from relax_cli.preflight.inputs import RunInputs
@@ -36,12 +36,9 @@ def too_few_gpus(parallel: ParallelSection, sglang: SglangSection, machine: Mach
 def _lacks_gpus(parallel: ParallelSection, sglang: SglangSection, machine: Machine) -> Found:
     needed = shared_bundles(parallel, sglang)
     if parallel.device == "cuda" and not machine.ray_address and machine.gpus < needed:
-        yield Finding(
-            f"this machine has {machine.gpus or 'no'} GPU{'s' * (machine.gpus > 1)}, the run needs {needed}",
-            got=f"{machine.gpus} GPUs",
-            expected=f"{needed} GPUs",
-            fix="run it where the GPUs are, or use --device cpu, or lower the counts in --resource",
-        )
+        message = f"this machine has {machine.gpus or 'no'} GPU{'s' * (machine.gpus > 1)}, the run needs {needed}"
+        fix = "run it where the GPUs are, or use --device cpu, or lower the counts in --resource"
+        yield Finding(message, fix, f"{machine.gpus} GPUs", f"{needed} GPUs")
 
 
 SLOW_BF16 = Finding(
@@ -76,12 +73,8 @@ def disk_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Found
     """The disk has no room for one checkpoint."""
     one, kept, free = _checkpoints(config, inputs, machine)
     if free is not None and free < one:
-        yield Finding(
-            "the disk has no room for a checkpoint",
-            got=f"{in_bytes(free)} free",
-            expected=f"{in_bytes(kept * one)}: {kept} × {in_bytes(one)}",
-            fix="make room, or choose another --save",
-        )
+        expected = f"{in_bytes(kept * one)}: {kept} × {in_bytes(one)}"
+        yield Finding("", "make room, or choose another --save", f"{in_bytes(free)} free", expected)
 
 
 @rule("disk-fills-up", MACHINE_THEME, option="--save", severity="warning", needs="machine")
@@ -90,49 +83,40 @@ def disk_fills_up(config: Config, inputs: RunInputs, machine: Machine) -> Found:
     the oldest is removed."""
     one, kept, free = _checkpoints(config, inputs, machine)
     if free is not None and one <= free < kept * one:
-        fits = free // one
+        fits, expected = free // one, f"{in_bytes(kept * one)}: {kept} × {in_bytes(one)}"
         keep = f"--keep-checkpoints {fits - 1} (a new one is written before the oldest is removed), or make room"
-        yield Finding(
-            f"the disk is full after {fits} checkpoints",
-            got=f"{in_bytes(free)} free",
-            expected=f"{in_bytes(kept * one)}: {kept} × {in_bytes(one)}",
-            fix=keep if fits > 1 else "make room, or choose another --save",
-        )
+        fix = keep if fits > 1 else "make room, or choose another --save"
+        yield Finding(f"the disk is full after {fits} checkpoints", fix, f"{in_bytes(free)} free", expected)
 
 
 def _checkpoints(config: Config, inputs: RunInputs, machine: Machine) -> tuple[int, int, int | None]:
     """Bytes of one checkpoint, how many are kept, and bytes free; no bytes free are known where nothing is saved."""
-    section: CheckpointSection = config.checkpoint
-    if section.save is None or inputs.model is None:
+    save = config.checkpoint.save
+    if save is None or inputs.model is None:
         return 0, 0, None
-    kept = kept_checkpoints(section, inputs.rollouts(config))
-    return checkpoint_bytes(config, inputs.model), kept, machine.free_disk(section.save)
+    kept = kept_checkpoints(config.checkpoint, inputs.rollouts(config))
+    return checkpoint_bytes(config, inputs.model), kept, machine.free_disk(save)
 
 
 @rule("shared-memory-too-small", MACHINE_THEME, option="--launcher", needs="machine")
 def shared_memory_too_small(config: Config, machine: Machine) -> Found:
     """Ray refuses to start with an object store above 10 GB that `/dev/shm` has no room for. Embedded engines get their
     weights through it: 6 × the size of the model. With SGLang it has 2 GB."""
-    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
-    needed = object_store_bytes(engine, weight_bytes(Path(config.model.hf_checkpoint or "")))
+    needed = object_store_bytes(rollout_engine(config), weight_bytes(Path(config.model.hf_checkpoint or "")))
     free = machine.shared_memory
     own_ray = config.parallel.launcher == "ray" and not machine.ray_address
     if own_ray and free is not None and needed > max(free, RAY_USES_FILES_BELOW):
-        yield Finding(
-            "/dev/shm has no room for Ray's object store",
-            got=f"{in_bytes(free)} free",
-            expected=in_bytes(needed),
-            fix=f"docker run --shm-size={-(-needed // (1 << 30))}g, or --launcher local",
-        )
+        fix = f"docker run --shm-size={-(-needed // (1 << 30))}g, or --launcher local"
+        yield Finding("/dev/shm has no room for Ray's object store", fix, f"{in_bytes(free)} free", in_bytes(needed))
 
 
 @rule("expandable-segments", MACHINE_THEME, option="--rollout-engine", needs="machine")
 def expandable_segments(config: Config, machine: Machine) -> Found:
     """`PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` sets `expandable_segments:True`, which SGLang's memory saver
     and CUDA IPC do not support."""
-    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
-    starts_servers = engine == "sglang" and not config.sglang.rollout_external and config.parallel.device == "cuda"
-    if starts_servers and "expandable_segments:true" in machine.allocator.replace(" ", "").lower():
+    starts_servers = rollout_engine(config) == "sglang" and not config.sglang.rollout_external
+    on_gpus = config.parallel.device == "cuda"
+    if starts_servers and on_gpus and "expandable_segments:true" in machine.allocator.replace(" ", "").lower():
         yield Finding(
             "SGLang cannot sleep or take weights over CUDA IPC from memory in expandable segments",
             where="PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF",
@@ -148,9 +132,6 @@ def ray_temp_folder(parallel: ParallelSection, machine: Machine) -> Found:
     cannot be written."""
     trouble = ray_temp_trouble()
     if parallel.launcher == "ray" and not machine.ray_address and trouble:
-        yield Finding(
-            f"Ray cannot start with this temporary folder: {trouble}",
-            got=str(folder_of_ray()),
-            expected="a short path that can be written",
-            fix="export RAY_TMPDIR=/tmp (or another short folder), or use --launcher local",
-        )
+        message = f"Ray cannot start with this temporary folder: {trouble}"
+        fix = "export RAY_TMPDIR=/tmp (or another short folder), or use --launcher local"
+        yield Finding(message, fix, str(folder_of_ray()), "a short path that can be written")

@@ -20,12 +20,9 @@ def memory_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Fou
     """Weights, gradients and Adam's moments alone are more than the memory of this machine."""
     certain, _, here = _cpu_memory(config, inputs, machine)
     if certain > here:
-        yield Finding(
-            "the models do not fit this machine's memory",
-            got=f"{in_bytes(here)} here",
-            expected=f"{in_bytes(certain)} for weights, gradients and moments",
-            fix="choose a smaller model, or fewer ranks in --resource",
-        )
+        fix = "choose a smaller model, or fewer ranks in --resource"
+        expected = f"{in_bytes(certain)} for weights, gradients and moments"
+        yield Finding("the models do not fit this machine's memory", fix, f"{in_bytes(here)} here", expected)
 
 
 @rule("memory-tight", MACHINE_THEME, option="--micro-batch-size", severity="warning", needs="machine")
@@ -34,12 +31,9 @@ def memory_tight(config: Config, inputs: RunInputs, machine: Machine) -> Found:
     is."""
     certain, peak, here = _cpu_memory(config, inputs, machine)
     if certain <= here < peak:
-        yield Finding(
-            "the run may need more memory than this machine has",
-            got=f"{in_bytes(here)} here",
-            expected=f"about {in_bytes(peak)}",
-            fix="lower --micro-batch-size or --rollout-max-response-len, or use fewer ranks in --resource",
-        )
+        message = "the run may need more memory than this machine has"
+        fix = "lower --micro-batch-size or --rollout-max-response-len, or use fewer ranks in --resource"
+        yield Finding(message, fix, f"{in_bytes(here)} here", f"about {in_bytes(peak)}")
 
 
 def _cpu_memory(config: Config, inputs: RunInputs, machine: Machine) -> tuple[int, int, int]:
@@ -93,12 +87,12 @@ def sglang_cache_too_small(config: Config, inputs: RunInputs, machine: Machine) 
     plan = _gpu_plan(config, inputs, machine)
     for cache in plan.caches if plan else ():
         if not cache.sequences and plan:
+            more = 2 * config.sglang.rollout_num_gpus_per_engine
             yield Finding(
                 "SGLang's part of a GPU has no room for a single sample of full length",
-                got=f"{in_bytes(max(0, cache.size))} besides the weights, of {plan.fraction:g} × {in_bytes(cache.gpu)}",
-                expected=f"keys and values of {config.rollout.rollout_max_response_len} and more tokens",
-                fix=f"--rollout-num-gpus-per-engine {2 * config.sglang.rollout_num_gpus_per_engine}, or raise "
-                "--sglang-mem-fraction-static",
+                f"--rollout-num-gpus-per-engine {more}, or raise --sglang-mem-fraction-static",
+                f"{in_bytes(max(0, cache.size))} besides the weights, of {plan.fraction:g} × {in_bytes(cache.gpu)}",
+                f"keys and values of {config.rollout.rollout_max_response_len} and more tokens",
             )
 
 

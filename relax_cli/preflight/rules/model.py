@@ -36,15 +36,11 @@ def model_folder_missing(model: ModelSection) -> Found:
     """The folder of `--hf-checkpoint` does not exist."""
     name = model.hf_checkpoint
     if name and not name.startswith(PREFIX) and not Path(name).is_dir():
-        known = known_folder(name)
-        hub = (
-            f"Qwen/{known.name} --local-dir {name}"
-            if known is not None and known.name.startswith("Qwen")
-            else "ORG/NAME --local-dir DIR"
-        )
+        known, hub = known_folder(name), "ORG/NAME --local-dir DIR"
+        if known is not None and known.name.startswith("Qwen"):
+            hub = f"Qwen/{known.name} --local-dir {name}"
         fix = f"give an existing folder; one from a hub: hf download {hub}"
-        fix = PREPARE if is_of_quickstart(name) else fix
-        yield Finding("the model folder does not exist", fix, name, FOLDER)
+        yield Finding("the model folder does not exist", PREPARE if is_of_quickstart(name) else fix, expected=FOLDER)
 
 
 @rule("model-config-missing", THEME, option="--hf-checkpoint", needs="files")
@@ -82,7 +78,7 @@ def model_package_unknown(model: ModelSection) -> Found:
     name = model.hf_checkpoint
     if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in INSTALL:
         known = ", ".join(PREFIX + package for package in INSTALL)
-        yield Finding(f"no model is known in {name!r}", f"--hf-checkpoint {known}", name, known)
+        yield Finding(f"no model is known in {name!r}", f"--hf-checkpoint {known}", expected=known)
 
 
 @rule("model-package-missing", MACHINE_THEME, option="--hf-checkpoint", needs="machine")
@@ -91,7 +87,7 @@ def model_package_missing(model: ModelSection) -> Found:
     package = model.hf_checkpoint.removeprefix(PREFIX)
     is_package = model.hf_checkpoint.startswith(PREFIX) and package in INSTALL
     if is_package and importlib.util.find_spec(package.replace("-", "_")) is None:
-        yield Finding(f"the package {package} is not installed", INSTALL[package], model.hf_checkpoint)
+        yield Finding(f"the package {package} is not installed", INSTALL[package])
 
 
 @rule("model-family-unsupported", THEME, option="--hf-checkpoint", needs="files")
@@ -100,11 +96,9 @@ def model_family_unsupported(inputs: RunInputs) -> Found:
     (and 2.5), Qwen3 and Qwen3-MoE. Qwen3.5 goes through Megatron-Bridge."""
     family = str(inputs.model_config.get("model_type", "none"))
     if inputs.model_config and family not in (*FAMILIES, *BRIDGE_FAMILIES):
+        message, fix = f"models of the family {family!r} cannot be trained", "choose a model of a supported family"
         yield Finding(
-            f"models of the family {family!r} cannot be trained",
-            got=family,
-            expected=f"{', '.join(FAMILIES)}; through Megatron-Bridge {', '.join(BRIDGE_FAMILIES)}",
-            fix="choose a model of a supported family",
+            message, fix, family, f"{', '.join(FAMILIES)}; through Megatron-Bridge {', '.join(BRIDGE_FAMILIES)}"
         )
 
 
@@ -116,14 +110,10 @@ def bridge_missing(inputs: RunInputs) -> Found:
     try:
         version(BRIDGE)
     except PackageNotFoundError:
-        yield Finding(
-            "this model goes through Megatron-Bridge, which is not installed",
-            got=f"no package {BRIDGE}",
-            expected=f"{BRIDGE}, or a model of {', '.join(FAMILIES)}",
-            fix="pip install 'relax-cli[bridge]'"
-            if sys.version_info >= BRIDGE_PYTHON
-            else "make an environment with Python 3.12 and install relax-cli[bridge] there",
-        )
+        fix = "pip install 'relax-cli[bridge]'"
+        if sys.version_info < BRIDGE_PYTHON:
+            fix = "make an environment with Python 3.12 and install relax-cli[bridge] there"
+        yield Finding(fix=fix, expected=f"{BRIDGE}, or a model of {', '.join(FAMILIES)}")
 
 
 @rule("bridge-needs-cuda", THEME, option="--device", needs="files")
@@ -131,25 +121,15 @@ def bridge_needs_cuda(parallel: ParallelSection, inputs: RunInputs) -> Found:
     """A model that goes through Megatron-Bridge, with `--device cpu`. The bridge needs TransformerEngine, which needs
     CUDA."""
     if parallel.device == "cpu" and inputs.needs_bridge:
-        yield Finding(
-            "this model goes through Megatron-Bridge, which does not work on a CPU",
-            got="cpu",
-            expected="cuda",
-            fix=f"--device cuda, or a model of {', '.join(FAMILIES)}",
-        )
+        message = "this model goes through Megatron-Bridge, which does not work on a CPU"
+        yield Finding(message, f"--device cuda, or a model of {', '.join(FAMILIES)}", expected="cuda")
 
 
 @rule("embedded-engine-family", THEME, option="--rollout-engine", needs="files")
 def embedded_engine_family(config: Config, inputs: RunInputs) -> Found:
     """The embedded engine generates only with families of the exact converter. SGLang generates with the others."""
-    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
-    if engine == "embedded" and inputs.needs_bridge:
-        yield Finding(
-            "the embedded engine cannot generate with this model",
-            got=config.rollout.rollout_engine,
-            expected=f"sglang, or a model of {', '.join(FAMILIES)}",
-            fix="--rollout-engine sglang",
-        )
+    if rollout_engine(config) == "embedded" and inputs.needs_bridge:
+        yield Finding(fix="--rollout-engine sglang", expected=f"sglang, or a model of {', '.join(FAMILIES)}")
 
 
 @rule("longer-than-positions", THEME, option="--rollout-max-response-len", needs="files")
@@ -166,18 +146,11 @@ def longer_than_positions(rollout: RolloutSection, eval: EvalSection, inputs: Ru
                 limits[option] = max(own.eval_max_response_len, limits.get(option, 0))
     for option, response in limits.items():
         if most and prompt + response > most:
-            yield Finding(
-                "prompt and response are longer than the model has positions",
-                option=option,
-                where=where,
-                got=f"{prompt} + {response} = {prompt + response} tokens",
-                expected=f"at most {most}",
-                fix=_at_most(option, most - prompt) if most > prompt else "shorten the prompts",
-            )
-
-
-def _at_most(option: str, length: int) -> str:
-    return f"{option} {length}" if option != "--eval-sampling" else f"max_response_len={length} in --eval-sampling"
+            fix = f"{option} {most - prompt}" if most > prompt else "shorten the prompts"
+            if option == "--eval-sampling" and most > prompt:
+                fix = f"max_response_len={most - prompt} in --eval-sampling"
+            got = f"{prompt} + {response} = {prompt + response} tokens"
+            yield Finding("", fix, got, f"at most {most}", option, where)
 
 
 @rule("reference-folder-missing", THEME, option="--ref-load", needs="files")
@@ -186,7 +159,7 @@ def reference_folder_missing(config: Config) -> Found:
     folder = _reference(config)
     if folder is not None and not folder.is_dir():
         fix = "give the folder of a model, or drop --ref-load to compare with --hf-checkpoint"
-        yield Finding("the folder of the reference model does not exist", fix, str(folder), FOLDER)
+        yield Finding(fix=fix, expected=FOLDER)
 
 
 @rule("reference-config-unreadable", THEME, option="--ref-load", needs="files")
@@ -194,12 +167,8 @@ def reference_config_unreadable(config: Config) -> Found:
     """`config.json` of the reference model cannot be read."""
     folder = _reference(config)
     if folder is not None and folder.is_dir() and _vocabulary(folder) is None:
-        yield Finding(
-            "config.json of the reference model has no vocab_size, or cannot be read",
-            got=f"{folder}/config.json",
-            expected=FOLDER,
-            fix="give a folder with config.json and safetensors",
-        )
+        message = "config.json of the reference model has no vocab_size, or cannot be read"
+        yield Finding(message, "give a folder with config.json and safetensors", f"{folder}/config.json", FOLDER)
 
 
 @rule("reference-vocabulary", THEME, option="--ref-load", needs="files")
@@ -210,12 +179,8 @@ def reference_vocabulary(config: Config) -> Found:
         return
     ours, theirs = _vocabulary(Path(config.model.hf_checkpoint)), _vocabulary(folder)
     if ours is not None and theirs is not None and ours != theirs:
-        yield Finding(
-            "the reference model has another vocabulary, so its log-probabilities are of other tokens",
-            got=f"{theirs} tokens",
-            expected=f"{ours} tokens, as in --hf-checkpoint",
-            fix="give a model with the same tokenizer, or drop --ref-load",
-        )
+        fix = "give a model with the same tokenizer, or drop --ref-load"
+        yield Finding("", fix, f"{theirs} tokens", f"{ours} tokens, as in --hf-checkpoint")
 
 
 def _reference(config: Config) -> Path | None:

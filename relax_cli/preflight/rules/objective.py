@@ -24,12 +24,8 @@ def min_lr_above_lr(optimizer: OptimizerSection, critic: CriticSection, parallel
     rates = {"--lr": optimizer.lr} | ({"--critic-lr": critic.critic_lr or 0.0} if has_critic_rate else {})
     option = min(rates, key=lambda name: rates[name])
     if optimizer.lr_decay_style != "constant" and optimizer.min_lr > rates[option]:
-        yield Finding(
-            "the learning rate would rise, not decay",
-            got=f"{optimizer.min_lr:g}",
-            expected=f"at most {rates[option]:g} ({option})",
-            fix=f"drop --min-lr, or --min-lr {rates[option]:g} (or less)",
-        )
+        fix = f"drop --min-lr, or --min-lr {rates[option]:g} (or less)"
+        yield Finding("the learning rate would rise, not decay", fix, expected=f"at most {rates[option]:g} ({option})")
 
 
 @rule("warmup-too-long", THEME, severity="warning")
@@ -42,13 +38,9 @@ def warmup_too_long(config: Config, inputs: RunInputs) -> Found:
         warmups.append(("critic", "--critic-lr-warmup-iters", config.critic.critic_lr_warmup_iters, critic))
     for role, option, warmup, count in warmups:
         if 0 < count <= warmup:
-            yield Finding(
-                f"the warm-up of the {role} is as long as the run or longer: its learning rate is never reached",
-                option=option,
-                got=f"{warmup} of {count} optimizer steps",
-                expected=f"below {count}",
-                fix=f"drop {option} or lower it, or raise --num-rollout",
-            )
+            message = f"the warm-up of the {role} is as long as the run or longer: its learning rate is never reached"
+            got, fix = f"{warmup} of {count} optimizer steps", f"drop {option} or lower it, or raise --num-rollout"
+            yield Finding(message, fix, got, f"below {count}", option)
 
 
 @rule("actor-never-trained", THEME, option="--num-critic-only-steps", severity="warning")
@@ -56,12 +48,8 @@ def actor_never_trained(config: Config, inputs: RunInputs) -> Found:
     """A warning: the run ends before `--num-critic-only-steps` are over, so the policy stays as it is."""
     steps = _steps(config, inputs)
     if steps is not None and steps[0] == 0:
-        yield Finding(
-            "the run ends before the critic-only steps do: the actor is not trained",
-            got=f"{config.critic.num_critic_only_steps} critic-only steps, {inputs.rollouts(config)} rollouts",
-            expected=f"fewer than {inputs.rollouts(config)}",
-            fix="drop --num-critic-only-steps or lower it, or raise --num-rollout",
-        )
+        fix = "drop --num-critic-only-steps or lower it, or raise --num-rollout"
+        yield Finding(fix=fix, expected=f"fewer than the {inputs.rollouts(config)} rollouts")
 
 
 def _steps(config: Config, inputs: RunInputs) -> tuple[int, int] | None:
@@ -75,34 +63,23 @@ def _steps(config: Config, inputs: RunInputs) -> tuple[int, int] | None:
 def tis_bounds(algorithm: AlgorithmSection) -> Found:
     """`--tis-clip-low` must not be above `--tis-clip`."""
     if algorithm.use_tis and algorithm.tis_clip_low > algorithm.tis_clip:
-        yield Finding(
-            "--tis-clip-low is above --tis-clip",
-            got=f"{algorithm.tis_clip_low:g}",
-            expected=f"at most {algorithm.tis_clip:g}",
-            fix=f"--tis-clip-low {algorithm.tis_clip:g} --tis-clip {algorithm.tis_clip_low:g}",
-        )
+        fix = f"--tis-clip-low {algorithm.tis_clip:g} --tis-clip {algorithm.tis_clip_low:g}"
+        yield Finding(fix=fix, expected=f"at most {algorithm.tis_clip:g}")
 
 
 @rule("tis-no-effect", THEME, option="--use-tis", severity="warning")
 def tis_no_effect(algorithm: AlgorithmSection) -> Found:
     """A warning: where the old log-probabilities are the sampler's own, every importance weight of TIS is 1."""
     if algorithm.use_tis and algorithm.use_rollout_logprobs:
-        yield Finding(
-            "every TIS weight will be 1: --use-rollout-logprobs makes both log-probabilities the same",
-            fix="drop --use-tis, or drop --use-rollout-logprobs where the estimator allows it",
-        )
+        message = "every TIS weight will be 1: --use-rollout-logprobs makes both log-probabilities the same"
+        yield Finding(message, "drop --use-tis, or drop --use-rollout-logprobs where the estimator allows it")
 
 
 @rule("kl-loss-without-coef", THEME, option="--kl-loss-coef", severity="warning")
 def kl_loss_without_coef(algorithm: AlgorithmSection) -> Found:
     """`--use-kl-loss` without a coefficient adds a term of weight 0."""
     if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
-        yield Finding(
-            "the KL loss is computed, and a reference model deployed, but its weight is 0",
-            got=str(algorithm.kl_loss_coef),
-            expected="above 0",
-            fix="add --kl-loss-coef 0.001, or drop --use-kl-loss",
-        )
+        yield Finding(fix="add --kl-loss-coef 0.001, or drop --use-kl-loss", expected="above 0")
 
 
 @rule("kl-loss-k1", THEME, option="--kl-loss-type", severity="warning")
@@ -111,13 +88,9 @@ def kl_loss_k1(algorithm: AlgorithmSection) -> Found:
     of `logp`, whose mean over the policy's own samples is zero: noise without a pull towards the reference model. Use
     `k2` or `low_var_kl`. In the reward (`--kl-coef`) k1 is right."""
     if algorithm.use_kl_loss and algorithm.kl_loss_coef and algorithm.kl_loss_type == "k1":
-        yield Finding(
-            "the gradient of a k1 loss has mean zero on the policy's own samples: it adds noise, and no pull "
-            "towards the reference model",
-            got="k1",
-            expected="k2, k3 or low_var_kl",
-            fix="--kl-loss-type k2, or --kl-loss-type low_var_kl (k1 is right in the reward: --kl-coef)",
-        )
+        message = "a k1 loss's gradient has mean zero on the policy's own samples: noise, no pull to the reference"
+        fix = "--kl-loss-type k2, or --kl-loss-type low_var_kl (k1 is right in the reward: --kl-coef)"
+        yield Finding(message, fix, expected="k2, k3 or low_var_kl")
 
 
 @rule("kl-twice", THEME, option="--use-kl-loss", severity="warning")
@@ -125,12 +98,9 @@ def kl_twice(algorithm: AlgorithmSection) -> Found:
     """A warning: `--kl-coef` puts a KL term into the reward, and `--use-kl-loss` another into the loss. Both pull
     towards the same reference."""
     if algorithm.use_kl_loss and algorithm.kl_loss_coef and algorithm.kl_coef:
-        yield Finding(
-            "two KL terms pull towards the reference: one in the reward, one in the loss",
-            got=f"--kl-coef {algorithm.kl_coef:g} and --kl-loss-coef {algorithm.kl_loss_coef:g}",
-            expected="one of them",
-            fix="drop --kl-coef, or drop --use-kl-loss and --kl-loss-coef",
-        )
+        got = f"--kl-coef {algorithm.kl_coef:g} and --kl-loss-coef {algorithm.kl_loss_coef:g}"
+        fix = "drop --kl-coef, or drop --use-kl-loss and --kl-loss-coef"
+        yield Finding("two KL terms pull towards the reference: one in the reward, one in the loss", fix, got, "one")
 
 
 @rule("filtered-sampling", THEME, severity="warning")
@@ -140,10 +110,7 @@ def filtered_sampling(rollout: RolloutSection) -> Found:
     given = [f"--rollout-top-p {rollout.rollout_top_p:g}"] if rollout.rollout_top_p < 1 else []
     given += [f"--rollout-top-k {rollout.rollout_top_k}"] if rollout.rollout_top_k > 0 else []
     if given:
-        yield Finding(
-            "samples come from the filtered distribution, log-probabilities from the whole one",
-            option=given[0].split()[0],
-            got=" ".join(given),
-            expected="--rollout-top-p 1 and --rollout-top-k -1",
-            fix=f"drop {' and '.join(text.split()[0] for text in given)} (--rollout-temperature is part of both)",
-        )
+        options = [text.split()[0] for text in given]
+        message = "samples come from the filtered distribution, log-probabilities from the whole one"
+        fix = f"drop {' and '.join(options)} (--rollout-temperature is part of both)"
+        yield Finding(message, fix, " ".join(given), "--rollout-top-p 1 and --rollout-top-k -1", options[0])

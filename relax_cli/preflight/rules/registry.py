@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from relax_cli.config.layers import UnreadOption
+from relax_cli.config.model import options_by_name
 from relax_cli.config.placement import has_counts
+from relax_cli.config.redact import redacted
 from relax_cli.config.schema import Config
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.errors import Problem, ProblemKind, Severity, problem_kind
@@ -48,16 +50,18 @@ class RuleContext:
 class Finding:
     """What a rule found; its kind adds id and severity."""
 
-    message: str
-    fix: str
-    got: str = ""
+    message: str = ""
+    """Where it is empty, the first sentence of the rule's text says it."""
+    fix: str = ""
+    got: str | None = None
+    """None for the value of the option."""
     expected: str = ""
     option: str | None = None
     """Where it is not the rule's own."""
     where: str = ""
 
 
-Found = Iterator[Finding]
+Found = Iterator[Finding | Problem]
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,32 @@ class Rule:
         """Everything that is wrong by this rule."""
         sources = (context if name in CONTEXT else context.config for name in self.reads)
         arguments = (getattr(source, name) for source, name in zip(sources, self.reads, strict=True))
-        return map(self.problem, self.check(*arguments))
+        for found in self.check(*arguments):
+            problem = found if isinstance(found, Problem) else self.problem(found)
+            is_silent = isinstance(found, Finding) and found.got is None
+            yield replace(problem, got=_given(context.config, problem.option)) if is_silent else problem
 
     def problem(self, found: Finding) -> Problem:
         """The finding as a problem of this kind."""
-        return self.kind(**vars(found))
+        return self.kind(**vars(found) | {"message": found.message or self._sentence(), "got": found.got or ""})
+
+    def _sentence(self) -> str:
+        text = " ".join(self.kind.summary.split()).removeprefix("A warning: ").replace("`", "")
+        sentence = text.partition(". ")[0].removesuffix(".")
+        is_name = any(map(str.isupper, sentence.split()[0][1:]))
+        return sentence if is_name else sentence[0].lower() + sentence[1:]
+
+
+def _given(config: Config, option: str) -> str:
+    """The value of an option as one types it; empty where it is unset."""
+    name = option.removeprefix("--").replace("-", "_")
+    section, _ = options_by_name(type(config)).get(name, ("", None))
+    value = redacted(section, name, getattr(getattr(config, section), name)) if section else None
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 CONTEXT = tuple(RuleContext.__dataclass_fields__)

@@ -35,12 +35,8 @@ def resource_unknown_role(parallel: ParallelSection) -> Found:
     for role in parallel.resource:
         if role not in ROLES:
             guess = nearest(role, [name for name in ROLES if name not in parallel.resource])
-            yield Finding(
-                f"--resource names the unknown role {role!r}",
-                got=role,
-                expected=", ".join(ROLES),
-                fix=f'write "{guess}" instead of "{role}"' if guess else f'drop "{role}" from --resource',
-            )
+            fix = f'write "{guess}" instead of "{role}"' if guess else f'drop "{role}" from --resource'
+            yield Finding(f"--resource names the unknown role {role!r}", fix, role, ", ".join(ROLES))
 
 
 @rule("resource-missing-role", THEME, option="--resource")
@@ -50,12 +46,8 @@ def resource_missing_role(parallel: ParallelSection) -> Found:
     for role in ("actor", "rollout"):
         # A misspelt role is one problem, not two.
         if role not in parallel.resource and role not in meant:
-            yield Finding(
-                f"--resource has no {role}",
-                got=", ".join(parallel.resource),
-                expected="at least actor and rollout",
-                fix=f'add "{role}": [1, 1] to --resource',
-            )
+            fix, got = f'add "{role}": [1, 1] to --resource', ", ".join(parallel.resource)
+            yield Finding(f"--resource has no {role}", fix, got, "at least actor and rollout")
 
 
 @rule("resource-one-service", THEME, option="--resource")
@@ -93,24 +85,16 @@ def local_launcher_one_process(parallel: ParallelSection) -> Found:
     """`--launcher local` runs everything in one process, so no role can have two."""
     wide = {role: n for role, (_, n) in parallel.resource.items() if n > 1}
     if parallel.launcher == "local" and wide:
-        yield Finding(
-            "--launcher local runs everything in one process",
-            got=", ".join(f"{role} on {n}" for role, n in wide.items()),
-            expected="at most 1 device per role",
-            fix="--launcher ray, or write a count of 1 for every role",
-        )
+        got = ", ".join(f"{role} on {n}" for role, n in wide.items())
+        yield Finding("", "--launcher ray, or write a count of 1 for every role", got, "at most 1 device per role")
 
 
 @rule("fully-async-not-supported", THEME, option="--fully-async")
 def fully_async_not_supported(parallel: ParallelSection) -> Found:
     """`--fully-async` would generate while training, which is not supported."""
     if parallel.fully_async:
-        yield Finding(
-            "generating while training is not supported: every rollout is sampled by the newest weights",
-            got="on",
-            expected="off",
-            fix="drop --fully-async",
-        )
+        message = "generating while training is not supported: every rollout is sampled by the newest weights"
+        yield Finding(message, "drop --fully-async")
 
 
 @rule("ranks-not-divisible", THEME, option="--resource")
@@ -121,24 +105,16 @@ def ranks_not_divisible(parallel: ParallelSection) -> Found:
     if ranks:
         whole = {role: [1, max(1, round(n / grid)) * grid] for role, n in ranks.items()}
         launcher = "--launcher ray " if parallel.launcher == "local" else ""
-        yield Finding(
-            f"ranks of {' and '.join(ranks)} must be a multiple of tensor × pipeline × context parallel size",
-            got=", ".join(f"{role} {n}" for role, n in ranks.items()),
-            expected=f"a multiple of {grid}",
-            fix=f"{launcher}--resource {shlex.quote(json.dumps(parallel.resource | whole))}",
-        )
+        message = f"ranks of {' and '.join(ranks)} must be a multiple of tensor × pipeline × context parallel size"
+        fix = f"{launcher}--resource {shlex.quote(json.dumps(parallel.resource | whole))}"
+        yield Finding(message, fix, ", ".join(f"{role} {n}" for role, n in ranks.items()), f"a multiple of {grid}")
 
 
 @rule("overlap-needs-cpu", THEME, option="--overlap-updates")
 def overlap_needs_cpu(parallel: ParallelSection) -> Found:
     """On a GPU actor and critic take turns in memory, so `--overlap-updates` is for CPU runs."""
     if parallel.overlap_updates and parallel.device == "cuda":
-        yield Finding(
-            "on a GPU actor and critic take turns in memory, so their updates cannot overlap",
-            got="--device cuda",
-            expected="--device cpu",
-            fix="drop --overlap-updates",
-        )
+        yield Finding(fix="drop --overlap-updates", got="--device cuda", expected="--device cpu")
 
 
 @rule("ray-cpus", THEME, option="--ray-num-cpus")
@@ -150,13 +126,10 @@ def ray_cpus(parallel: ParallelSection, sglang: SglangSection) -> Found:
         return
     needed = needed_cpus(parallel, sglang)
     if given < needed:
-        yield Finding(
-            "the roles and TransferQueue need more logical CPUs than Ray would have",
-            got=str(given),
-            expected=f"at least {needed}: {shared_bundles(parallel, sglang)} for the roles, {QUEUE_CPUS} for "
-            f"TransferQueue, {SERVICE_CPUS} for services without a device",
-            fix=f"--ray-num-cpus {needed} (logical: more than cores is fine), or fewer workers in --resource",
-        )
+        terms = f"{shared_bundles(parallel, sglang)} for the roles, {QUEUE_CPUS} for TransferQueue, {SERVICE_CPUS} for"
+        fix = f"--ray-num-cpus {needed} (logical: more than cores is fine), or fewer workers in --resource"
+        message = "the roles and TransferQueue need more logical CPUs than Ray would have"
+        yield Finding(message, fix, expected=f"at least {needed}: {terms} services without a device")
 
 
 @rule("unequal-shapes", THEME, option="--resource", severity="warning")
@@ -170,31 +143,24 @@ def unequal_shapes(parallel: ParallelSection, sglang: SglangSection) -> Found:
     largest = max(sizes.values(), default=0)
     idle = [f"{largest - size} while {role} works" for role, size in sizes.items() if size < largest]
     if parallel.device == "cuda" and idle:
-        yield Finding(
-            f"roles of unequal size leave GPUs idle: {', '.join(idle)}",
-            got=", ".join(f"{role} {size}" for role, size in sizes.items()),
-            expected=f"{largest} for each",
-            fix="give actor, critic and rollout the same number of devices in --resource",
-        )
+        message = f"roles of unequal size leave GPUs idle: {', '.join(idle)}"
+        got = ", ".join(f"{role} {size}" for role, size in sizes.items())
+        fix = "give actor, critic and rollout the same number of devices in --resource"
+        yield Finding(message, fix, got, f"{largest} for each")
 
 
 @rule("update-weight-transport", THEME, option="--update-weight-transport")
 def update_weight_transport(config: Config) -> Found:
     """On GPUs, servers that the run starts share GPUs with the actor: weights go by `tensor` or `disk`. The GPUs of
     external servers are unknown: weights go by `distributed` or `disk`."""
-    section, chosen = config.sglang, config.sglang.update_weight_transport
-    allowed = "distributed" if section.rollout_external else "tensor"
-    if chosen in ("auto", "disk", allowed) or config.parallel.device != "cuda":
-        return
-    if rollout_engine(config.rollout, section, config.parallel) == "sglang":
-        reason = "their GPUs are unknown" if section.rollout_external else "NCCL takes one rank per GPU"
-        servers = "external servers" if section.rollout_external else "servers on the actor's own GPUs"
-        yield Finding(
-            f"weights cannot go to {servers} by {chosen}: {reason}",
-            got=chosen,
-            expected=f"auto, {allowed} or disk",
-            fix="drop --update-weight-transport, or use --update-weight-transport disk",
-        )
+    is_external, chosen = config.sglang.rollout_external, config.sglang.update_weight_transport
+    allowed, reason = ("distributed", "external servers: their GPUs are unknown")
+    if not is_external:
+        allowed, reason = ("tensor", "servers on the actor's own GPUs: NCCL takes one rank per GPU")
+    on_servers = config.parallel.device == "cuda" and rollout_engine(config) == "sglang"
+    if on_servers and chosen not in ("auto", "disk", allowed):
+        fix = "drop --update-weight-transport, or use --update-weight-transport disk"
+        yield Finding(f"weights cannot go by {chosen} to {reason}", fix, expected=f"auto, {allowed} or disk")
 
 
 @rule("ranks-vs-cores", MACHINE_THEME, option="--resource", needs="machine")
@@ -205,9 +171,6 @@ def ranks_vs_cores(parallel: ParallelSection, machine: Machine) -> Found:
     most = MOST_RANKS_PER_CORE * machine.cores
     for role, (_, devices) in parallel.resource.items():
         if devices > most:
-            yield Finding(
-                f"{role} would run {devices} concurrent processes on {machine.cores} cores",
-                got=str(devices),
-                expected=f"at most {most} on this machine",
-                fix=f'write "{role}": [1, {machine.cores}] in --resource',
-            )
+            message = f"{role} would run {devices} concurrent processes on {machine.cores} cores"
+            fix = f'write "{role}": [1, {machine.cores}] in --resource'
+            yield Finding(message, fix, str(devices), f"at most {most} on this machine")

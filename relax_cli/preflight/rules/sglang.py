@@ -23,16 +23,10 @@ def sglang_external_addresses(sglang: SglangSection) -> Found:
     """`--rollout-external` and `--rollout-external-engine-addrs HOST:PORT` need each other."""
     addresses = sglang.rollout_external_engine_addrs
     if sglang.rollout_external and not addresses:
-        yield Finding(
-            "--rollout-external needs the addresses of the servers",
-            expected="at least one HOST:PORT",
-            fix=f"{ADDRESSES} HOST:PORT, once for each server",
-        )
+        yield Finding(fix=f"{ADDRESSES} HOST:PORT, once for each server", expected="at least one HOST:PORT")
     if addresses and not sglang.rollout_external:
         yield Finding(
-            "addresses of running servers are given, but the run would start its own",
-            got=", ".join(addresses),
-            fix="add --rollout-external",
+            "addresses of running servers are given, but the run would start its own", "add --rollout-external"
         )
 
 
@@ -70,24 +64,17 @@ def sglang_external_workers(sglang: SglangSection, parallel: ParallelSection) ->
     workers, servers = ranks_of(parallel, "rollout"), len(sglang.rollout_external_engine_addrs)
     # Two workers would update the weights of one server twice.
     if 0 < servers < workers:
-        yield Finding(
-            "there are more rollout workers than servers",
-            got=f"{workers} workers, {servers} servers",
-            expected=f"at most {servers} workers",
-            fix=f'write "rollout": [1, {servers}] in --resource, or name more servers',
-        )
+        fix = f'write "rollout": [1, {servers}] in --resource, or name more servers'
+        got = f"{workers} workers, {servers} servers"
+        yield Finding("there are more rollout workers than servers", fix, got, f"at most {servers} workers")
 
 
 @rule("sglang-external-embedded", THEME, option="--rollout-engine")
 def sglang_external_embedded(rollout: RolloutSection, sglang: SglangSection) -> Found:
     """`--rollout-engine embedded` contradicts `--rollout-external`."""
     if rollout.rollout_engine == "embedded" and sglang.rollout_external:
-        yield Finding(
-            "--rollout-external generates on SGLang servers, --rollout-engine embedded in the run itself",
-            got="embedded",
-            expected="sglang or auto",
-            fix="drop --rollout-engine, or drop --rollout-external and --rollout-external-engine-addrs",
-        )
+        fix = "drop --rollout-engine, or drop --rollout-external and --rollout-external-engine-addrs"
+        yield Finding(fix=fix, expected="sglang or auto")
 
 
 @rule("sglang-external-options", THEME, severity="warning")
@@ -95,12 +82,9 @@ def sglang_external_options(sglang: SglangSection) -> Found:
     """Options of a server were given, but servers that already run have their options. A warning."""
     given = [name for name in STARTED_ONLY if getattr(sglang, name) != getattr(SglangSection(), name)]
     if sglang.rollout_external and given:
-        yield Finding(
-            "server options do not change servers that already run",
-            option=flag(given[0]),
-            got=", ".join(map(flag, given)),
-            fix=f"drop {' and '.join(map(flag, given))} (give them where those servers are started)",
-        )
+        flags = list(map(flag, given))
+        fix = f"drop {' and '.join(flags)} (give them where those servers are started)"
+        yield Finding("server options do not change servers that already run", fix, ", ".join(flags), option=flags[0])
 
 
 @rule("sglang-gpus-per-engine", THEME, option="--rollout-num-gpus-per-engine")
@@ -109,12 +93,9 @@ def sglang_gpus_per_engine(sglang: SglangSection, parallel: ParallelSection) -> 
     size = sglang.rollout_num_gpus_per_engine
     services, devices = parallel.resource.get("rollout", (0, 0))
     if not sglang.rollout_external and services * devices > 0 and services * devices % size:
-        yield Finding(
-            "rollout GPUs must be a multiple of --rollout-num-gpus-per-engine",
-            got=f"{services * devices} GPUs, {size} per server",
-            expected=f"a divisor of {services * devices}",
-            fix="--rollout-num-gpus-per-engine 1, or another count in --resource",
-        )
+        fix = "--rollout-num-gpus-per-engine 1, or another count in --resource"
+        got = f"{services * devices} GPUs, {size} per server"
+        yield Finding("", fix, got, f"a divisor of {services * devices}")
 
 
 @rule("sglang-option-reserved", THEME, option="--sglang-options")
@@ -136,12 +117,9 @@ def sglang_option_unknown(sglang: SglangSection) -> Found:
             continue
         guess = misspelt(name, own) if installed is None else nearest(name, [*own, *installed])
         if installed is not None or guess:
-            yield Finding(
-                f"sglang has no option --{_dashed(name)}",
-                got=f"--sglang-{_dashed(name)}",
-                expected=f"--sglang-{_dashed(guess)}" if guess else "",
-                fix=f"use --sglang-{_dashed(guess)}" if guess else f"drop --sglang-{_dashed(name)}",
-            )
+            typed, meant = f"--sglang-{_dashed(name)}", f"--sglang-{_dashed(guess)}" if guess else ""
+            fix = f"use {meant}" if meant else f"drop {typed}"
+            yield Finding(f"sglang has no option --{_dashed(name)}", fix, typed, meant)
 
 
 def _dashed(name: str) -> str:
@@ -152,23 +130,17 @@ def _dashed(name: str) -> str:
 def sglang_missing(config: Config) -> Found:
     """The run would start SGLang servers, and the sglang package is not installed here, or not in the environment of
     `--sglang-python`."""
-    engine, python = rollout_engine(config.rollout, config.sglang, config.parallel), config.sglang.sglang_python
-    if engine != "sglang" or config.sglang.rollout_external or installed_options(python) is not None:
+    python = config.sglang.sglang_python
+    if rollout_engine(config) != "sglang" or config.sglang.rollout_external or installed_options(python) is not None:
         return
     if python is not None:
-        yield Finding(
-            "the environment of --sglang-python does not exist or has no sglang",
-            option="--sglang-python",
-            got=python,
-            expected="the bin/python of an environment with sglang",
-            fix=f"{python} -m pip install sglang",
-        )
-        return
-    yield Finding(
-        "--rollout-engine sglang needs the sglang package, which is not installed",
-        got=config.rollout.rollout_engine,
-        fix="pip install 'relax-cli[sglang]', or use --sglang-python, --rollout-external or --rollout-engine embedded",
-    )
+        message = "the environment of --sglang-python does not exist or has no sglang"
+        expected = "the bin/python of an environment with sglang"
+        yield Finding(message, f"{python} -m pip install sglang", expected=expected, option="--sglang-python")
+    else:
+        ways = "or use --sglang-python, --rollout-external or --rollout-engine embedded"
+        message = "--rollout-engine sglang needs the sglang package, which is not installed"
+        yield Finding(message, f"pip install 'relax-cli[sglang]', {ways}")
 
 
 @rule("sglang-python-relative", THEME, option="--sglang-python")
@@ -177,42 +149,32 @@ def sglang_python_relative(sglang: SglangSection) -> Found:
     python = sglang.sglang_python
     if python is not None and not Path(python).is_absolute():
         fix = f"--sglang-python {Path(python).absolute()}"
-        yield Finding("--sglang-python is not an absolute path", fix, python, "an absolute path")
+        yield Finding("--sglang-python is not an absolute path", fix, expected="an absolute path")
 
 
 @rule("embedded-engine-on-cuda", THEME, option="--rollout-engine", severity="warning")
 def embedded_engine_on_cuda(rollout: RolloutSection, parallel: ParallelSection) -> Found:
     """The embedded engine generates on the CPU. A warning with `--device cuda`."""
     if rollout.rollout_engine == "embedded" and parallel.device == "cuda":
-        message = "the embedded engine generates on the CPU while the GPUs wait"
-        yield Finding(message, "--rollout-engine sglang", "embedded")
+        yield Finding("the embedded engine generates on the CPU while the GPUs wait", "--rollout-engine sglang")
 
 
 @rule("sglang-greedy-temperature", THEME, option="--rollout-temperature")
-def sglang_greedy_temperature(rollout: RolloutSection, sglang: SglangSection, parallel: ParallelSection) -> Found:
+def sglang_greedy_temperature(config: Config) -> Found:
     """With `--rollout-top-k 1` SGLang reports log-probabilities at temperature 1, whatever `--rollout-temperature`
     says."""
-    is_scaled_greedy = rollout.rollout_top_k == 1 and rollout.rollout_temperature != 1.0
-    if is_scaled_greedy and rollout_engine(rollout, sglang, parallel) == "sglang":
-        yield Finding(
-            "with --rollout-top-k 1 SGLang's log-probabilities ignore the temperature",
-            got=f"{rollout.rollout_temperature:g}",
-            expected="1",
-            fix="--rollout-temperature 1",
-        )
+    is_scaled_greedy = config.rollout.rollout_top_k == 1 and config.rollout.rollout_temperature != 1.0
+    if is_scaled_greedy and rollout_engine(config) == "sglang":
+        yield Finding(fix="--rollout-temperature 1", expected="1")
 
 
 @rule("partial-rollout-stop-strings", THEME, option="--rollout-stop")
 def partial_rollout_stop_strings(config: Config) -> Found:
     """A server does not see a stop string that lies across the parts of a response, so `--partial-rollout` with
     `--over-sampling-batch-size` needs responses that end with a token. The embedded engine sees them."""
-    engine = rollout_engine(config.rollout, config.sglang, config.parallel)
-    if config.carries_over and config.rollout.rollout_stop and engine == "sglang":
-        yield Finding(
-            "SGLang does not see a stop string across two parts of a response",
-            got=f"{len(config.rollout.rollout_stop)} stop strings",
-            fix="--no-partial-rollout",
-        )
+    if config.carries_over and config.rollout.rollout_stop and rollout_engine(config) == "sglang":
+        message = "SGLang does not see a stop string across two parts of a response"
+        yield Finding(message, "--no-partial-rollout", got=f"{len(config.rollout.rollout_stop)} stop strings")
 
 
 @rule("partial-rollout-stop", THEME, option="--partial-rollout", severity="warning")
@@ -220,8 +182,5 @@ def partial_rollout_stop(rollout: RolloutSection) -> Found:
     """With stop strings an aborted response is generated again from its prompt, because a stop string may lie across
     the seam. A warning."""
     if rollout.partial_rollout and rollout.rollout_stop:
-        yield Finding(
-            "with stop strings an aborted response is generated again from its prompt, not continued",
-            got=f"{len(rollout.rollout_stop)} stop strings",
-            fix="drop --partial-rollout, or stop at token ids alone",
-        )
+        fix = "drop --partial-rollout, or stop at token ids alone"
+        yield Finding(fix=fix, got=f"{len(rollout.rollout_stop)} stop strings")

@@ -18,12 +18,8 @@ def tracker_unknown(run: RunSection, trackers: Mapping[str, Tracker]) -> Found:
     for name in run.track:
         if name not in trackers:
             guess = nearest(name, trackers)
-            yield Finding(
-                f"there is no tracker {name!r}",
-                got=name,
-                expected=", ".join(trackers),
-                fix=f"--track {guess}" if guess else f"install its plugin, or drop --track {name}",
-            )
+            fix = f"--track {guess}" if guess else f"install its plugin, or drop --track {name}"
+            yield Finding(f"there is no tracker {name!r}", fix, name, ", ".join(trackers))
 
 
 @rule("tracker-missing", MACHINE_THEME, option="--track", needs="machine")
