@@ -18,14 +18,13 @@ from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
 from relax_cli.config.text import with_program
 from relax_cli.errors import ExitCode
+from relax_cli.plugin.installed import Plugin, broken_references
 from relax_cli.plugin.manager import installed_plugins
 from relax_cli.plugin.records import Curriculum, Env, Estimator, Record, Reward
-from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.scaffold import Kind, write_package
 from relax_cli.plugin.trackers import Tracker
 
 if TYPE_CHECKING:
-    from relax_cli.plugin.installed import Plugin
     from relax_cli.plugin.kit.findings import CheckResult
     from relax_cli.plugin.manager import Plugins
 

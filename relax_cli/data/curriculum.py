@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from relax_cli.errors import ConfigError, Problem, RunError, problem_kind
 from relax_cli.plugin.records import Curriculum
-from relax_cli.plugin.settings_kept import settings_kept
-from relax_cli.plugin.user_code import UserCodeError, user_code
-from relax_cli.plugin.user_deadline import user_deadline
-from relax_cli.plugin.user_file import accepts, is_file_spec, signature_of, user_file
+from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code, user_deadline
+from relax_cli.plugin.user_file import accepts, is_file_spec, user_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,10 +175,7 @@ def find_curriculum(spec: str) -> Weigh:
     Raises ConfigError: the file is missing or fails to import, or has no such function."""
     target: Weigh = USER_FILE.find(spec, inspect.isfunction)
     if not accepts(target, None):
-        path, _, name = spec.rpartition(":")
-        got = f"{name}{signature_of(target)}" if callable(target) else f"a {type(target).__name__}"
-        what, fix = f"{name} cannot be called with a history", f"correct {name} in {path}"
-        raise ConfigError(FAILED(what, where=path, got=got, expected=EXPECTED, fix=fix))
+        raise USER_FILE.unfit(spec, "be called with a history", target)
     return target
 
 

@@ -11,8 +11,8 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 from relax_cli.errors import EnvironmentFault, Problem, RelaxError, problem_kind
 
@@ -91,10 +91,9 @@ def main(answer: str, most_bytes: str, function: str, *arguments: str) -> None:
     """The process of `run_apart`."""
     if limit := int(most_bytes):
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    module, _, name = function.partition(":")
     problems: tuple[Problem, ...] = ()
     try:
-        getattr(import_module(module), name)(*arguments)
+        resolve_name(function)(*arguments)
     except RelaxError as error:
         problems = error.problems
     Path(answer).write_text(json.dumps([asdict(problem) for problem in problems]), "utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -17,7 +17,6 @@ def lazy_attributes(module: str, **references: str) -> Callable[[str], Any]:
     def load(name: str) -> Any:
         if name not in references:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        home, _, attribute = references[name].partition(":")
-        return getattr(import_module(home), attribute)
+        return resolve_name(references[name])
 
     return load

@@ -16,7 +16,7 @@ from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem, RelaxError, RunError, problem_kind, problem_kinds
 from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
-from relax_cli.plugin.installed import Plugin, PluginRow
+from relax_cli.plugin.installed import Plugin, PluginRow, broken_references
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.records import (
     BUILTIN_CURRICULUMS,
@@ -28,10 +28,8 @@ from relax_cli.plugin.records import (
     Reward,
     unusable,
 )
-from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
-from relax_cli.plugin.user_code import UserCodeError, user_code
-from relax_cli.plugin.user_deadline import user_deadline
+from relax_cli.plugin.user_code import UserCodeError, user_code, user_deadline
 
 GROUP = "relax.plugins"
 HOOK_SECONDS = 120.0

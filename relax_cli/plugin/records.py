@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_cli.config.model import base_type, options_by_name
@@ -172,12 +172,11 @@ class Normalized:
 def load_reference(reference: str, owner: str) -> Callable[..., Any]:
     """Resolve `"module:function"` for the plugin record `owner`.
     Raises ConfigError: the module cannot be imported or has no such function."""
-    module_name, _, attribute = reference.partition(":")
     try:
         with user_code():
-            function: Callable[..., Any] = getattr(import_module(module_name), attribute)
+            function: Callable[..., Any] = resolve_name(reference)
             if not callable(function):
-                raise TypeError(f"{attribute} is a {type(function).__name__}, not a function")
+                raise TypeError(f"{reference.rpartition(':')[2]} is a {type(function).__name__}, not a function")
     except UserCodeError as error:
         raise ConfigError(
             REFERENCE(

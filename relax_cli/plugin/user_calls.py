@@ -13,8 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from relax_cli.plugin.user_code import UserCodeError
-from relax_cli.plugin.user_deadline import GRACE, TookTooLong
+from relax_cli.plugin.user_code import GRACE, TookTooLong, UserCodeError
 
 
 def started_loop(name: str) -> asyncio.AbstractEventLoop:

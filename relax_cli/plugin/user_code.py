@@ -1,13 +1,18 @@
-"""Calling other people's code: what it prints goes to stderr, whatever it raises becomes one kind of error."""
+"""Calling other people's code: prints go to stderr, an exception is one kind of error, it ends in time, settings stay."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
+import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pluggy
 
@@ -95,3 +100,72 @@ def from_here(path: str) -> str:
     with suppress(OSError):
         return path.removeprefix(os.getcwd() + os.sep)
     return path
+
+
+_TORCH = (
+    ("is_grad_enabled", "set_grad_enabled"),
+    ("get_default_dtype", "set_default_dtype"),
+    ("get_default_device", "set_default_device"),
+    ("get_num_threads", "set_num_threads"),
+    ("get_float32_matmul_precision", "set_float32_matmul_precision"),
+    ("are_deterministic_algorithms_enabled", "use_deterministic_algorithms"),
+    ("is_anomaly_enabled", "set_anomaly_enabled"),
+)
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Restore torch's global settings and the working folder after the block, as far as it changed them."""
+    folder, torch = _working_folder(), sys.modules.get("torch")
+    before: dict[str, Any] = {} if torch is None else {read: getattr(torch, read)() for read, _ in _TORCH}
+    try:
+        yield
+    finally:
+        for read, write in _TORCH if torch is not None else ():
+            if getattr(torch, read)() != before[read]:
+                getattr(torch, write)(before[read])
+        if folder is not None and _working_folder() != folder:
+            os.chdir(folder)
+
+
+def _working_folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+SIGNAL = signal.SIGUSR2
+GRACE = 60.0
+"""Seconds for code that no signal interrupts, such as a regular expression that never ends, to return to Python."""
+
+
+class TookTooLong(BaseException):
+    """The deadline passed; not an `Exception`, so that the code does not catch it by mistake."""
+
+
+@contextmanager
+def user_deadline(seconds: float) -> Iterator[None]:
+    """Raise `TookTooLong` in the block after so many seconds.
+
+    Code that cannot be interrupted is ended with its whole process `GRACE` seconds later, after its stack on stderr.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise TookTooLong(f"no result after {seconds:g} s")
+
+    before = signal.signal(SIGNAL, interrupt)
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), SIGNAL))
+    timer.daemon = True
+    timer.start()
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+        signal.signal(SIGNAL, before)

@@ -13,8 +13,7 @@ from typing import Any
 from relax_cli.config.names import nearest
 from relax_cli.errors import ConfigError, Problem, ProblemKind, problem_kind
 from relax_cli.plugin.apart import Unanswered, run_apart
-from relax_cli.plugin.settings_kept import settings_kept
-from relax_cli.plugin.user_code import UserCodeError, from_here, user_code
+from relax_cli.plugin.user_code import UserCodeError, from_here, settings_kept, user_code
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,20 @@ class UserFile:
             if folder not in sys.path:
                 sys.path.append(folder)
         return vars(module)
+
+    def unfit(self, spec: str, use: str, target: Any, *, fault: str = "", expected: str = "") -> ConfigError:
+        """The error that the target of `spec` cannot be used: for its fault, or as it takes no such argument."""
+        path, _, name = spec.rpartition(":")
+        got = f"{name}{signature_of(target)}" if callable(target) else f"a {type(target).__name__}"
+        return ConfigError(
+            self.broken(
+                f"{name} cannot {use}",
+                where=path,
+                got=f"{name}: {fault}" if fault else got,
+                expected=expected or self.expected,
+                fix=f"correct {name} in {path}",
+            )
+        )
 
     def _error(self, kind: ProblemKind, message: str, path: str, *, got: str) -> ConfigError:
         fix = f"{self.option} {path}:{self.noun}, with a file that exists"

@@ -25,9 +25,9 @@ from relax_cli.data.envs.observations import observation_ids
 from relax_cli.data.envs.types import EnvRow
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
-from relax_cli.plugin.settings_kept import settings_kept
 from relax_cli.plugin.stdout import stdout_as_stderr
 from relax_cli.plugin.user_calls import UserCalls, started_loop
+from relax_cli.plugin.user_code import settings_kept
 from relax_cli.roles.judging import Judged, Trace, response_text
 
 CLOSE_SECONDS = 5.0

@@ -11,8 +11,7 @@ from typing import Any
 
 from relax_cli.errors import EnvironmentFault, problem_kind
 from relax_cli.plugin.trackers import TrackedRun, Tracker, TrackerWriter
-from relax_cli.plugin.user_code import UserCodeError, user_code
-from relax_cli.plugin.user_deadline import user_deadline
+from relax_cli.plugin.user_code import UserCodeError, user_code, user_deadline
 
 SECONDS = 300.0
 """Deadline of one call of a tracker, which may wait for a server."""

@@ -315,7 +315,7 @@ def test_a_reward_that_no_signal_interrupts_ends_its_process(tmp_path: Path) -> 
     body = "import re\ndef judge(samples):\n    return [re.match('(a+)+$', 'a' * 60 + 'b')]\n"
     (tmp_path / "mine.py").write_text(body)
     code = (
-        "import relax_cli.plugin.user_deadline as deadline\n"
+        "import relax_cli.plugin.user_code as deadline\n"
         "from relax_cli.config.schema import RewardSection\n"
         "from relax_cli.data.rewards import RewardInput, load_reward\n"
         "deadline.GRACE = 0.3\n"

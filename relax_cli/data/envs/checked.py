@@ -13,8 +13,7 @@ from relax_cli.data.envs.types import EnvRow, Observation
 from relax_cli.data.values import Unusable, plain_json, printable, shown, text_of
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.user_calls import UserCalls
-from relax_cli.plugin.user_code import UserCodeError, from_here
-from relax_cli.plugin.user_deadline import TookTooLong
+from relax_cli.plugin.user_code import TookTooLong, UserCodeError, from_here
 
 MOST_REWARD = 1e15
 """The trainer squares rewards in float32."""

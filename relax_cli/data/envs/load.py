@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from relax_cli.errors import ConfigError, Problem, problem_kind
@@ -49,10 +49,9 @@ def load_env(spec: str, named: Mapping[str, str]) -> EnvFactory:
         return EnvFactory(spec, find_env(spec))
     if spec not in named:
         raise ConfigError(USER_FILE.unknown(spec, named))
-    module, _, attribute = named[spec].partition(":")
     try:
         with user_code():
-            return EnvFactory(spec, getattr(import_module(module), attribute))
+            return EnvFactory(spec, resolve_name(named[spec]))
     except UserCodeError as error:
         raise ConfigError(
             BROKEN(
@@ -72,16 +71,6 @@ def find_env(spec: str) -> Any:
     """The class of `FILE.py:Class`, once it is known that it can be an environment.
     Raises ConfigError: the file is missing or fails to import, or has no such class."""
     target = USER_FILE.find(spec, lambda value: isinstance(value, type) and not env_fault(value))
-    path, _, name = spec.rpartition(":")
     if fault := env_fault(target):
-        got = f"{name}: {fault}"
-        raise ConfigError(
-            BROKEN(
-                f"{name} cannot be an environment",
-                where=path,
-                got=got,
-                expected=EXPECTED,
-                fix=f"correct {name} in {path}",
-            )
-        )
+        raise USER_FILE.unfit(spec, "be an environment", target, fault=fault)
     return target

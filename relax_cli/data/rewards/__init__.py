@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS, BUILTINS, REMOTE, url_fault
@@ -83,10 +83,9 @@ def _find(name: str, named: Mapping[str, str]) -> str:
 
 
 def _load(name: str, reference: str) -> BatchReward:
-    module, _, attribute = reference.partition(":")
     try:
         with user_code():
-            target = getattr(import_module(module), attribute)
+            target = resolve_name(reference)
             reward: BatchReward = target() if isinstance(target, type) else target
     except UserCodeError as error:
         what = f"the reward {name!r} does not load: {error.reason}"

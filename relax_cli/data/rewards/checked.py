@@ -15,9 +15,7 @@ from typing import Any
 from relax_cli.data.rewards.types import REWARD, BatchReward, JudgesAhead, RewardInput, RewardResult
 from relax_cli.data.values import printable
 from relax_cli.errors import RunError, problem_kind
-from relax_cli.plugin.settings_kept import settings_kept
-from relax_cli.plugin.user_code import UserCodeError, from_here, user_code
-from relax_cli.plugin.user_deadline import TookTooLong, user_deadline
+from relax_cli.plugin.user_code import TookTooLong, UserCodeError, from_here, settings_kept, user_code, user_deadline
 
 MOST_REWARD = 1e15
 """The trainer squares rewards in float32."""

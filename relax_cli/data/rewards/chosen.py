@@ -10,7 +10,7 @@ from relax_cli.config.data_section import shares_of
 from relax_cli.data.rewards.checked import REWARD_FAILED, CheckedReward
 from relax_cli.data.rewards.types import RewardInput, RewardResult
 from relax_cli.errors import RunError
-from relax_cli.plugin.user_deadline import TookTooLong
+from relax_cli.plugin.user_code import TookTooLong
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,9 @@ import inspect
 from typing import Any
 
 from relax_cli.data.rewards.types import BatchReward
-from relax_cli.errors import ConfigError, Problem, problem_kind
-from relax_cli.plugin.settings_kept import settings_kept
-from relax_cli.plugin.user_code import UserCodeError, user_code
-from relax_cli.plugin.user_file import accepts, signature_of, user_file
+from relax_cli.errors import Problem, problem_kind
+from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code
+from relax_cli.plugin.user_file import accepts, user_file
 
 IMPORT = problem_kind(
     "custom-reward",
@@ -47,11 +46,8 @@ def find_custom(spec: str) -> Any:
     """What `FILE.py:function` names, once it is known that it takes samples. Raises ConfigError: see `load_custom`."""
     target = USER_FILE.find(spec, inspect.isfunction)
     if not _takes_samples(target):
-        path, _, name = spec.rpartition(":")
-        what = f"{name} cannot be called with a list of samples"
-        got = f"{name}{signature_of(target)}" if callable(target) else f"a {type(target).__name__}"
-        fix = f"correct {name} in {path}"
-        raise ConfigError(IMPORT(what, where=path, got=got, expected=f"def {name}(samples)", fix=fix))
+        name = spec.rpartition(":")[2]
+        raise USER_FILE.unfit(spec, "be called with a list of samples", target, expected=f"def {name}(samples)")
     return target
 
 

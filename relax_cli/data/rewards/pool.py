@@ -12,9 +12,9 @@ import queue
 import signal
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from pkgutil import resolve_name
+from typing import Literal
 
 from relax_cli.data.rewards.types import REWARD, JudgesAhead, RewardInput, RewardResult
 from relax_cli.errors import RunError, problem_kind
@@ -150,8 +150,7 @@ def _serve(pipe: Connection, function: str, deadline: float) -> None:
     # stdout is for data, and workers may start at any time.
     os.dup2(2, 1)
     # Imports take seconds, which no sample should pay for.
-    module, _, name = function.partition(":")
-    target: Any = getattr(import_module(module), name)
+    target = resolve_name(function)
     judge = target() if isinstance(target, type) else target
     # Ctrl-C reaches the whole process group; the parent decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

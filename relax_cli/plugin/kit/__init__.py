@@ -12,12 +12,11 @@ from typing import Any
 
 from relax_cli.config.schema import Section
 from relax_cli.errors import ConfigError
-from relax_cli.plugin.installed import Plugin
+from relax_cli.plugin.installed import Plugin, broken_references
 from relax_cli.plugin.kit import package
 from relax_cli.plugin.kit.findings import CheckResult, Finding, Part
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.plugin.records import Env, Estimator, Record
-from relax_cli.plugin.references import broken_references
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
 __all__ = ["CheckResult", "Finding", "assert_conforms", "check_estimator", "check_plugin"]
