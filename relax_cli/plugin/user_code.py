@@ -1,4 +1,4 @@
-"""Calling other people's code: prints go to stderr, an exception is one kind of error, it ends in time, settings stay."""
+"""Calling other people's code: prints go to stderr, any exception is one kind of error, and a deadline ends it."""
 
 from __future__ import annotations
 
