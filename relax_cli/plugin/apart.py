@@ -18,8 +18,6 @@ from relax_cli.errors import EnvironmentFault, Problem, RelaxError, problem_kind
 
 DEADLINE = 120.0
 """Seconds for a module of a user and what it imports, torch included."""
-
-
 FEW_THREADS = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2"}
 """Every thread reserves address space."""
 
@@ -80,9 +78,11 @@ def _answer(seconds: float, most_bytes: int | None, function: str, *arguments: s
             raise Unanswered(f"takes more than {seconds:g} s") from error
         finally:
             # Children of the user's code as well; there are none in most cases.
-            _end_group(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         if not answer.exists():
-            raise Unanswered(f"ended its process with {_ending(code)}")
+            raise Unanswered(f"ended its process with {f'exit code {code}' if code >= 0 else signal_name(-code)}")
         found = json.loads(answer.read_text("utf-8"))
         return [Problem(**{**fields, "places": tuple(fields["places"])}) for fields in found]
 
@@ -101,22 +101,12 @@ def main(answer: str, most_bytes: str, function: str, *arguments: str) -> None:
     os._exit(0)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def signal_name(number: int) -> str:
     """`SIGKILL` for 9; real-time signals have numbers only."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal_name(-code)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relax_cli.config.schema import AlgorithmSection
+from relax_cli.config.schema import Config
 from relax_cli.errors import ConfigError, Problem, problem_kind
 
 SAMPLE_FIELDS = (
@@ -54,7 +54,7 @@ class ServiceGraph:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Role names in the order of a step."""
+        """Of the roles."""
         return tuple(role.name for role in self.roles)
 
     def __contains__(self, name: str) -> bool:
@@ -125,27 +125,15 @@ REFERENCE = RoleSpec(
 )
 
 
-def completed(
-    graph: ServiceGraph,
-    algorithm: AlgorithmSection,
-    *,
-    episodes: bool = False,
-    carries_over: bool = False,
-    replays_routes: bool = False,
-) -> ServiceGraph:
-    """What no estimator has to care about: the reference model of KL terms, and advantages where no role makes them.
-
-    Args:
-        graph: what the estimator's plugin returned.
-        algorithm: decides which roles compare with the reference.
-        episodes: samples have several rewards.
-        carries_over: samples have tokens of several weights.
-        replays_routes: the actor is told which experts each token was generated with.
-    """
-    for name in (*((WEIGHT_VERSIONS,) if carries_over else ()), *((ROUTES,) if replays_routes else ())):
-        graph = graph.replace("rollout", writes=(*graph["rollout"].writes, name))
-        graph = graph.replace("actor", reads=(*graph["actor"].reads, name))
-    if episodes:
+def completed(graph: ServiceGraph, config: Config) -> ServiceGraph:
+    """A graph with what no estimator has to care about: fields of other options, the reference model of KL terms, and
+    advantages where no role makes them."""
+    algorithm = config.algorithm
+    for name, is_written in {WEIGHT_VERSIONS: config.carries_over, ROUTES: config.parallel.router_replay}.items():
+        if is_written:
+            graph = graph.replace("rollout", writes=(*graph["rollout"].writes, name))
+            graph = graph.replace("actor", reads=(*graph["actor"].reads, name))
+    if config.episode.env is not None:
         graph = graph.replace("rollout", writes=(*graph["rollout"].writes, TOKEN_REWARDS))
         for reader in graph.roles:
             if "rewards" in reader.reads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -13,7 +13,7 @@ import pluggy
 
 from relax_cli.config.names import nearest
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem, RelaxError, RunError, problem_kind, problem_kinds
+from relax_cli.errors import ConfigError, Problem, RelaxError, RunError, problem_kinds
 from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.installed import Plugin, PluginRow, broken_references
@@ -54,9 +54,8 @@ UNKNOWN_ESTIMATOR = declare(
 )
 UNKNOWN_PLUGIN = declare("unknown-plugin", "No plugin of that name is installed.")
 DUPLICATE = {
-    kind: problem_kind(
+    kind: declare(
         f"duplicate-{kind.__name__.lower()}",
-        "Plugins",
         f"Two packages provide {'an' if kind.what[0] == 'e' else 'a'} {kind.what} of one name; both are named.",
     )
     for kind in _RECORDS.values()
@@ -95,10 +94,6 @@ class Plugins:
         """All plugins by name, broken ones included."""
         return [plugin.row for plugin in self._plugins]
 
-    def check_pending(self) -> list[Problem]:
-        """One problem for every hook that a plugin misspelt; that plugin's row is `broken`."""
-        return [problem for plugin in self._plugins for problem in plugin.misspelt]
-
     def installed(self) -> list[Plugin]:
         """Everything that is known about every plugin."""
         return [replace(one, others=tuple(p for p in self._plugins if p is not one)) for one in self._plugins]
@@ -108,20 +103,15 @@ class Plugins:
         distributions clash.
         Raises ConfigError: there is none; gives the nearest name."""
         known = self.installed()
-        matches = [plugin for plugin in known if plugin.row.name == name]
-        matches = matches or [plugin for plugin in known if name in {e.name for e in plugin.estimators}]
-        if matches:
-            return matches
+        if found := [plugin for plugin in known if plugin.row.name == name]:
+            return found
+        if found := [plugin for plugin in known if name in {e.name for e in plugin.estimators}]:
+            return found
         names = [plugin.row.name for plugin in known]
         near = nearest(name, names)
-        raise ConfigError(
-            UNKNOWN_PLUGIN(
-                f"no plugin {name!r} is installed",
-                got=name,
-                expected=f"one of {', '.join(names)}",
-                fix=f"use {near}" if near else f"install the package that provides it, or relax plugins new {name}",
-            )
-        )
+        fix = f"use {near}" if near else f"install the package that provides it, or relax plugins new {name}"
+        expected = f"one of {', '.join(names)}"
+        raise ConfigError(UNKNOWN_PLUGIN(f"no plugin {name!r} is installed", got=name, expected=expected, fix=fix))
 
     def estimators(self) -> dict[str, Estimator]:
         """All estimators by name."""
@@ -169,13 +159,7 @@ class Plugins:
         Raises ConfigError: unknown estimator, its plugin failed, or a role would wait for a field that no role
         writes."""
         changed = self._call_chosen("relax_service_graph", ServiceGraph, config, graph=base_graph())
-        graph = completed(
-            base_graph() if changed is None else changed,
-            config.algorithm,
-            episodes=config.episode.env is not None,
-            carries_over=config.carries_over,
-            replays_routes=config.parallel.router_replay,
-        )
+        graph = completed(base_graph() if changed is None else changed, config)
         if problems := graph.problems():
             raise ConfigError(problems)
         return graph
@@ -221,30 +205,23 @@ class Plugins:
         """The running session of the first plugin that takes the plan; None when none does.
         Raises RelaxError: the launch failed; where the plugin itself is to blame, a `RunError` that names it."""
         for plugin, hook in self._working():
-            if plugin.is_ours:
-                session = hook.relax_launch(plan=plan)
-            else:
-                try:
-                    with user_code():
-                        session = hook.relax_launch(plan=plan)
-                except UserCodeError as error:
-                    raise RunError(_failure(plugin, "relax_launch", error)) from error
+            try:
+                with nullcontext() if plugin.is_ours else user_code():
+                    session = hook.relax_launch(plan=plan)
+            except UserCodeError as error:
+                raise RunError(_failure(plugin, "relax_launch", error)) from error
             if session is not None:
                 return session
         return None
 
     def step_end(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        config: Config | None = None,
-        run_dir: Path | None = None,
+        self, step: int, metrics: Mapping[str, float], config: Config | None = None, run_dir: Path | None = None
     ) -> list[Problem]:
         """Tell every plugin that a step ended; returns a warning for each one that failed. Each gets its own copies."""
         failures = []
         for plugin, hook in self._working():
             try:
-                with _guarded(passes=(), seconds=TRACKER_SECONDS):
+                with _guarded(seconds=TRACKER_SECONDS):
                     own = None if config is None else config.model_copy(deep=True)
                     hook.relax_step_end(step=step, metrics=dict(metrics), config=own, run_dir=run_dir)
             except UserCodeError as error:
@@ -263,15 +240,9 @@ class Plugins:
             for record in plugin.of(kind):
                 name, owner = record.name, plugin.row.distribution
                 if name in found:
-                    what = kind.__name__.lower()
-                    raise ConfigError(
-                        DUPLICATE[kind](
-                            f"{owners[name]} and {owner} both provide the {what} {name!r}",
-                            got=f"{owners[name]}, {owner}",
-                            expected="one package",
-                            fix=f"uninstall one of them: pip uninstall {owner}",
-                        )
-                    )
+                    what = f"{owners[name]} and {owner} both provide the {kind.__name__.lower()} {name!r}"
+                    got, fix = f"{owners[name]}, {owner}", f"uninstall one of them: pip uninstall {owner}"
+                    raise ConfigError(DUPLICATE[kind](what, got=got, expected="one package", fix=fix))
                 owners[name], found[name] = owner, record
         return found
 
@@ -280,7 +251,7 @@ class Plugins:
         estimator = self.estimator(config.algorithm.advantage_estimator)
         plugin, relay = next((p, h) for p, h in self._working() if any(e is estimator for e in p.estimators))
         try:
-            with _guarded():
+            with _guarded(passes=(RelaxError,)):
                 results = getattr(relay, hook)(config=config.model_copy(deep=True), **more)
                 return _of_type(results[0], hook, kind, of) if results else None
         except UserCodeError as error:
@@ -288,9 +259,7 @@ class Plugins:
 
 
 @contextmanager
-def _guarded(
-    *, passes: tuple[type[BaseException], ...] = (RelaxError,), seconds: float | None = None
-) -> Iterator[None]:
+def _guarded(*, passes: tuple[type[BaseException], ...] = (), seconds: float | None = None) -> Iterator[None]:
     with user_code(passes=passes), user_deadline(HOOK_SECONDS if seconds is None else seconds):
         yield
 
@@ -300,7 +269,7 @@ def _load(entry: EntryPoint) -> Plugin:
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     try:
-        with _guarded(passes=()):
+        with _guarded():
             module = entry.load()
             manager.register(module)
     except UserCodeError as error:
@@ -311,7 +280,7 @@ def _load(entry: EntryPoint) -> Plugin:
     provided: list[Record] = []
     for hook, kind in _RECORDS.items():
         try:
-            with _guarded(passes=()):
+            with _guarded():
                 results = getattr(manager.hook, hook)()
                 found = _of_type(results[0] or [], hook, list, kind) if results else []
                 reason = next(filter(None, (unusable(r) for r in found if isinstance(r, Estimator))), "")
@@ -331,14 +300,9 @@ def _unknown_hooks(entry: EntryPoint, manager: pluggy.PluginManager, module: Any
         if caller.has_spec() or all(implementation.optionalhook for implementation in caller.get_hookimpls()):
             continue
         near = nearest(caller.name, HOOKS)
-        problems.append(
-            UNKNOWN_HOOK(
-                f"plugin {entry.name!r} implements {caller.name!r}: no such hook",
-                got=caller.name,
-                expected=", ".join(HOOKS),
-                fix=f"rename it to {near}" if near else "remove it, or update relax",
-            )
-        )
+        fix = f"rename it to {near}" if near else "remove it, or update relax"
+        what = f"plugin {entry.name!r} implements {caller.name!r}: no such hook"
+        problems.append(UNKNOWN_HOOK(what, got=caller.name, expected=", ".join(HOOKS), fix=fix))
     return tuple(problems)
 
 

@@ -14,12 +14,8 @@ from relax_cli.errors import ConfigError, problem_kinds
 
 Kind = Literal["estimator", "reward", "env", "curriculum"]
 _TEMPLATES = Path(__file__).parent / "template"
-_WHAT: dict[Kind, str] = {
-    "estimator": "advantage estimator",
-    "reward": "reward",
-    "env": "environment",
-    "curriculum": "curriculum",
-}
+_WHAT = {"estimator": "advantage estimator", "env": "environment"}
+"""Kinds whose name in texts is another."""
 
 declare = problem_kinds("Plugins")
 PLUGIN_NAME = declare("plugin-name", "The name for a new plugin cannot be the name of a Python module or is taken.")
@@ -29,27 +25,20 @@ FOLDER_NOT_WRITABLE = declare("folder-not-writable", "The folder for the new plu
 
 def package_files(name: str, kind: Kind = "estimator") -> dict[str, str]:
     """Relative path to content of every file of a new package."""
-    names = {"name": name, "Name": name.title().replace("_", ""), "what": _WHAT[kind]}
-    return {
-        str(path.relative_to(folder)).replace("NAME", name).removesuffix(".tmpl"): Template(
-            path.read_text("utf-8")
-        ).substitute(names)
-        for folder in (_TEMPLATES / "common", _TEMPLATES / kind)
-        for path in sorted(folder.rglob("*.tmpl"))
-    }
+    names = {"name": name, "Name": name.title().replace("_", ""), "what": _WHAT.get(kind, kind)}
+    files = {}
+    for folder in (_TEMPLATES / "common", _TEMPLATES / kind):
+        for path in sorted(folder.rglob("*.tmpl")):
+            target = str(path.relative_to(folder)).replace("NAME", name).removesuffix(".tmpl")
+            files[target] = Template(path.read_text("utf-8")).substitute(names)
+    return files
 
 
 def write_package(name: str, folder: Path, *, taken: dict[str, str], kind: Kind = "estimator") -> list[Path]:
-    """Write a new package into `folder`.
+    """Write a new package into `folder`, which is created when missing; returns the files written.
 
     Args:
-        name: of the plugin; lower-case letters, digits and `_`.
-        folder: created when missing.
         taken: names in use to the distribution that provides them.
-        kind: what the package provides.
-
-    Returns:
-        The files written.
 
     Raises:
         ConfigError: the name cannot be used, or the folder is not empty or cannot be written.
@@ -57,11 +46,8 @@ def write_package(name: str, folder: Path, *, taken: dict[str, str], kind: Kind 
     check_name(name, taken, kind)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         got = "a folder with files in it" if folder.is_dir() else "a file"
-        raise ConfigError(
-            FOLDER_IN_USE(
-                f"{folder} is not empty", got=got, expected="a folder that is new or empty", fix=f"--dir {folder}-2"
-            )
-        )
+        expected, fix = "a folder that is new or empty", f"--dir {folder}-2"
+        raise ConfigError(FOLDER_IN_USE(f"{folder} is not empty", got=got, expected=expected, fix=fix))
     written = []
     try:
         for path, text in package_files(name, kind).items():
@@ -70,14 +56,9 @@ def write_package(name: str, folder: Path, *, taken: dict[str, str], kind: Kind 
             target.write_text(text, "utf-8")
             written.append(target)
     except OSError as error:
-        raise ConfigError(
-            FOLDER_NOT_WRITABLE(
-                f"cannot write into {folder}",
-                got=f"{type(error).__name__}: {error}",
-                expected="a folder that can be written",
-                fix="choose another --dir",
-            )
-        ) from error
+        what, got = f"cannot write into {folder}", f"{type(error).__name__}: {error}"
+        fix, expected = "choose another --dir", "a folder that can be written"
+        raise ConfigError(FOLDER_NOT_WRITABLE(what, got=got, expected=expected, fix=fix)) from error
     return written
 
 

@@ -7,8 +7,9 @@ import faulthandler
 import inspect
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -24,13 +25,10 @@ def started_loop(name: str) -> asyncio.AbstractEventLoop:
 
 
 class UserCalls:
-    """Functions run in threads, as many as are needed; what they return to be awaited runs on one loop, as its authors
-    expect."""
+    """Functions run in threads, as many as are needed, each call for at most so many `seconds`; what they return to be
+    awaited runs on one loop, as its authors expect."""
 
     def __init__(self, seconds: float) -> None:
-        """Args:
-        seconds: deadline of a call.
-        """
         self._seconds = seconds
         self._loop = started_loop("relax-user-loop")
         self._running = 0
@@ -65,15 +63,12 @@ class UserCalls:
             self._idle.release()
 
     def _run(self, outcome: Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        try:
+        with _blamed(outcome):
             result = function(*arguments)
-            if not inspect.isawaitable(result):
+            if inspect.isawaitable(result):
+                asyncio.run_coroutine_threadsafe(_settle(outcome, result), self._loop)
+            else:
                 outcome.set_result(result)
-                return
-        except BaseException as error:  # noqa: BLE001 - also what ends a process must not end it here
-            outcome.set_exception(_blamed(error))
-            return
-        asyncio.run_coroutine_threadsafe(_settle(outcome, result), self._loop)
 
     def _watch(self, change: int) -> None:
         """Code that never returns to Python, such as a regular expression without end, is ended with its process."""
@@ -87,13 +82,16 @@ class UserCalls:
 
 
 async def _settle(outcome: Future[Any], result: Awaitable[Any]) -> None:
-    try:
+    with _blamed(outcome):
         outcome.set_result(await result)
-    except BaseException as error:  # noqa: BLE001 - SystemExit would end the loop of all others
-        outcome.set_exception(_blamed(error))
 
 
-def _blamed(error: BaseException) -> UserCodeError:
-    blamed = UserCodeError(error)
-    blamed.__cause__ = error
-    return blamed
+@contextmanager
+def _blamed(outcome: Future[Any]) -> Iterator[None]:
+    """Whatever is raised is the outcome: a SystemExit would end its thread, or the loop of all others."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 - the caller raises it
+        blamed = UserCodeError(error)
+        blamed.__cause__ = error
+        outcome.set_exception(blamed)

@@ -356,7 +356,7 @@ def test_one_reward_on_the_last_token_is_the_scalar_bitwise() -> None:
 
 
 def test_readers_of_rewards_also_read_those_of_turns() -> None:
-    plain, episodes = (completed(base_graph(), Config().algorithm, episodes=e) for e in (False, True))
+    plain, episodes = (completed(base_graph(), Config(episode=EpisodeSection(env=e))) for e in (None, "env.py:Env"))
     assert TOKEN_REWARDS not in (*plain["rollout"].writes, *plain["actor"].reads)
     assert TOKEN_REWARDS in episodes["rollout"].writes
     assert TOKEN_REWARDS in episodes["actor"].reads

@@ -207,31 +207,31 @@ def test_the_end_state_adds_a_token_outside_the_sample() -> None:
 
 
 def test_a_kl_term_adds_a_reference_and_its_field_to_readers() -> None:
-    loss = completed(base_graph(), AlgorithmSection(use_kl_loss=True))
+    loss = completed(base_graph(), Config(algorithm=AlgorithmSection(use_kl_loss=True)))
     assert loss.names == ("rollout", "reference", "actor")
     assert loss["reference"].writes == ("ref_log_probs",)
     assert loss["reference"].uses_device
     assert "ref_log_probs" in loss["actor"].reads
     assert loss.problems() == []
-    assert completed(base_graph(), AlgorithmSection()).names == ("rollout", "actor")
+    assert completed(base_graph(), Config()).names == ("rollout", "actor")
 
 
 def test_a_kl_penalty_reaches_advantages_a_kl_loss_the_actor() -> None:
     critic = RoleSpec("critic", ("tokens",), ("values",), uses_device=True)
     service = RoleSpec("advantages", ("values",), ("advantages",), uses_device=False)
     graph = base_graph().with_role(critic).with_role(service)
-    penalty = completed(graph, AlgorithmSection(kl_coef=0.1))
+    penalty = completed(graph, Config(algorithm=AlgorithmSection(kl_coef=0.1)))
     assert penalty.names == ("rollout", "reference", "critic", "advantages", "actor")
     for role in ("critic", "advantages"):
         assert {"rollout_log_probs", "ref_log_probs"} <= set(penalty[role].reads)
-        assert "ref_log_probs" not in completed(graph, AlgorithmSection(use_kl_loss=True))[role].reads
+        assert "ref_log_probs" not in completed(graph, Config(algorithm=AlgorithmSection(use_kl_loss=True)))[role].reads
     assert penalty.problems() == []
 
 
 def test_the_actor_writes_advantages_where_no_service_does() -> None:
-    assert completed(base_graph(), AlgorithmSection())["actor"].writes == ("advantages",)
+    assert completed(base_graph(), Config())["actor"].writes == ("advantages",)
     service = RoleSpec("advantages", ("rewards",), ("advantages",), uses_device=False)
-    assert completed(base_graph().with_role(service), AlgorithmSection())["actor"].writes == ()
+    assert completed(base_graph().with_role(service), Config())["actor"].writes == ()
 
 
 def test_ppo_sends_bootstrap_values_only_when_enabled() -> None:

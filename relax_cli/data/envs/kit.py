@@ -12,7 +12,7 @@ from relax_cli.data.envs.load import THEME, EnvFactory
 from relax_cli.data.envs.types import EnvRow
 from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.plugin.apart import Unanswered, run_apart
-from relax_cli.plugin.kit.findings import CheckResult, Finding
+from relax_cli.plugin.kit.findings import CheckResult, Finding, result_of
 from relax_cli.plugin.records import Env, load_reference
 from relax_cli.plugin.stdout import stdout_as_stderr
 from relax_cli.plugin.user_calls import UserCalls
@@ -30,13 +30,12 @@ def check_env(env: Env) -> CheckResult:
     """Play the example of an environment, in a process of its own."""
     if not env.example:
         return CheckResult("plays", env.name, "skipped", RULE, reason="the Env has no example")
-    found: tuple[Finding, ...] = ()
     try:
         problems = run_apart(f"{__name__}:play_example", json.dumps([env.name, env.environment, dict(env.example)]))
-        found = tuple(Finding(f"{p.message}; {p.got}".rstrip("; "), p.fix) for p in problems)
+        found = [Finding(f"{p.message}; {p.got}".rstrip("; "), p.fix) for p in problems]
     except Unanswered as error:
-        found = (Finding(f"the example {error}", "correct the environment"),)
-    return CheckResult("plays", env.name, "failed" if found else "ok", RULE, found)
+        found = [Finding(f"the example {error}", "correct the environment")]
+    return result_of("plays", env.name, RULE, found)
 
 
 def play_example(asked: str) -> None:

@@ -8,38 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from relax_cli.config.schema import Section
 from relax_cli.errors import ConfigError
 from relax_cli.plugin.installed import Plugin, broken_references
 from relax_cli.plugin.kit import package
-from relax_cli.plugin.kit.findings import CheckResult, Finding, Part
+from relax_cli.plugin.kit.findings import CheckResult, Finding, Part, result_of
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.plugin.records import Env, Estimator, Record
+from relax_cli.plugin.records import Env, Estimator
 from relax_cli.plugin.user_code import UserCodeError, user_code
 
 __all__ = ["CheckResult", "Finding", "assert_conforms", "check_estimator", "check_plugin"]
 
 
 def check_plugin(plugin: Plugin) -> list[CheckResult]:
-    """All checks of an installed plugin: the package first, then the math of each of its estimators."""
+    """All checks of an installed plugin: the package, the math of each of its estimators, and what else it names."""
     results = []
     for check, function in package.CHECKS.items():
-        if plugin.row.status != "ok" and check not in ("loads", "hooks"):
-            results.append(_skipped(check, plugin.row.distribution, _rule(function), "the plugin does not load"))
-        else:
-            results.append(_outcome(check, plugin.row.distribution, function, plugin))
+        applies = plugin.row.status == "ok" or check in ("loads", "hooks")
+        skipped = "" if applies else "the plugin does not load"
+        results.append(_outcome(check, plugin.row.distribution, function, plugin, skipped=skipped))
     results += [result for estimator in plugin.estimators for result in check_estimator(estimator)]
-    named = (record for record in plugin.records if not isinstance(record, Estimator))
-    return results + [check_references(plugin, record) for record in named]
-
-
-def check_references(plugin: Plugin, record: Record) -> CheckResult:
-    """Whether what a plugin provides can be loaded, in a process of its own."""
-    found = tuple(Finding(problem.got, problem.fix) for problem in broken_references(plugin, [record]))
-    rule = f"the {record.what} leads to a {'class' if isinstance(record, Env) else 'function'}"
-    return CheckResult("references", record.name, "failed" if found else "ok", rule, found)
+    for record in plugin.records:
+        if not isinstance(record, Estimator):
+            found = [Finding(problem.got, problem.fix) for problem in broken_references(plugin, [record])]
+            rule = f"the {record.what} leads to a {'class' if isinstance(record, Env) else 'function'}"
+            results.append(result_of("references", record.name, rule, found))
+    return results
 
 
 def check_estimator(estimator: Estimator, options: Section | None = None) -> list[CheckResult]:
@@ -50,28 +47,21 @@ def check_estimator(estimator: Estimator, options: Section | None = None) -> lis
         options: values to check it with; the defaults of its option model when None.
     """
     from relax_cli.plugin.kit import advantages, loss
-    from relax_cli.plugin.kit.cases import Subject, subject_of
+    from relax_cli.plugin.kit.cases import subject_of
 
-    references = "references", "advantages and policy_loss lead to functions, and the options have defaults"
+    rule = "advantages and policy_loss lead to functions, and the options have defaults"
+    references = partial(result_of, "references", estimator.name, rule)
     try:
         subject = subject_of(estimator, options)
     except (ConfigError, ValueError, AssertionError) as error:
         fix = 'name an importable "module:function", and give every option a default'
-        finding = Finding(str(error), fix)
-        return [CheckResult(references[0], estimator.name, "failed", references[1], (finding,))]
-    results = [CheckResult(references[0], estimator.name, "ok", references[1])]
-    parts: dict[Part, dict[str, Callable[[Subject], list[Finding]]]] = {
-        "advantages": advantages.CHECKS,
-        "policy_loss": loss.CHECKS,
-    }
-    for part, checks in parts.items():
-        for check, function in checks.items():
-            name = f"{part}/{check}"
-            if reason := _not_for(estimator, check):
-                results.append(_skipped(name, estimator.name, _rule(function), reason))
-            else:
-                results.append(_outcome(name, estimator.name, function, subject, part))
-    return results
+        return [references([Finding(str(error), fix)])]
+    parts: dict[Part, Any] = {"advantages": advantages.CHECKS, "policy_loss": loss.CHECKS}
+    return [references([])] + [
+        _outcome(f"{part}/{check}", estimator.name, function, subject, part, skipped=_not_for(estimator, check))
+        for part, checks in parts.items()
+        for check, function in checks.items()
+    ]
 
 
 def assert_conforms(name: str) -> None:
@@ -82,9 +72,7 @@ def assert_conforms(name: str) -> None:
         ConfigError: no such plugin is installed.
     """
     results = [result for plugin in load_plugins().named(name) for result in check_plugin(plugin)]
-    lines = [
-        f"{result.check}: {finding.message}\n  fix: {finding.fix}" for result in results for finding in result.findings
-    ]
+    lines = [f"{r.check}: {finding.message}\n  fix: {finding.fix}" for r in results for finding in r.findings]
     assert not lines, f"{name} breaks {len(lines)} rules\n" + "\n".join(lines)
 
 
@@ -105,20 +93,17 @@ def _outcome(
     function: Callable[[Any], list[Finding]],
     argument: Any,
     part: Part = "package",
+    *,
+    skipped: str,
 ) -> CheckResult:
+    assert function.__doc__ is not None
+    rule = " ".join(function.__doc__.split("\n\n")[0].split()).rstrip(".")
+    if skipped:
+        return CheckResult(check, subject, "skipped", rule, reason=skipped)
     try:
         with user_code(passes=()):
             findings = [replace(finding, part=part) for finding in function(argument)]
     except UserCodeError as error:
         place = f" ({error.place})" if error.place else ""
         findings = [Finding(f"raised {error.reason}{place}", "make it work on such inputs", part)]
-    return CheckResult(check, subject, "failed" if findings else "ok", _rule(function), tuple(findings))
-
-
-def _skipped(check: str, subject: str, rule: str, reason: str) -> CheckResult:
-    return CheckResult(check, subject, "skipped", rule, reason=reason)
-
-
-def _rule(function: Callable[..., Any]) -> str:
-    assert function.__doc__ is not None
-    return " ".join(function.__doc__.split("\n\n")[0].split()).rstrip(".")
+    return result_of(check, subject, rule, findings)

@@ -31,10 +31,10 @@ def shape(subject: Subject) -> list[Finding]:
     inputs = advantage_inputs(subject)
     outputs = subject.advantages(inputs)
     results = {name: value for name, value in vars(outputs).items() if value is not None}
+    found = common.check_shapes(results, inputs.mask)
     if subject.estimator.needs_critic and outputs.returns is None:
-        missing = Finding("there is a critic, and no returns to train it on", "return AdvantageOutputs(A, R)")
-        return [missing, *common.check_shapes(results, inputs.mask)]
-    return common.check_shapes(results, inputs.mask)
+        found.insert(0, Finding("there is a critic, and no returns to train it on", "return AdvantageOutputs(A, R)"))
+    return found
 
 
 def masked_garbage(subject: Subject) -> list[Finding]:
@@ -120,12 +120,4 @@ def detached(subject: Subject) -> list[Finding]:
     return []
 
 
-CHECKS: dict[str, common.Check] = {
-    **common.common_checks(FUNCTION),
-    "shape": shape,
-    "masked-garbage": masked_garbage,
-    "row-by-row": row_by_row,
-    "groups": groups,
-    "sign": sign,
-    "detached": detached,
-}
+CHECKS = common.checks_of(FUNCTION, shape, masked_garbage, row_by_row, groups, sign, detached)

@@ -51,12 +51,8 @@ class Evaluated:
 def subject_of(estimator: Estimator, options: Section | None = None) -> Subject:
     """The estimator ready to be checked, with its default options unless others are given.
     Raises ConfigError: a reference to the math leads nowhere."""
-    return Subject(
-        estimator,
-        estimator.load_advantages(),
-        estimator.load_policy_loss(),
-        estimator.options() if options is None else options,
-    )
+    options = estimator.options() if options is None else options
+    return Subject(estimator, estimator.load_advantages(), estimator.load_policy_loss(), options)
 
 
 def mask_BT() -> Tensor:
@@ -104,12 +100,8 @@ def rows_of(record: R, rows: Tensor) -> R:
 
 
 def advantage_inputs(subject: Subject, *, with_extras: bool = False) -> AdvantageInputs:
-    """A rollout in float32, with values where the estimator has a critic.
-
-    Args:
-        subject: whose rollout it is.
-        with_extras: also a KL penalty in the reward and, with a critic, a value after the truncated sample.
-    """
+    """A rollout in float32, with values where the estimator has a critic; with extras also a KL penalty in the reward
+    and, with a critic, a value after the truncated sample."""
     generator = torch.Generator().manual_seed(21)
     mask = mask_BT()
     values, kl = (torch.randn(mask.shape, generator=generator) for _ in range(2))
@@ -168,8 +160,7 @@ def denominator_of(inputs: LossInputs, mode: Mode) -> float:
 
 
 def gap(got: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the larger of 1 and the expected number; inf where shapes or finiteness
-    differ."""
+    """Largest difference relative to max(1, |expected|); inf where shapes or finiteness differ."""
     if got.shape != expected.shape:
         return float("inf")
     if got.numel() == 0:

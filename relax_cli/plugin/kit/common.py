@@ -39,16 +39,11 @@ class Function:
     """What to do where a row depends on its place in the batch."""
 
 
-def common_checks(function: Function) -> dict[str, Check]:
-    """The checks of this module for one of the two functions, by id."""
-    checks = {
-        "pure": pure,
-        "all-masked": all_masked,
-        "masked-garbage": masked_garbage,
-        "padding": padding,
-        "row-order": row_order,
-    }
-    return {name: update_wrapper(partial(check, function), check) for name, check in checks.items()}
+def checks_of(function: Function, *own: Check) -> dict[str, Check]:
+    """The checks of this module for one of the two functions, and its own ones, by id."""
+    common = (pure, all_masked, masked_garbage, padding, row_order)
+    checks: list[Any] = [*(update_wrapper(partial(check, function), check) for check in common), *own]
+    return {check.__name__.replace("_", "-"): check for check in checks}
 
 
 def pure(function: Function, subject: Subject) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,3 +35,8 @@ class CheckResult:
     """Empty unless failed."""
     reason: str = ""
     """Why it was skipped."""
+
+
+def result_of(check: str, subject: str, rule: str, findings: Sequence[Finding]) -> CheckResult:
+    """The result of a check that was made."""
+    return CheckResult(check, subject, "failed" if findings else "ok", rule, tuple(findings))

@@ -14,17 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from relax_cli.algorithms.reduce import Mode, aggregate
 from relax_cli.algorithms.types import LossInputs
-from relax_cli.plugin.kit.cases import (
-    TOLERANCE,
-    Subject,
-    at_ratio_one,
-    denominator_of,
-    evaluate,
-    gap,
-    loss_inputs,
-    rows_of,
-)
-from relax_cli.plugin.kit.common import Check, Function, check_shapes, common_checks
+from relax_cli.plugin.kit import cases
+from relax_cli.plugin.kit.cases import TOLERANCE, Subject, at_ratio_one, denominator_of, evaluate, gap, loss_inputs
+from relax_cli.plugin.kit.common import Function, check_shapes, checks_of
 from relax_cli.plugin.kit.findings import Finding
 
 _ROWS = "compute every row from that row alone; the trainer divides by the size of the whole batch"
@@ -53,8 +45,8 @@ def micro_batch(subject: Subject) -> list[Finding]:
         whole = evaluate(subject, inputs, mode=mode)
         for size in (1, 3):
             parts = [
-                evaluate(subject, rows_of(inputs, rows), mode=mode, denominator=denominator)
-                for rows in chunks(inputs.mask.shape[0], size)
+                evaluate(subject, cases.rows_of(inputs, rows), mode=mode, denominator=denominator)
+                for rows in torch.split(torch.arange(inputs.mask.shape[0]), size)
             ]
             loss = torch.stack([part.loss for part in parts]).sum()
             grad_BT = torch.cat([part.grad_BT for part in parts])
@@ -86,17 +78,15 @@ def gradient(subject: Subject) -> list[Finding]:
     def moved(row: int, column: int, step: float) -> float:
         other = inputs.logp.clone()
         other[row, column] += step
-        held.rewind()
+        held.next = 0
         return float(loss_at(other).detach())
 
     for row, column in inputs.mask.nonzero().tolist():
         numeric = (moved(row, column, _STEP) - moved(row, column, -_STEP)) / (2 * _STEP)
         exact = float(grad_BT[row, column])
         if not abs(exact - numeric) <= TOLERANCE * max(1.0, abs(numeric)):
-            message = (
-                f"the gradient of token {column} of row {row} is {exact:.6g}, finite differences give {numeric:.6g}"
-            )
-            return [Finding(message, "look for .float(), .item(), .data or a custom backward in the formula")]
+            what = f"the gradient of token {column} of row {row} is {exact:.6g}, finite differences give {numeric:.6g}"
+            return [Finding(what, "look for .float(), .item(), .data or a custom backward in the formula")]
     return []
 
 
@@ -108,14 +98,10 @@ def ratio_one(subject: Subject) -> list[Finding]:
     if gap(got_BT, expected_BT) <= TOLERANCE:
         return []
     row, column = divmod(int((got_BT - expected_BT).abs().nan_to_num(torch.inf).argmax()), got_BT.shape[1])
-    return [
-        Finding(
-            f"at ratio 1 the gradient of token {column} of row {row} is {float(got_BT[row, column]):.4g}, "
-            f"the plain policy gradient {float(expected_BT[row, column]):.4g}",
-            "look for a missing detach or a wrong factor; where the paper means it so, set "
-            "ratio_one_is_policy_gradient=False on the Estimator",
-        )
-    ]
+    got, expected = (f"{float(x[row, column]):.4g}" for x in (got_BT, expected_BT))
+    what = f"at ratio 1 the gradient of token {column} of row {row} is {got}, the plain policy gradient {expected}"
+    fix = "look for a missing detach or a wrong factor; where the paper means it so, set "
+    return [Finding(what, f"{fix}ratio_one_is_policy_gradient=False on the Estimator")]
 
 
 def sign(subject: Subject) -> list[Finding]:
@@ -126,12 +112,8 @@ def sign(subject: Subject) -> list[Finding]:
     trained_B = (inputs.advantages != 0).any(dim=1)
     if bool((push_B[trained_B] > 0).all()):
         return []
-    return [
-        Finding(
-            "a step down the loss makes samples with a positive advantage less likely (or does not move them)",
-            "the loss is minimised: it starts with a minus",
-        )
-    ]
+    message = "a step down the loss makes samples with a positive advantage less likely (or does not move them)"
+    return [Finding(message, "the loss is minimised: it starts with a minus")]
 
 
 def detached(subject: Subject) -> list[Finding]:
@@ -147,19 +129,12 @@ def detached(subject: Subject) -> list[Finding]:
     return [
         Finding(f"a gradient reaches {name}", f"detach it: inputs.{name}.detach()")
         for name, grad in zip(names, grads, strict=True)
-        if grad is not None and not _is_zero(grad)
+        if grad is not None and bool(grad.any())
     ]
 
 
-CHECKS: dict[str, Check] = {
-    **common_checks(Function(lambda subject: [loss_inputs(subject)], _results, _ROWS)),
-    "shape": shape,
-    "micro-batch": micro_batch,
-    "gradient": gradient,
-    "ratio-one": ratio_one,
-    "sign": sign,
-    "detached": detached,
-}
+FUNCTION = Function(lambda subject: [loss_inputs(subject)], _results, _ROWS)
+CHECKS = checks_of(FUNCTION, shape, micro_batch, gradient, ratio_one, sign, detached)
 
 
 class HeldConstants(TorchFunctionMode):
@@ -172,11 +147,7 @@ class HeldConstants(TorchFunctionMode):
         super().__init__()
         self.kept: list[Tensor] = []
         self.next: int | None = None
-        """Position in `kept` of the next value to hand out; None while recording."""
-
-    def rewind(self) -> None:
-        """Hand out the same values again, from the first one on."""
-        self.next = 0
+        """Position in `kept` of the next value to hand out, 0 to hand out all again; None while recording."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every torch operation inside the `with` block."""
@@ -191,12 +162,3 @@ class HeldConstants(TorchFunctionMode):
         self.next += 1
         # A branch that only the varied input takes has nothing to hand out.
         return held.clone() if held.shape == result.shape and held.dtype == result.dtype else result
-
-
-def chunks(rows: int, size: int) -> list[Tensor]:
-    """Row numbers in groups of at most `size`."""
-    return [torch.arange(first, min(first + size, rows)) for first in range(0, rows, size)]
-
-
-def _is_zero(x: Tensor) -> bool:
-    return not bool(x.isnan().any()) and not bool(x.any())

@@ -34,12 +34,8 @@ def loads(plugin: Plugin) -> list[Finding]:
     """The plugin is imported and its hooks can be called."""
     if plugin.row.status == "ok" or plugin.misspelt:
         return []
-    return [
-        Finding(
-            f"the plugin is {plugin.row.status}: {plugin.row.reason}",
-            f"make `import {plugin.entry.module}` and its hooks work",
-        )
-    ]
+    fix = f"make `import {plugin.entry.module}` and its hooks work"
+    return [Finding(f"the plugin is {plugin.row.status}: {plugin.row.reason}", fix)]
 
 
 def hooks(plugin: Plugin) -> list[Finding]:
@@ -53,8 +49,6 @@ def hooks(plugin: Plugin) -> list[Finding]:
 
 def fresh_process(plugin: Plugin) -> list[Finding]:
     """A new process imports the plugin and lists its estimators without torch."""
-    if plugin.row.status != "ok":
-        return []
     asked = json.dumps([plugin.entry.value, sys.path, HEAVY])
     try:
         done = subprocess.run(
@@ -73,16 +67,15 @@ def fresh_process(plugin: Plugin) -> list[Finding]:
 
 def name_clash(plugin: Plugin) -> list[Finding]:
     """No other package provides an estimator, a reward, a tracker or an option of the same name."""
-    found = []
-    for other in plugin.others:
-        theirs = {(record.what, record.name) for record in other.records}
-        for record in plugin.records:
-            if (record.what, record.name) in theirs:
-                message = f"{other.row.distribution} also provides the {record.what} {record.name!r}"
-                found.append(Finding(message, "choose another name for yours"))
-    return found or [
-        Finding(message, "put the estimator's name in front of the option's") for message in _claimed_options(plugin)
+    taken = [
+        f"{other.row.distribution} also provides the {record.what} {record.name!r}"
+        for other in plugin.others
+        for record in plugin.records
+        if (record.what, record.name) in {(theirs.what, theirs.name) for theirs in other.records}
     ]
+    if taken:
+        return [Finding(message, "choose another name for yours") for message in taken]
+    return [Finding(message, "put the estimator's name in front of the option's") for message in _claimed(plugin)]
 
 
 def options(plugin: Plugin) -> list[Finding]:
@@ -95,7 +88,7 @@ def options(plugin: Plugin) -> list[Finding]:
     ]
 
 
-def _claimed_options(plugin: Plugin) -> Iterator[str]:
+def _claimed(plugin: Plugin) -> Iterator[str]:
     others = [estimator for other in plugin.others for estimator in other.estimators]
     for estimator in plugin.estimators:
         for together in ([estimator], *([other, estimator] for other in others)):
