@@ -30,7 +30,7 @@ SHOWN = 3
 CHUNK = 16 << 20
 ROTARY_TABLE = "rotary_emb.inv_freq"
 """Old exports carry them."""
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING, FINAL_NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 ROUTER = "mlp.gate.weight"
 """Of a layer with experts."""
 
@@ -103,7 +103,7 @@ def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Name and shape of every tensor of a model of our own families."""
     hidden, dim = spec.hidden_size, spec.head_dim
     rows = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim}
-    shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden), FINAL_NORM: (hidden,)}
     if not spec.tied:
         shapes[HEAD] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.linear import Linear, linear
 from relax_cli.errors import RunError, problem_kind
-from relax_cli.models.headers import ROUTER, mlps
+from relax_cli.models.headers import EMBEDDING, FINAL_NORM, HEAD, ROUTER, expected_shapes, mlps
 from relax_cli.models.spec import ModelSpec
 
 ROLLOUT_WEIGHTS = problem_kind(
@@ -73,119 +73,59 @@ class Weights:
 def load_weights(spec: ModelSpec, named: Iterable[tuple[str, Tensor]]) -> Weights:
     """Copy every weight of the model; `named` yields HF names and tensors of any floating dtype.
     Raises RunError: a name is unknown, missing or given twice, or a shape is wrong."""
-    model = _Buffers(spec)
-    missing = dict.fromkeys(model.slots)
+    shapes = expected_shapes(spec)
+    hf: dict[str, Tensor] = {}
     for name, weight in named:
-        if spec.tied and name == "lm_head.weight":
+        if spec.tied and name == HEAD:
             # As in HF: with tied embeddings this is a second name of the embedding.
             continue
-        if name not in missing:
-            trouble = "was given twice" if name in model.slots else "is not part of this model"
+        if name not in shapes or name in hf:
+            trouble = "was given twice" if name in hf else "is not part of this model"
             raise _bad_weights(f"weight {name} {trouble}")
-        slot = model.slots[name]
-        if tuple(weight.shape) != slot.shape:
-            raise _bad_weights(f"weight {name} has the wrong shape", str(tuple(weight.shape)), str(slot.shape))
-        slot.target.copy_(weight.reshape(slot.arranged))
-        del missing[name]
-    if missing:
-        raise _bad_weights(f"{len(missing)} weights are missing, the first is {next(iter(missing))}")
-    return model.finish()
+        if tuple(weight.shape) != shapes[name]:
+            raise _bad_weights(f"weight {name} has the wrong shape", str(tuple(weight.shape)), str(shapes[name]))
+        hf[name] = torch.empty(shapes[name]).copy_(weight)
+    if missing := [name for name in shapes if name not in hf]:
+        raise _bad_weights(f"{len(missing)} weights are missing, the first is {missing[0]}")
+    layers = [_layer(spec, index, hf) for index in range(spec.num_layers)]
+    embedding = hf[EMBEDDING]
+    return Weights(embedding, layers, hf[FINAL_NORM], linear(hf.get(HEAD, embedding)))
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where the weight of one HF name goes."""
+def _layer(spec: ModelSpec, index: int, hf: dict[str, Tensor]) -> Layer:
+    """Takes the tensors of the layer out of `hf`: they are freed as soon as they are packed."""
 
-    shape: tuple[int, ...]
-    """The shape it must have."""
-    arranged: tuple[int, ...]
-    """The shape to view it in, so that it can be copied into `target`."""
-    target: Tensor
+    def take(name: str) -> Tensor:
+        return hf.pop(f"model.layers.{index}.{name}")
 
+    def qkv(kind: str) -> Tensor:
+        q, k, v = (
+            x.view(spec.num_kv_heads, -1, spec.head_dim, *x.shape[1:])
+            for x in (take(f"self_attn.{part}_proj.{kind}") for part in "qkv")
+        )
+        return torch.cat((_interleaved(q, 2), _interleaved(k, 2), v), 1).flatten(0, 2)
 
-class _Buffers:
-    """Empty float32 tensors of the fused shapes, and for every HF name the view that takes it."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
-        self.slots: dict[str, _Slot] = {}
-        self._embedding = self._plain("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self._head = self._embedding
-        if not spec.tied:
-            self._head = self._plain("lm_head.weight", spec.vocab_size, spec.hidden_size)
-        self._norm = self._plain("model.norm.weight", spec.hidden_size)
-        self._layers = [self._layer(f"model.layers.{index}.", index) for index in range(spec.num_layers)]
-
-    def finish(self) -> Weights:
-        """Pack everything; each plain layer is freed as soon as it is packed."""
-        self.slots.clear()
-        self._layers.reverse()
-        layers = [_pack(self._layers.pop()) for _ in range(self.spec.num_layers)]
-        return Weights(self._embedding, layers, self._norm, linear(self._head))
-
-    def _layer(self, prefix: str, index: int) -> dict[str, Tensor]:
-        c = self.spec
-        tensors = {
-            "input_norm": self._plain(prefix + "input_layernorm.weight", c.hidden_size),
-            "post_norm": self._plain(prefix + "post_attention_layernorm.weight", c.hidden_size),
-        }
-        attention = prefix + "self_attn."
-        tensors["qkv.weight"] = self._qkv(attention, "weight", c.hidden_size)
-        if c.qkv_bias:
-            tensors["qkv.bias"] = self._qkv(attention, "bias")
-        tensors["output.weight"] = self._plain(attention + "o_proj.weight", c.hidden_size, c.num_heads * c.head_dim)
-        experts, width = c.experts_in(index), c.ffn_size_in(index)
-        if experts:
-            tensors["router"] = self._plain(prefix + ROUTER, experts, c.hidden_size)
-        for number, mlp in enumerate(mlps(experts)):
-            shapes = {"gate": (width, c.hidden_size), "up": (width, c.hidden_size), "down": (c.hidden_size, width)}
-            for name, shape in shapes.items():
-                tensors[f"{number}.{name}.weight"] = self._plain(f"{prefix}{mlp}{name}_proj.weight", *shape)
-        if c.qk_norm:
-            tensors["qk_norm"] = self._qk_norm(attention)
-        return tensors
-
-    def _plain(self, name: str, *shape: int) -> Tensor:
-        target = torch.empty(shape)
-        self.slots[name] = _Slot(shape, shape, target)
-        return target
-
-    def _qkv(self, prefix: str, kind: str, *inputs: int) -> Tensor:
-        c = self.spec
-        heads = (c.num_heads // c.num_kv_heads, 1, 1)
-        fused = torch.empty(c.num_kv_heads, sum(heads), c.head_dim, *inputs)
-        for name, target in zip("qkv", fused.split_with_sizes(heads, dim=1), strict=True):
-            shape = (target.shape[0] * target.shape[1] * c.head_dim, *inputs)
-            if name != "v":
-                target = torch.unflatten(target, 2, (-1, 2)).transpose(2, 3)
-            self.slots[f"{prefix}{name}_proj.{kind}"] = _Slot(shape, tuple(target.shape), target)
-        return fused.flatten(0, 2)
-
-    def _qk_norm(self, prefix: str) -> Tensor:
-        c = self.spec
-        heads = (c.num_heads // c.num_kv_heads, 1)
-        fused = torch.empty(sum(heads), c.head_dim)
-        for name, target in zip("qk", fused.split_with_sizes(heads), strict=True):
-            # One weight of [D] is copied to every head.
-            target = torch.unflatten(target, 1, (-1, 2)).transpose(1, 2)
-            self.slots[f"{prefix}{name}_norm.weight"] = _Slot((c.head_dim,), (2, c.head_dim // 2), target)
-        return fused
-
-
-def _pack(tensors: dict[str, Tensor]) -> Layer:
-    def packed(name: str) -> Linear:
-        return linear(tensors[name + ".weight"], tensors.get(name + ".bias"))
-
-    count = sum(name.endswith("gate.weight") for name in tensors)
+    qk_norm = None
+    if spec.qk_norm:
+        q, k = (_interleaved(take(f"self_attn.{part}_norm.weight"), 0) for part in "qk")
+        qk_norm = torch.stack((*[q] * (spec.num_heads // spec.num_kv_heads), k))
+    experts = spec.experts_in(index)
     return Layer(
-        input_norm=tensors["input_norm"],
-        qkv=packed("qkv"),
-        qk_norm=tensors.get("qk_norm"),
-        output=packed("output"),
-        post_norm=tensors["post_norm"],
-        router=linear(tensors["router"]) if "router" in tensors else None,
-        mlps=[Mlp(*(packed(f"{number}.{name}") for name in ("gate", "up", "down"))) for number in range(count)],
+        input_norm=take("input_layernorm.weight"),
+        qkv=linear(qkv("weight"), qkv("bias") if spec.qkv_bias else None),
+        qk_norm=qk_norm,
+        output=linear(take("self_attn.o_proj.weight")),
+        post_norm=take("post_attention_layernorm.weight"),
+        router=linear(take(ROUTER)) if experts else None,
+        mlps=[
+            Mlp(*(linear(take(f"{mlp}{part}_proj.weight")) for part in ("gate", "up", "down"))) for mlp in mlps(experts)
+        ],
     )
+
+
+def _interleaved(weight: Tensor, dim: int) -> Tensor:
+    """The two halves of a dimension, element by element."""
+    return weight.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def _bad_weights(message: str, got: str = "", expected: str = "") -> RunError:
