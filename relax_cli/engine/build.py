@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_cli.backends.rollout.targets import this_node
+from relax_cli.backends.rollout.targets import own_address, this_node
 from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.placement import processes_of, rollout_engine, threads_of
 from relax_cli.config.schema import Config, RolloutSection
@@ -253,7 +253,6 @@ class RoleBuilder:
             return EmbeddedEngine(spec.model_folder, decode=tokenizer.decode)
         from relax_cli.backends.rollout.protocol import Request
         from relax_cli.backends.rollout.sglang.connect import open_engine
-        from relax_cli.backends.rollout.sglang.update_group import own_address
 
         engine = open_engine(
             config.sglang,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -50,3 +51,16 @@ def is_this_machine(host: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def own_address(servers: Sequence[str]) -> str:
+    """The address of this machine at which the servers (`HOST:PORT`) reach it."""
+    hosts = [server.rpartition(":")[0].strip("[]") for server in servers]
+    away = [host for host in hosts if not is_this_machine(host)]
+    if not away:
+        return "127.0.0.1"
+    family, kind, protocol, _, place = socket.getaddrinfo(away[0], 9, type=socket.SOCK_DGRAM)[0]
+    # Connecting a datagram socket sends nothing; it only chooses the way.
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])

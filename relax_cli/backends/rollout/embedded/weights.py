@@ -125,7 +125,7 @@ def _layer(spec: ModelSpec, index: int, hf: dict[str, Tensor]) -> Layer:
 
 def _interleaved(weight: Tensor, dim: int) -> Tensor:
     """The two halves of a dimension, element by element."""
-    return weight.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    return torch.unflatten(weight, dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def _bad_weights(message: str, got: str = "", expected: str = "") -> RunError:

@@ -25,6 +25,8 @@ SGLANG_REQUEST = problem_kind(
 
 API_KEY = "SGLANG_API_KEY"
 """Environment variable with the key of external servers; a command line would show it to everybody."""
+CONTROL_SECONDS = 60.0
+"""Deadline of requests that only ask or tell something."""
 CHUNK_BYTES = 1 << 20
 CANCEL_INTERVAL = 0.2
 """Seconds until a request notices that it is not wanted any more."""

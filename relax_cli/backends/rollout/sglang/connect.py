@@ -10,12 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from relax_cli.backends.rollout.sglang.client import API_KEY, SglangClient, SglangError, StatusFault
+from relax_cli.backends.rollout.sglang.client import API_KEY, CONTROL_SECONDS, SglangClient, SglangError, StatusFault
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
-from relax_cli.backends.rollout.sglang.memory import CONTROL_SECONDS
-from relax_cli.backends.rollout.sglang.replies import no_routes
+from relax_cli.backends.rollout.sglang.replies import folder_of, no_routes
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
-from relax_cli.backends.rollout.sglang.weight_version import folder_of
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
 from relax_cli.errors import EnvironmentFault, RelaxError, problem_kind

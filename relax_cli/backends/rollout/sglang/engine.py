@@ -11,8 +11,8 @@ import itertools
 import logging
 import os
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +28,8 @@ from relax_cli.backends.rollout.sglang.client import (
     SglangError,
 )
 from relax_cli.backends.rollout.sglang.memory import MEMORY_SECONDS, ServerMemory
-from relax_cli.backends.rollout.sglang.replies import Part, generate_payload, read_part
+from relax_cli.backends.rollout.sglang.replies import Part, check_served, generate_payload, read_part
 from relax_cli.backends.rollout.sglang.server import LocalServer
-from relax_cli.backends.rollout.sglang.weight_version import check_served
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.models.spec import MoeSpec
@@ -78,11 +77,8 @@ class _Batch:
 
     sampling: SamplingParams
     size: int
-    call: str
-    cancelled: threading.Event
     then: Then
-    attempts: defaultdict[int, Iterator[int]] = field(default_factory=lambda: defaultdict(itertools.count))
-    """Numbers of the requests of each conversation."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
     aborts: Counter[str] = field(default_factory=Counter)
     """Aborted requests by server."""
 
@@ -123,18 +119,14 @@ class SglangEngine:
         self._max_positions = max_positions
         self._max_prompt = max_positions if max_prompt is None else max_prompt
         self._experts = experts
-        self._calls = itertools.count()
+        self._request_numbers = itertools.count()
         self._memory = ServerMemory(self.clients, self._tell)
         self._failed = False
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, ended: Ended | None = None
     ) -> list[Generation]:
-        """See `RolloutEngine.generate`.
-
-        Raises:
-            RunError: a prompt that cannot be taken, a reply that cannot be trained on, or servers that gave up.
-        """
+        """See `RolloutEngine.generate`."""
         self._check(requests, sampling)
         done: dict[int, Generation] = {}
 
@@ -148,16 +140,11 @@ class SglangEngine:
         return [done[i] for i in range(len(requests))]
 
     def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
-        """See `RolloutEngine.converse`. A conversation stays on its server, which has the cache of its prompt.
-
-        Raises:
-            RunError: see `generate`; also what an opening or an answer raised.
-        """
+        """See `RolloutEngine.converse`. A conversation stays on its server, which has the cache of its prompt."""
         assert self._experts is not None or not sampling.routes, "a dense model has no routes"
         assert not self._memory.away, "the rollout engine sleeps; wake it before generating"
         assert not self.needs_weights, "the servers have given up their weights; publish them before generating"
-        call = f"relax-{os.getpid()}-{next(self._calls)}"
-        batch = _Batch(sampling, len(openings), call, threading.Event(), then)
+        batch = _Batch(sampling, len(openings), then)
         self._failed = True
         try:
             self._converse(openings, batch)
@@ -172,11 +159,7 @@ class SglangEngine:
         return self._memory.lacks_weights
 
     def weights_updated(self, version: int) -> None:
-        """See `ServerEngine.weights_updated`.
-
-        Raises:
-            RunError: a server does not serve them.
-        """
+        """See `ServerEngine.weights_updated`."""
         for client in self.clients:
             check_served(client, version)
         self.weight_version = str(version)
@@ -206,19 +189,11 @@ class SglangEngine:
         self._memory.resume("weights")
 
     def wake(self) -> None:
-        """Take back everything that is away.
-
-        Raises:
-            RunError: a server's weights are not those that it was sent.
-        """
+        """Take back everything that is away. Raises RunError: a server's weights are not those that it was sent."""
         self._memory.resume("weights", "kv_cache")
 
     def revive(self) -> int:
-        """See `ServerEngine.revive`.
-
-        Raises:
-            RunError: a server does not come up again.
-        """
+        """See `ServerEngine.revive`. Raises RunError: a server does not come up again."""
         dead = [server for server in self.servers if server.ends_within(REVIVE_SECONDS)]
         for server in dead:
             log.warning("starting SGLang server %s again; its last lines were:\n%s", server.address, server.tail())
@@ -238,25 +213,22 @@ class SglangEngine:
 
     def _tell(self, client: SglangClient, path: str, payload: dict[str, Any] | None, timeout: float) -> Any:
         """Have a server do something; its reply.
-
-        Raises:
-            ServerDied: it has ended.
-            SglangError: it did not do it.
-        """
+        Raises SglangError or ServerDied: it did not do it."""
         try:
             return client.request("POST", path, payload, timeout=timeout)
         except ConnectionFault as fault:
-            server = self._server_of(client)
-            if server is not None and server.ends_within(ENDING_SECONDS):
-                raise server.died(f"before {path}") from fault
+            self._raise_if_ended(client, ENDING_SECONDS, f"before {path}", fault)
             raise
+
+    def _raise_if_ended(self, client: SglangClient, seconds: float, doing: str, fault: ConnectionFault) -> None:
+        """Raises ServerDied: the fault is that of a server of this engine that has ended, or does so in this time."""
+        server = self.servers[self.clients.index(client)] if self.servers else None
+        if server is not None and server.ends_within(seconds):
+            raise server.died(doing) from fault
 
     def check_longest(self, request: Request, sampling: SamplingParams) -> None:
         """Refuse the longest prompt before anything is generated, where the servers have no room for it.
-
-        Raises:
-            RunError: it names the limit; the engine's own servers are ended.
-        """
+        Raises RunError: it names the limit; the engine's own servers are ended."""
         try:
             self._check([request], sampling)
         except RunError:
@@ -304,39 +276,28 @@ class SglangEngine:
 
     def _complete(self, client: SglangClient, batch: _Batch, index: int, request: Request) -> Generation:
         """Ask until the response of one sample is complete."""
-        sample, limit = f"sample {index} of {batch.size}", request.limit(batch.sampling)
+        # A stop string may lie across a seam, where the server would not see it.
+        seamless = self.options.partial and not batch.sampling.stop
+        most_begun = min(request.limit(batch.sampling) - 1, self._max_prompt - len(request.prompt_tokens))
         tokens: list[int] = []
         log_probs: list[float] = []
         fruitless = 0
-        for attempt in batch.attempts[index]:
+        while fruitless < ABORT_TRIES:
             if fruitless:
                 self._pause(batch, fruitless, most=ABORT_SECONDS)
-            payload = generate_payload(
-                f"{batch.call}-{index}-{attempt}",
-                [*request.prompt_tokens, *tokens],
-                request.seed,
-                limit - len(tokens),
-                batch.sampling,
-            )
-            part = self._ask(client, batch, payload, sample, limit - len(tokens))
+            part = self._ask(client, batch, index, request, tokens)
             if part.finish_reason != "abort":
                 return Generation(
                     tokens + part.tokens, log_probs + part.log_probs, part.finish_reason, routes=part.routes
                 )
             batch.aborts[client.address] += 1
-            # A stop string may lie across the seam, where the server would not see it.
-            seamless = self.options.partial and not batch.sampling.stop
-            grown = len(tokens) + len(part.tokens)
-            if seamless and grown < limit and len(request.prompt_tokens) + grown <= self._max_prompt:
+            fruitless += 1
+            if seamless and len(tokens) + len(part.tokens) <= most_begun:
                 tokens, log_probs = tokens + part.tokens, log_probs + part.log_probs
-                fruitless = 0 if part.tokens else fruitless + 1
-            else:
-                fruitless += 1
-            if fruitless == ABORT_TRIES:
-                break
+                fruitless = 0 if part.tokens else fruitless
         raise RunError(
             ABORTED(
-                f"SGLang server {client.address} aborted {sample} {ABORT_TRIES} times",
+                f"SGLang server {client.address} aborted sample {index} of {batch.size} {ABORT_TRIES} times",
                 where=f"http://{client.address}/generate",
                 got=f"{ABORT_TRIES} aborts",
                 expected="a complete response",
@@ -344,16 +305,19 @@ class SglangEngine:
             )
         )
 
-    def _ask(self, client: SglangClient, batch: _Batch, payload: dict[str, Any], sample: str, limit: int) -> Part:
-        """One request, repeated under a new id where the connection broke."""
-        rid = payload["rid"]
-        for attempt in range(CONNECTION_TRIES):
-            payload["rid"] = f"{rid}-{attempt}"
+    def _ask(self, client: SglangClient, batch: _Batch, index: int, request: Request, begun: list[int]) -> Part:
+        """Request what follows the tokens that have `begun` a response; again where the connection broke."""
+        sample, sampling = f"sample {index} of {batch.size}", batch.sampling
+        tokens, limit = [*request.prompt_tokens, *begun], request.limit(sampling) - len(begun)
+        attempt = 0
+        while True:
+            # No id may be the beginning of another one: a server aborts all that begin with it.
+            rid = f"relax-{os.getpid()}-{next(self._request_numbers)}-{index}"
             try:
                 reply = client.request(
                     "POST",
                     "/generate",
-                    payload,
+                    generate_payload(rid, tokens, request.seed, limit, sampling),
                     timeout=self.options.request_timeout,
                     cancelled=batch.cancelled.is_set,
                 )
@@ -363,32 +327,25 @@ class SglangEngine:
                     max_new_tokens=limit,
                     vocab_size=self._vocab_size,
                     version=self.weight_version,
-                    stop_token_ids=batch.sampling.stop_token_ids,
-                    routes=(self._experts, len(payload["input_ids"]))
-                    if self._experts and batch.sampling.routes
-                    else None,
+                    stop_token_ids=sampling.stop_token_ids,
+                    routes=(self._experts, len(tokens)) if self._experts and sampling.routes else None,
                 )
             except (CancelledFault, DeadlineFault):
-                client.abort(payload["rid"], ENDING_SECONDS)
+                client.abort(rid, ENDING_SECONDS)
                 raise
             except ConnectionFault as fault:
-                is_last = attempt == CONNECTION_TRIES - 1
-                server = self._server_of(client)
-                if server is not None and server.ends_within(ENDING_SECONDS if is_last else 0):
-                    raise server.died("while it generated") from fault
+                attempt += 1
+                is_last = attempt == CONNECTION_TRIES
+                self._raise_if_ended(client, ENDING_SECONDS if is_last else 0, "while it generated", fault)
                 if is_last:
                     raise
                 log.warning("%s: %s (%s), asking again", sample, fault, fault.got)
                 # It may still be running there: its answer is not wanted any more.
-                client.abort(payload["rid"], ENDING_SECONDS)
-            self._pause(batch, attempt + 1)
-        raise AssertionError("the last attempt returns or raises")
+                client.abort(rid, ENDING_SECONDS)
+            self._pause(batch, attempt)
 
     def _pause(self, batch: _Batch, attempt: int, most: float = 30.0) -> None:
         batch.cancelled.wait(min(most, self.options.backoff * 2 ** (attempt - 1)))
-
-    def _server_of(self, client: SglangClient) -> LocalServer | None:
-        return self.servers[self.clients.index(client)] if self.servers else None
 
 
 def _known(request: Request | None) -> Opening:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from relax_cli.backends.rollout.sglang.client import SglangClient, StatusFault
+from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient, StatusFault
 from relax_cli.errors import RunError, problem_kind
 
 CHANGED_WEIGHTS = problem_kind(
@@ -19,8 +19,6 @@ CHANGED_WEIGHTS = problem_kind(
     "written to its GPU memory, or it reads weights from memory that the actor has given back.",
 )
 
-CONTROL_SECONDS = 60.0
-"""Deadline of requests that only ask or tell something."""
 MEMORY_SECONDS = 600.0
 """Deadline of a server to become idle, and of giving memory up or taking it back."""
 

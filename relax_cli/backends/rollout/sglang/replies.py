@@ -1,4 +1,4 @@
-"""What is sent to `/generate` for one sample, and what is believed of the reply."""
+"""What is sent to `/generate` for one sample, and what is believed of the replies of a server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relax_cli.backends.rollout.protocol import SamplingParams
-from relax_cli.backends.rollout.sglang.weight_version import STALE_WEIGHTS
+from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient
 from relax_cli.errors import Problem, RunError, problem_kind
+from relax_cli.models.files import CONFIG_FILE
 from relax_cli.models.spec import MoeSpec
 
 CUT_SHORT = problem_kind(
@@ -28,7 +30,12 @@ BAD_REPLY = problem_kind(
     "SGLang servers",
     "A reply of a server contradicts itself or the request, so it is not trained on.",
 )
-
+STALE_WEIGHTS = problem_kind(
+    "sglang-stale-weights",
+    "SGLang servers",
+    "A sample was generated with other weights than the last published ones, or a server does not have the weights "
+    "that it was sent. Something else updated or restarted the server.",
+)
 NO_ROUTES = problem_kind(
     "sglang-no-routes",
     "SGLang servers",
@@ -191,6 +198,32 @@ def _check_version(meta: dict[str, Any], sample: str, version: str) -> None:
                 got=", ".join(sorted(seen)),
                 expected=version,
                 fix="let nothing else update or restart this server; resume the run with the command it printed",
+            )
+        )
+
+
+def folder_of(model_info: Any) -> Path | None:
+    """The folder of a server's model, from its answer to `/model_info`; None where this machine cannot read it.
+
+    After an update by disk its `model_path` is the folder of that update, which was removed. Its tokenizer stays.
+    """
+    told = [model_info.get(key) for key in ("model_path", "tokenizer_path")] if isinstance(model_info, dict) else []
+    folders = [Path(path) for path in told if isinstance(path, str)]
+    return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
+
+
+def check_served(client: SglangClient, version: int) -> None:
+    """Read back the version of a server's weights. Raises RunError: it does not serve `version`, or does not answer."""
+    reply = client.request("GET", "/model_info", timeout=CONTROL_SECONDS)
+    served = reply.get("weight_version") if isinstance(reply, dict) else None
+    if served != str(version):
+        raise RunError(
+            STALE_WEIGHTS(
+                f"SGLang server {client.address} does not serve the weights it was sent",
+                where=f"http://{client.address}/model_info",
+                got=f"weight_version {served}",
+                expected=str(version),
+                fix="let nothing else update this server, and look into its log",
             )
         )
 

@@ -6,22 +6,26 @@ Every rank of the actor has a transport of each kind that is used, and makes the
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
-from relax_cli.backends.device import Device
+from relax_cli.backends.meeting import choose_interface, open_store
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.backends.ports import free_port
-from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
-from relax_cli.backends.rollout.sglang.fail_fast import fail_fast
+from relax_cli.backends.rollout.sglang.client import SglangError
 from relax_cli.backends.rollout.sglang.flattened_bucket import flatten, serialise
-from relax_cli.backends.rollout.sglang.update_group import UpdateGroup, own_address
-from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.backends.rollout.targets import WeightTarget, own_address
 from relax_cli.errors import RunError, problem_kind
 
 GROUP_BROKE = problem_kind(
@@ -30,8 +34,14 @@ GROUP_BROKE = problem_kind(
 
 TransportName = Literal["tensor", "distributed", "disk"]
 
+Ask = Callable[[WeightTarget, str, Mapping[str, Any]], Callable[..., Any]]
+"""A request to a path of a server, which is made when the result is called; `timeout=` replaces its deadline."""
+
 LEAVING_SECONDS = 30.0
 """Deadline of what is said to servers after a failure."""
+GRACE = 2.0
+"""Seconds in which a failure that names a server may follow one that does not: a server that ends breaks both the
+connection to it and the group that it was in."""
 
 
 class Transport:
@@ -68,23 +78,15 @@ class Transport:
 class TensorTransport(Transport):
     """Handles of memory that servers on this node map: of the GPU they share with a rank, or of /dev/shm."""
 
-    def __init__(
-        self,
-        sharing: Mapping[WeightTarget, Sequence[int]],
-        rank: int,
-        device: Device,
-        clients: ClientOf,
-        timeout: float,
-    ) -> None:
+    def __init__(self, sharing: Mapping[WeightTarget, Sequence[int]], rank: int, is_cuda: bool, ask: Ask) -> None:
         """
         Args:
             sharing: the actor rank that shares memory with each rank of each server; the first also asks the server.
         """
         self.sharing = sharing
         self.rank = rank
-        self.device = device
-        self.clients = clients
-        self.timeout = timeout
+        self.is_cuda = is_cuda
+        self.ask = ask
         self._held: Tensor | None = None
 
     def pack(self, bucket: Bucket) -> dict[tuple[str, int], str]:
@@ -98,30 +100,18 @@ class TensorTransport(Transport):
         return {receiver: serialise(self._held, places) for receiver in mine}
 
     def deliver(self, bucket: Bucket, packs: Sequence[Any], marks: Mapping[str, Any]) -> None:
-        """See `Transport`."""
         payloads = {receiver: payload for pack in packs for receiver, payload in pack.items()}
-        fail_fast(
-            [
-                partial(
-                    self.clients(target).request,
-                    "POST",
-                    "/update_weights_from_tensor",
-                    {
-                        "serialized_named_tensors": [payloads[target.address, i] for i in range(target.ranks)],
-                        "load_format": "flattened_bucket",
-                        **marks,
-                    },
-                    timeout=self.timeout,
-                )
-                for target, ranks in self.sharing.items()
-                if ranks[0] == self.rank
-            ]
-        )
+        asked = []
+        for target, ranks in self.sharing.items():
+            if ranks[0] == self.rank:
+                named = [payloads[target.address, i] for i in range(target.ranks)]
+                body = {"serialized_named_tensors": named, "load_format": "flattened_bucket", **marks}
+                asked.append(self.ask(target, "/update_weights_from_tensor", body))
+        fail_fast(asked)
 
     def release(self) -> None:
-        """See `Transport`."""
         self._held = None
-        if self.device.kind == "cuda":
+        if self.is_cuda:
             # Memory that other processes mapped comes back only on request.
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
@@ -130,17 +120,21 @@ class DistributedTransport(Transport):
     """Broadcasts from rank 0 to all ranks of all servers, in a group that lives as long as one update."""
 
     def __init__(
-        self, targets: Sequence[WeightTarget], rank: int, device: Device, clients: ClientOf, timeout: float
+        self, targets: Sequence[WeightTarget], backend: Literal["gloo", "nccl", "fake"], ask: Ask, timeout: float
     ) -> None:
-        self.targets = targets if rank == 0 else ()
-        self.device = device
-        self.clients = clients
+        """
+        Args:
+            targets: the servers; none on other ranks than 0.
+            timeout: seconds in which the group has to form, and a broadcast to end.
+        """
+        self.targets = targets
+        self.backend = backend
+        self.ask = ask
         self.timeout = timeout
         self._name = ""
-        self._group: UpdateGroup | None = None
+        self._group: dist.ProcessGroup | None = None
 
     def open(self, version: int) -> None:
-        """See `Transport`: rank 0 and the servers meet. Raises RunError: a server did not join."""
         if not self.targets:
             return
         self._name = f"relax-{version}-{uuid.uuid4().hex[:8]}"
@@ -154,16 +148,15 @@ class DistributedTransport(Transport):
                 "rank_offset": offset,
                 "world_size": ranks,
                 "group_name": self._name,
-                "backend": self.device.backend,
+                "backend": self.backend,
             }
-            joins.append(self._request(target, "/init_weights_update_group", meeting))
+            joins.append(self.ask(target, "/init_weights_update_group", meeting))
             offset += target.ranks
-        meet = partial(UpdateGroup, self._name, address, port, ranks, self.device.backend, self.timeout)
-        self._group = self._together(meet, joins)
+        self._group = self._together(partial(self._join, address, port, ranks), joins)
 
     def deliver(self, bucket: Bucket, packs: Sequence[Any], marks: Mapping[str, Any]) -> None:
-        """See `Transport`: servers answer when they have received, so requests and broadcasts run at the same time."""
-        if self._group is None:
+        group = self._group
+        if group is None:
             return
         names, tensors = zip(*bucket.tensors, strict=True)
         expected = {
@@ -173,58 +166,100 @@ class DistributedTransport(Transport):
             "group_name": self._name,
             **marks,
         }
-        asked = [self._request(target, "/update_weights_from_distributed", expected) for target in self.targets]
-        self._together(partial(self._group.broadcast, tensors), asked)
+        asked = [self.ask(target, "/update_weights_from_distributed", expected) for target in self.targets]
+
+        def broadcast() -> None:
+            works = [dist.broadcast(t.contiguous(), 0, group=group, async_op=True) for t in tensors]
+            for work in works:
+                work.wait()
+
+        # Servers answer when they have received.
+        self._together(broadcast, asked)
 
     def close(self) -> None:
-        """See `Transport`: both sides leave the group."""
+        """Both sides leave the group."""
         group, self._group = self._group, None
         if group is not None:
-            self._together(group.leave, self._farewells(self.timeout))
+            self._together(partial(dist.destroy_process_group, group), self._farewells())
 
     def abandon(self) -> None:
         """See `Transport`. A server that leaves the group breaks the broadcast that waits for it."""
         group, self._group = self._group, None
         if self._name:
-            for farewell in self._farewells(LEAVING_SECONDS):
+            for farewell in self._farewells():
                 # It may be what failed, or may never have joined; the failure itself is raised elsewhere.
                 with contextlib.suppress(SglangError):
-                    farewell()
+                    farewell(timeout=LEAVING_SECONDS)
         if group is not None:
-            group.leave_behind()
+            # Not waited for: an unfinished broadcast blocks until its time is over.
+            _started(partial(dist.destroy_process_group, group))
 
-    def _farewells(self, timeout: float) -> list[Callable[[], Any]]:
-        name = {"group_name": self._name}
-        return [self._request(t, "/destroy_weights_update_group", name, timeout) for t in self.targets]
+    def _farewells(self) -> list[Callable[..., Any]]:
+        return [self.ask(t, "/destroy_weights_update_group", {"group_name": self._name}) for t in self.targets]
 
-    def _request(
-        self, target: WeightTarget, path: str, payload: dict[str, Any], timeout: float | None = None
-    ) -> Callable[[], Any]:
-        return partial(self.clients(target).request, "POST", path, payload, timeout=timeout or self.timeout)
+    def _join(self, address: str, port: int, ranks: int) -> dist.ProcessGroup:
+        """Rank 0 of a group besides the role's own, once all ranks have joined.
 
-    def _together(self, own: Callable[[], Any], asked: Sequence[Callable[[], Any]]) -> Any:
+        torch makes one default group per process, which is the role's. Servers build theirs with the function that is
+        used here, and both sides have to agree on the keys of the store.
+        """
+        limit = timedelta(seconds=self.timeout)
+        choose_interface(address)
+        store = c10d.PrefixStore(self._name, open_store(address, port, ranks, host=True, timeout=limit))
+        make: Any = c10d._new_process_group_helper
+        group, _ = make(ranks, 0, [], dist.Backend(self.backend), store, group_name=self._name, timeout=limit)
+        c10d._world.pg_group_ranks[group] = {i: i for i in range(ranks)}
+        joined: dist.ProcessGroup = group
+        return joined
+
+    def _together(self, own: Callable[[], Any], asked: Sequence[Callable[..., Any]]) -> Any:
         """`own` and what servers are asked to do meanwhile.
         Raises RunError: a server refused or ended, or the group broke."""
         try:
             return fail_fast([own, *asked])[0]
+        except RunError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, RunError):
-                raise
-            raise group_broke([target.address for target in self.targets], error) from error
+            raise RunError(
+                GROUP_BROKE(
+                    "the process group with the SGLang servers did not form, or broke",
+                    where=", ".join(target.address for target in self.targets),
+                    got=str(error).splitlines()[0][:300],
+                    expected="every server joins and receives",
+                    fix="look into the servers' logs; servers on other machines must reach this one: "
+                    "see NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, or use --update-weight-transport disk",
+                )
+            ) from error
 
 
-ClientOf = Callable[[WeightTarget], SglangClient]
+def fail_fast(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of blocking calls made at the same time, in order.
+
+    Raises:
+        Exception: of a call, as soon as one raised it; a `RunError` where one follows shortly. Calls that still run are
+            left behind: a broadcast without a receiver cannot be ended from here.
+    """
+    started = [_started(call) for call in calls]
+    _, running = wait(started, return_when=FIRST_EXCEPTION)
+    deadline = time.monotonic() + GRACE
+    while errors := [error for future in started if future.done() and (error := future.exception())]:
+        named = [error for error in errors if isinstance(error, RunError)]
+        left = deadline - time.monotonic()
+        if named or not running or left <= 0:
+            raise (named or errors)[0]
+        _, running = wait(running, left, return_when=FIRST_COMPLETED)
+    return [future.result() for future in started]
 
 
-def group_broke(addresses: Sequence[str], error: RuntimeError) -> RunError:
-    """The error of a process group that did not form, or ended."""
-    return RunError(
-        GROUP_BROKE(
-            "the process group with the SGLang servers did not form, or broke",
-            where=", ".join(addresses),
-            got=str(error).splitlines()[0][:300],
-            expected="every server joins and receives",
-            fix="look into the servers' logs; servers on other machines must reach this one: "
-            "see NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, or use --update-weight-transport disk",
-        )
-    )
+def _started(call: Callable[[], Any]) -> Future[Any]:
+    """The result of a call in a thread that does not keep the process alive."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="sglang-weights").start()
+    return future

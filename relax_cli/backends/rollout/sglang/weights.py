@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
 from relax_cli.backends.device import Device
-from relax_cli.backends.megatron.weight_buckets import Bucket
+from relax_cli.backends.megatron.weight_buckets import Bucket, RoleRanks
 from relax_cli.backends.rollout.protocol import WeightsNotSent
-from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError, StatusFault
-from relax_cli.backends.rollout.sglang.fail_fast import fail_fast
+from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient, SglangError, StatusFault
+from relax_cli.backends.rollout.sglang.replies import check_served, folder_of
 from relax_cli.backends.rollout.sglang.transports import (
     GROUP_BROKE,
     LEAVING_SECONDS,
@@ -29,8 +29,8 @@ from relax_cli.backends.rollout.sglang.transports import (
     TensorTransport,
     Transport,
     TransportName,
+    fail_fast,
 )
-from relax_cli.backends.rollout.sglang.weight_version import ASKING_SECONDS, check_served, folder_of
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
 from relax_cli.errors import RelaxError, RunError, problem_kind
 from relax_cli.models.headers import HEAD, ROTARY_TABLE, stored_tensors
@@ -65,18 +65,6 @@ DISK_FAILED = problem_kind(
 )
 
 
-class Ranks(Protocol):
-    """The ranks that send together."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on each of them; all call it."""
-
-
 @dataclass(frozen=True)
 class SendOptions:
     """How weights are sent."""
@@ -95,7 +83,7 @@ class SendOptions:
 class WeightSender:
     """Sends to the same servers again and again. One instance per rank; all ranks make the same calls."""
 
-    def __init__(self, targets: Sequence[WeightTarget], ranks: Ranks, device: Device, options: SendOptions) -> None:
+    def __init__(self, targets: Sequence[WeightTarget], ranks: RoleRanks, device: Device, options: SendOptions) -> None:
         """
         Raises:
             RunError: a server cannot be reached by the requested transport.
@@ -105,16 +93,16 @@ class WeightSender:
         """Those that this rank speaks to."""
         self.ranks = ranks
         self.options = options
-        self._clients = {target.address: SglangClient(target.address) for target in targets}
+        self._clients = {target: SglangClient(target.address) for target in targets}
         nodes = ranks.gather(this_node())
         self.chosen = {target: choose_transport(target, options.transport, device, nodes) for target in targets}
         sharing = {t: sharing_ranks(t, ranks.size) for t, way in self.chosen.items() if way == "tensor"}
-        spread = [t for t, way in self.chosen.items() if way == "distributed"]
         self._transports: list[Transport] = []
         if sharing:
-            self._transports.append(TensorTransport(sharing, ranks.rank, device, self._client, options.timeout))
-        if spread:
-            self._transports.append(DistributedTransport(spread, ranks.rank, device, self._client, options.timeout))
+            self._transports.append(TensorTransport(sharing, ranks.rank, device.kind == "cuda", self._ask))
+        if "distributed" in self.chosen.values():
+            spread = [target for target in self._mine if self.chosen[target] == "distributed"]
+            self._transports.append(DistributedTransport(spread, device.backend, self._ask, options.timeout))
         self._in_session: list[WeightTarget] = []
         self._compared = False
         self._remove_folder()  # of a run that was killed
@@ -151,13 +139,12 @@ class WeightSender:
     def _send_by_disk(self, buckets: Callable[[], Iterator[Bucket]], version: int) -> None:
         """A model folder that servers read; needs no session. All of them go this way."""
         folder = self.options.folder / f"v{version}"
+        body = {"model_path": str(folder), "load_format": "auto", "flush_cache": True, "weight_version": str(version)}
+        loads = [self._ask(target, "/update_weights_from_disk", body) for target in self._mine]
         try:
             self._agreed(version, "writing", partial(self._write, buckets(), folder))
-            self._agreed(
-                version,
-                f"loading {folder} (the server has to see this folder)",
-                partial(self._read_folder, folder, version),
-            )
+            doing = f"loading {folder} (the server has to see this folder)"
+            self._agreed(version, doing, partial(fail_fast, loads))
         finally:
             self._remove_folder()
 
@@ -174,11 +161,6 @@ class WeightSender:
             for _ in buckets:
                 pass  # Gather what is left of the weights: the other ranks wait for this one.
 
-    def _read_folder(self, folder: Path, version: int) -> None:
-        """Have every server load a model folder."""
-        body = {"model_path": str(folder), "load_format": "auto", "flush_cache": True, "weight_version": str(version)}
-        fail_fast([partial(self._tell, target, "/update_weights_from_disk", body) for target in self._mine])
-
     def _remove_folder(self) -> None:
         if self.ranks.rank == 0:
             shutil.rmtree(self.options.folder, ignore_errors=True)
@@ -192,7 +174,7 @@ class WeightSender:
 
     def _compare_names(self, ours: frozenset[str]) -> None:
         for target in self._mine:
-            expected, where = names_of(self._client(target), self.options.template)
+            expected, where = names_of(self._clients[target], self.options.template)
             unknown, missing = sorted(ours - expected), sorted(expected - ours)
             if expected and (unknown or missing):
                 raise RunError(
@@ -208,21 +190,22 @@ class WeightSender:
     def _begin(self) -> None:
         """Open a session on every server; one that does not know of sessions goes without."""
         for target in self._mine:
+            begin = self._ask(target, "/begin_weight_update")
             try:
-                self._tell(target, "/begin_weight_update")
+                begin()
             except StatusFault as fault:
                 if fault.status == 404:
                     continue
                 if fault.status != 400:
                     raise
                 # A run that was killed may have left one open.
-                self._tell(target, "/end_weight_update")
-                self._tell(target, "/begin_weight_update")
+                self._ask(target, "/end_weight_update")()
+                begin()
             self._in_session.append(target)
 
     def _end(self) -> None:
         while self._in_session:
-            self._tell(self._in_session[-1], "/end_weight_update")
+            self._ask(self._in_session[-1], "/end_weight_update")()
             self._in_session.pop()
 
     def _abandon(self) -> None:
@@ -230,20 +213,17 @@ class WeightSender:
         for transport in self._transports:
             transport.abandon()
         while self._in_session:
-            target = self._in_session.pop()
             # It may be what failed; the failure itself is raised.
             with contextlib.suppress(SglangError):
-                self._client(target).request("POST", "/end_weight_update", {}, timeout=LEAVING_SECONDS)
+                self._ask(self._in_session.pop(), "/end_weight_update")(timeout=LEAVING_SECONDS)
 
     def _check_version(self, version: int) -> None:
         for target in self._mine:
-            check_served(self._client(target), version)
+            check_served(self._clients[target], version)
 
-    def _tell(self, target: WeightTarget, path: str, body: Mapping[str, Any] | None = None) -> None:
-        self._client(target).request("POST", path, dict(body or {}), timeout=self.options.timeout)
-
-    def _client(self, target: WeightTarget) -> SglangClient:
-        return self._clients[target.address]
+    def _ask(self, target: WeightTarget, path: str, body: Mapping[str, Any] | None = None) -> partial[Any]:
+        """See `transports.Ask`."""
+        return partial(self._clients[target].request, "POST", path, dict(body or {}), timeout=self.options.timeout)
 
     def _agreed(self, version: int, doing: str, action: Callable[[], Any]) -> list[Any]:
         """Do something on every rank; the results of all.
@@ -272,7 +252,7 @@ def names_of(client: SglangClient, template: Path) -> tuple[set[str], Path]:
         RunError: the server does not answer.
         ConfigError: the folder has weights that cannot be read.
     """
-    folder = folder_of(client.request("GET", "/model_info", timeout=ASKING_SECONDS)) or template
+    folder = folder_of(client.request("GET", "/model_info", timeout=CONTROL_SECONDS)) or template
     spec = read_any_spec(folder)
     names = stored_tensors(folder) if spec.family in FAMILIES else ()
     return {name for name in names if not (name == HEAD and spec.tied) and not name.endswith(ROTARY_TABLE)}, folder
