@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from relax_cli.checkpoint import layout, safe_load
-from relax_cli.checkpoint.adapters import adapters_in
 from relax_cli.checkpoint.align import examine
-from relax_cli.checkpoint.fingerprint import folder_differences
+from relax_cli.checkpoint.fingerprint import adapters_in, folder_differences
 from relax_cli.checkpoint.folders import storage_failed
 from relax_cli.checkpoint.layout import CheckpointMeta
 from relax_cli.errors import ConfigError, ResumeError, problem_kinds
@@ -161,7 +160,7 @@ def refuse_unfit(checkpoint: Path, model_folder: Path) -> CheckpointMeta:
                 expected="every file as it was written",
             )
         )
-    if other := folder_differences(model_folder, meta, checkpoint, str(model_folder)):
+    if other := list(folder_differences(model_folder, meta, checkpoint, str(model_folder))):
         raise ResumeError(other)
     return meta
 

@@ -9,12 +9,11 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from relax_cli.checkpoint.adapters import adapters_in, other_adapters, other_base
 from relax_cli.checkpoint.layout import CheckpointMeta, sha256_of
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
@@ -23,11 +22,10 @@ from relax_cli.data.sources import source_of
 from relax_cli.errors import ConfigError, Problem, problem_kinds
 from relax_cli.models.files import read_json
 from relax_cli.models.hybrid import read_any_spec
-from relax_cli.models.lora import lora_of
+from relax_cli.models.lora import Lora, lora_from_meta, lora_of
 from relax_cli.models.packages import PREFIX, converted_folder, default_cache_dir
 
-FOLDERS = "Folders and checkpoints"
-declare = problem_kinds(FOLDERS)
+declare = problem_kinds("Folders and checkpoints")
 OTHER_MODEL = declare(
     "resume-other-model",
     "The checkpoint belongs to a model of another shape. Only the model of the run can resume it.",
@@ -62,11 +60,21 @@ DATA_ORDER = declare(
     "is not that of the checkpoint, so prompts of the current epoch will be repeated or left out.",
     severity="warning",
 )
-
 OTHER_GROUPS = declare(
     "resume-other-groups",
     "Responses that `--partial-rollout` carries over belong to groups of the checkpoint's `--n-samples-per-prompt`.",
     option="--n-samples-per-prompt",
+)
+OTHER_ADAPTERS = declare(
+    "resume-other-adapters",
+    "The checkpoint was trained with other low-rank adapters, or with none where the run has some.",
+    option="--lora-rank",
+)
+OTHER_BASE = declare(
+    "resume-other-base",
+    "A checkpoint of low-rank adapters means something only on the weights that they were trained on, and "
+    "`--hf-checkpoint` has others.",
+    option="--hf-checkpoint",
 )
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")
@@ -78,92 +86,45 @@ SAMPLED_BLOCKS, BLOCK_BYTES = 16, 4096
 NO_SHAPE = frozenset({"max_positions"})
 """Facts of a model that no weight depends on."""
 
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """What must stay the same for a checkpoint to be the state of a run."""
-
-    estimator: str
-    hf_checkpoint: str
-    """As given, without secrets."""
-    prompt_data: str
-    """One item a line."""
-    model_shape: dict[str, Any] | None
-    """What `config.json` says of sizes and arithmetic; None where it was not read."""
-    tokenizer: str | None
-    dataset: str | None
-    prompts: int | None
-    """Training prompts; None where they were not counted."""
-    rollout_batch_size: int
-    seeds: dict[str, int]
-    dynamic_sampling: bool = False
-    curriculum: str | None = None
-    carries_over: bool = False
-    samples_per_prompt: int = 1
-    reference: str | None = None
-    """Of the weights that KL terms compare with; None where there are no KL terms."""
-    reference_name: str = ""
-    adapters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each role that trains adapters, as `Lora.meta` gives them."""
-    base: str | None = None
-    """Of the weights below adapters."""
-
-    def meta(self) -> dict[str, Any]:
-        """What `relax.json` says of the run, at every iteration."""
-        return {
-            "estimator": self.estimator,
-            "fingerprints": {
-                "model": None if self.model_shape is None else _hash(self.model_shape),
-                "tokenizer": self.tokenizer,
-                "dataset": self.dataset,
-                "reference": self.reference,
-                **({"base": self.base} if self.adapters else {}),
-            },
-            "adapters": self.adapters,
-            "model_shape": self.model_shape,
-            "origin": {
-                "hf_checkpoint": self.hf_checkpoint,
-                "prompt_data": self.prompt_data,
-                "reference": self.reference_name,
-            },
-            "prompts": self.prompts,
-            **({"curriculum": self.curriculum} if self.curriculum else {}),
-            "seeds": self.seeds,
-        }
+Identity: TypeAlias = Mapping[str, Any]
+"""What `relax.json` says of a run at every iteration; a part that was not read is None."""
 
 
-def identify(config: Config, model_folder: Path | None, prompts: int | None = None) -> RunIdentity:
-    """The identity of a run; reads the model's small files and the whole prompt file.
+def identify(config: Config, model_folder: Path | None, prompts: int | None = None) -> dict[str, Any]:
+    """The identity of a run; reads the model's small files and the whole prompt file. Its names have no secrets.
 
     Args:
         model_folder: where the model is; None where that is not known yet.
         prompts: how many training prompts there are, where they were counted.
     """
-    name = config.model.ref_load
+    name, curriculum = config.model.ref_load, config.data.curriculum
     limit = config.rollout.rollout_max_prompt_len
     dropped = f" up to {limit} tokens" if limit and config.rollout.overlong_prompts == "drop" else ""
     dataset = dataset_fingerprint(config.data.prompt_data)
     adapters = {role: lora.meta() for role in ("actor", "critic") if (lora := lora_of(config, role)) is not None}
     reference = (model_folder if name is None else folder_of_model(name)) if config.algorithm.needs_reference else None
-    return RunIdentity(
-        estimator=config.algorithm.advantage_estimator,
-        hf_checkpoint=scrubbed(config.model.hf_checkpoint),
-        prompt_data="\n".join(map(scrubbed, config.data.prompt_data)),
-        model_shape=None if model_folder is None else model_shape(model_folder),
-        tokenizer=None if model_folder is None else tokenizer_fingerprint(model_folder),
-        dataset=None if dataset is None else dataset + dropped,
-        prompts=prompts,
-        rollout_batch_size=config.batch.rollout_batch_size,
-        seeds={"seed": config.run.seed, "rollout_seed": config.rollout.rollout_seed},
-        dynamic_sampling=config.batch.dynamic_sampling,
-        curriculum=config.data.curriculum,
-        carries_over=config.carries_over,
-        samples_per_prompt=config.batch.n_samples_per_prompt,
-        reference=None if reference is None else weights_fingerprint(reference),
-        reference_name=scrubbed(name or config.model.hf_checkpoint),
-        adapters=adapters,
-        base=None if model_folder is None or not adapters else weights_fingerprint(model_folder),
-    )
+    shape = None if model_folder is None else model_shape(model_folder)
+    return {
+        "estimator": config.algorithm.advantage_estimator,
+        "fingerprints": {
+            "model": None if shape is None else _hash(shape),
+            "tokenizer": None if model_folder is None else tokenizer_fingerprint(model_folder),
+            "dataset": None if dataset is None else dataset + dropped,
+            # Of the weights that KL terms compare with, and of those below adapters.
+            "reference": None if reference is None else weights_fingerprint(reference),
+            **({"base": None if model_folder is None else weights_fingerprint(model_folder)} if adapters else {}),
+        },
+        "adapters": adapters,
+        "model_shape": shape,
+        "origin": {
+            "hf_checkpoint": scrubbed(config.model.hf_checkpoint),
+            "prompt_data": "\n".join(map(scrubbed, config.data.prompt_data)),
+            "reference": scrubbed(name or config.model.hf_checkpoint),
+        },
+        "prompts": prompts,
+        **({"curriculum": curriculum} if curriculum else {}),
+        "seeds": {"seed": config.run.seed, "rollout_seed": config.rollout.rollout_seed},
+    }
 
 
 def data_position(iteration: int, seen: int, prompts: int | None) -> dict[str, int | None]:
@@ -234,159 +195,186 @@ def dataset_fingerprint(specs: Sequence[str]) -> str | None:
     return f"sha256:{_hash(parts)}" if parts else None
 
 
-def differences(run: RunIdentity, meta: CheckpointMeta, where: Path) -> list[Problem]:
+def adapters_in(meta: CheckpointMeta) -> Lora | None:
+    """The low-rank adapters that a checkpoint has instead of weights."""
+    return lora_from_meta(meta.extra.get("adapters", {}).get(meta.role))
+
+
+def differences(config: Config, run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
     """Why the checkpoint `meta` is not one of `run`; what either side does not know is not held against it.
 
     Warnings are about the order of the data and the reference, errors about everything else.
     """
-    found = [
-        _other_estimator(run, meta, where),
-        *model_differences(run.model_shape, run.tokenizer, meta, where, run.hf_checkpoint),
-        _other_dataset(run, meta, where),
-        _other_order(run, meta, where),
-        _other_groups(run, meta, where),
-        _other_reference(run, meta, where),
-        other_adapters(run.adapters, meta, where),
-        other_base(run.base, meta, where, run.hf_checkpoint),
-    ]
-    return [problem for problem in found if problem is not None]
+    yield from _other_estimator(run, meta, where)
+    yield from _other_model(run, meta, where)
+    yield from _other_dataset(run, meta, where)
+    yield from _other_order(config, meta, where)
+    yield from _other_groups(config, meta, where)
+    yield from _other_reference(run, meta, where)
+    yield from _other_adapters(run, meta, where)
+    yield from _other_base(run, meta, where)
 
 
-def folder_differences(folder: Path, meta: CheckpointMeta, where: Path, given: str) -> list[Problem]:
+def folder_differences(folder: Path, meta: CheckpointMeta, where: Path, given: str) -> Iterator[Problem]:
     """Why the model in `folder`, named as `given`, is not that of the checkpoint `meta`."""
-    found = model_differences(model_shape(folder), tokenizer_fingerprint(folder), meta, where, given)
-    base = None if adapters_in(meta) is None else other_base(weights_fingerprint(folder), meta, where, given)
-    return found if base is None else [*found, base]
+    base = None if adapters_in(meta) is None else weights_fingerprint(folder)
+    run = {
+        "fingerprints": {"tokenizer": tokenizer_fingerprint(folder), "base": base},
+        "model_shape": model_shape(folder),
+        "origin": {"hf_checkpoint": given},
+    }
+    yield from _other_model(run, meta, where)
+    yield from _other_base(run, meta, where)
 
 
-def model_differences(
-    shape: Mapping[str, Any] | None, tokenizer: str | None, meta: CheckpointMeta, where: Path, given: str
-) -> list[Problem]:
-    """The part of `differences` that needs the model folder alone; `given` is how it was named."""
-    original = meta.recorded("origin", "hf_checkpoint")
-    saved_shape, saved_tokenizer = meta.extra.get("model_shape"), meta.recorded("fingerprints", "tokenizer")
-    fix = (
-        f"--hf-checkpoint {shlex.quote(original)}"
-        if original and original != given
-        else "--hf-checkpoint of the run that saved it"
-    )
-    found = []
-    if shape is not None and saved_shape is not None:
-        # Names that one side lacks were not known to the version of relax that wrote it.
-        other = [name for name in shape if name in saved_shape and saved_shape[name] != shape[name]]
-        if other:
-            found.append(
-                OTHER_MODEL(
-                    "the checkpoint belongs to a model of another shape",
-                    where=str(where),
-                    got=", ".join(f"{name} {shape[name]}" for name in other),
-                    expected=", ".join(f"{name} {saved_shape[name]}" for name in other),
-                    fix=fix,
-                )
-            )
-    if tokenizer is not None and saved_tokenizer is not None and saved_tokenizer != tokenizer:
-        found.append(
-            OTHER_TOKENIZER(
-                "the checkpoint was trained with another tokenizer: its token ids mean other texts",
-                where=str(where),
-                got=f"tokenizer {tokenizer[:12]} in {given}",
-                expected=f"tokenizer {saved_tokenizer[:12]}",
-                fix=fix,
-            )
-        )
-    return found
+def _other(run: Identity, meta: CheckpointMeta, part: str) -> tuple[str, str] | None:
+    """The fingerprints of a part now and in the checkpoint, where they are known to differ."""
+    now, saved = run["fingerprints"].get(part), meta.recorded("fingerprints", part)
+    return None if now is None or saved is None or now == saved else (now, saved)
 
 
-def _new_run(run: RunIdentity, where: Path) -> str:
+def _as_before(option: str, original: str | None, given: str, otherwise: str) -> str:
+    """The option with the name that the checkpoint's run was given, where that is not the name given now."""
+    return f"{option} {shlex.quote(original) if original and original != given else otherwise}"
+
+
+def _new_run(run: Identity, where: Path) -> str:
     """What to do with other data or another estimator: export the weights of the checkpoint as a model folder."""
-    words = ["relax", "checkpoint", "export-hf", str(where.parent), "NEW_DIR", "--hf-checkpoint", run.hf_checkpoint]
-    export = shlex.join(words)
+    model = run["origin"]["hf_checkpoint"]
+    export = shlex.join(["relax", "checkpoint", "export-hf", str(where.parent), "NEW_DIR", "--hf-checkpoint", model])
     return f"; or begin a new run with its weights: {export}, then --hf-checkpoint NEW_DIR without --load"
 
 
-def _other_estimator(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
-    saved = meta.extra.get("estimator")
-    if saved is None or saved == run.estimator:
-        return None
-    return OTHER_ESTIMATOR(
-        "the checkpoint was trained with another estimator, whose optimizer state and schedule it has",
-        where=str(where),
-        got=run.estimator,
-        expected=str(saved),
-        fix=f"--advantage-estimator {saved}" + _new_run(run, where),
-    )
+def _other_estimator(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
+    saved, now = meta.extra.get("estimator"), run["estimator"]
+    if saved not in (None, now):
+        yield OTHER_ESTIMATOR(
+            "the checkpoint was trained with another estimator, whose optimizer state and schedule it has",
+            where=str(where),
+            got=now,
+            expected=str(saved),
+            fix=f"--advantage-estimator {saved}" + _new_run(run, where),
+        )
 
 
-def _other_dataset(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
-    saved, original = meta.recorded("fingerprints", "dataset"), meta.recorded("origin", "prompt_data")
-    if saved is None or run.dataset is None or saved == run.dataset:
-        return None
-    same_name = original is None or original == run.prompt_data
-    items = " ".join(f"--prompt-data {shlex.quote(item)}" for item in str(original).split("\n"))
-    given_back = "give the data as they were" if same_name else items
-    return OTHER_DATA(
-        "the prompts are not those of the checkpoint, so its position in them means nothing",
-        where=str(where),
-        got=f"{run.prompt_data} ({run.dataset[:19]})" if not run.prompt_data.startswith(REASONING_GYM) else run.dataset,
-        expected=f"{original or 'the prompts of the run'} ({saved[:19]})",
-        fix=given_back + _new_run(run, where),
-    )
+def _other_model(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
+    given, original = run["origin"]["hf_checkpoint"], meta.recorded("origin", "hf_checkpoint")
+    fix = _as_before("--hf-checkpoint", original, given, "of the run that saved it")
+    shape, saved_shape = run["model_shape"] or {}, meta.extra.get("model_shape") or {}
+    # Names that one side lacks were not known to the version of relax that wrote it.
+    if other := [name for name in shape if name in saved_shape and saved_shape[name] != shape[name]]:
+        yield OTHER_MODEL(
+            "the checkpoint belongs to a model of another shape",
+            where=str(where),
+            got=", ".join(f"{name} {shape[name]}" for name in other),
+            expected=", ".join(f"{name} {saved_shape[name]}" for name in other),
+            fix=fix,
+        )
+    if tokenizers := _other(run, meta, "tokenizer"):
+        yield OTHER_TOKENIZER(
+            "the checkpoint was trained with another tokenizer: its token ids mean other texts",
+            where=str(where),
+            got=f"tokenizer {tokenizers[0][:12]} in {given}",
+            expected=f"tokenizer {tokenizers[1][:12]}",
+            fix=fix,
+        )
 
 
-def _other_order(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
-    seen = meta.extra.get("data_position", {}).get("prompts_seen")
-    saved_seed = meta.seeds.get("rollout_seed")
-    got, expected = [], []
-    if run.dynamic_sampling or run.carries_over or run.curriculum is not None or "prompts_drawn" in meta.extra:
-        seen = None  # It continues at the prompt that the checkpoint names, or rows are drawn by their past.
-    if (in_flight := meta.extra.get("prompts_in_flight")) is not None and not run.carries_over:
-        got.append("--no-partial-rollout")
-        expected.append(f"--partial-rollout --over-sampling-batch-size {in_flight}")
-    elif "prompts_drawn" in meta.extra and not (run.dynamic_sampling or run.carries_over):
-        got.append("--no-dynamic-sampling")
-        expected.append("--dynamic-sampling")
-    saved_curriculum = meta.extra.get("curriculum")
-    if run.curriculum != saved_curriculum:
-        got.append(f"--curriculum {run.curriculum}" if run.curriculum else "no --curriculum")
-        expected.append(f"--curriculum {saved_curriculum}" if saved_curriculum else "drop --curriculum")
-    if seen is not None and seen != meta.iteration * run.rollout_batch_size and meta.iteration:
-        got.append(f"--rollout-batch-size {run.rollout_batch_size}")
-        expected.append(f"--rollout-batch-size {seen // meta.iteration}")
-    if saved_seed is not None and saved_seed != run.seeds["rollout_seed"]:
-        got.append(f"--rollout-seed {run.seeds['rollout_seed']}")
-        expected.append(f"--rollout-seed {saved_seed}")
-    if not got:
-        return None
-    return DATA_ORDER(
-        "prompts of this epoch will be repeated or left out: their order or place is not the checkpoint's",
-        option=next(word for word in got[0].split() if word.startswith("--")),
-        where=str(where),
-        got=" ".join(got),
-        expected=" ".join(expected),
-        fix=" ".join(expected),
-    )
+def _other_dataset(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
+    if found := _other(run, meta, "dataset"):
+        now, saved = found
+        given, original = run["origin"]["prompt_data"], meta.recorded("origin", "prompt_data")
+        items = " ".join(f"--prompt-data {shlex.quote(item)}" for item in str(original).split("\n"))
+        yield OTHER_DATA(
+            "the prompts are not those of the checkpoint, so its position in them means nothing",
+            where=str(where),
+            got=now if given.startswith(REASONING_GYM) else f"{given} ({now[:19]})",
+            expected=f"{original or 'the prompts of the run'} ({saved[:19]})",
+            fix=("give the data as they were" if original in (None, given) else items) + _new_run(run, where),
+        )
 
 
-def _other_groups(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
-    saved = meta.extra.get("carried_samples_per_prompt", run.samples_per_prompt)
-    if not run.carries_over or saved == run.samples_per_prompt:
-        return None
-    what, fix = "the checkpoint has unfinished groups of another size", f"--n-samples-per-prompt {saved}"
-    return OTHER_GROUPS(what, where=str(where), got=str(run.samples_per_prompt), expected=str(saved), fix=fix)
+def _other_order(config: Config, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
+    saved, curriculum, seed = meta.extra, config.data.curriculum, config.rollout.rollout_seed
+    draws_on = config.batch.dynamic_sampling or config.carries_over
+    other: list[tuple[str, str]] = []
+    if (in_flight := saved.get("prompts_in_flight")) is not None and not config.carries_over:
+        other.append(("--no-partial-rollout", f"--partial-rollout --over-sampling-batch-size {in_flight}"))
+    elif "prompts_drawn" in saved and not draws_on:
+        other.append(("--no-dynamic-sampling", "--dynamic-sampling"))
+    if curriculum != (before := saved.get("curriculum")):
+        got = f"--curriculum {curriculum}" if curriculum else "no --curriculum"
+        other.append((got, f"--curriculum {before}" if before else "drop --curriculum"))
+    seen, size = saved.get("data_position", {}).get("prompts_seen"), config.batch.rollout_batch_size
+    # Otherwise it continues at the prompt that the checkpoint names, or rows are drawn by their past.
+    in_order = not draws_on and curriculum is None and "prompts_drawn" not in saved
+    if in_order and seen is not None and seen != meta.iteration * size and meta.iteration:
+        other.append((f"--rollout-batch-size {size}", f"--rollout-batch-size {seen // meta.iteration}"))
+    if (saved_seed := meta.seeds.get("rollout_seed", seed)) != seed:
+        other.append((f"--rollout-seed {seed}", f"--rollout-seed {saved_seed}"))
+    if other:
+        now, then = (" ".join(words) for words in zip(*other, strict=True))
+        yield DATA_ORDER(
+            "prompts of this epoch will be repeated or left out: their order or place is not the checkpoint's",
+            option=next(word for word in now.split() if word.startswith("--")),
+            where=str(where),
+            got=now,
+            expected=then,
+            fix=then,
+        )
 
 
-def _other_reference(run: RunIdentity, meta: CheckpointMeta, where: Path) -> Problem | None:
-    saved, original = meta.recorded("fingerprints", "reference"), meta.recorded("origin", "reference")
-    if saved is None or run.reference is None or saved == run.reference:
-        return None
-    has_moved = original and original != run.reference_name
-    return OTHER_REFERENCE(
-        "the KL terms will compare with other weights than before",
-        where=str(where),
-        got=f"{run.reference_name} ({run.reference[:12]})",
-        expected=f"{original or 'the reference of the run'} ({saved[:12]})",
-        fix=f"--ref-load {shlex.quote(str(original))}" if has_moved else "--ref-load with the folder as it was",
-    )
+def _other_groups(config: Config, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
+    now = config.batch.n_samples_per_prompt
+    saved = meta.extra.get("carried_samples_per_prompt", now)
+    if config.carries_over and saved != now:
+        what, fix = "the checkpoint has unfinished groups of another size", f"--n-samples-per-prompt {saved}"
+        yield OTHER_GROUPS(what, where=str(where), got=str(now), expected=str(saved), fix=fix)
+
+
+def _other_reference(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
+    if found := _other(run, meta, "reference"):
+        given, original = run["origin"]["reference"], meta.recorded("origin", "reference")
+        yield OTHER_REFERENCE(
+            "the KL terms will compare with other weights than before",
+            where=str(where),
+            got=f"{given} ({found[0][:12]})",
+            expected=f"{original or 'the reference of the run'} ({found[1][:12]})",
+            fix=_as_before("--ref-load", original, given, "with the folder as it was"),
+        )
+
+
+def _other_adapters(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
+    saved, now = adapters_in(meta), lora_from_meta(run["adapters"].get(meta.role))
+    if saved != now:
+        rank = "--critic-lora-rank" if meta.role == "critic" else "--lora-rank"
+        yield OTHER_ADAPTERS(
+            f"the {meta.role}'s checkpoint has other adapters than the run",
+            option=rank,
+            where=str(where),
+            got=_lora_options(rank, now),
+            expected=_lora_options(rank, saved),
+            fix=_lora_options(rank, saved),
+        )
+
+
+def _lora_options(rank: str, lora: Lora | None) -> str:
+    if lora is None:
+        return f"{rank} 0"
+    targets = " ".join(f"--lora-targets {target}" for target in lora.targets)
+    return f"{rank} {lora.rank} --lora-alpha {lora.alpha:g} {targets}"
+
+
+def _other_base(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
+    if found := _other(run, meta, "base"):
+        given, original = run["origin"]["hf_checkpoint"], meta.recorded("origin", "hf_checkpoint")
+        yield OTHER_BASE(
+            "the adapters were trained on other weights",
+            where=str(where),
+            got=f"weights {found[0][:12]} in {given}",
+            expected=f"weights {found[1][:12]}",
+            fix=_as_before("--hf-checkpoint", original, given, "with the folder as it was"),
+        )
 
 
 def _hash(value: object) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.align import settle
-from relax_cli.checkpoint.fingerprint import RunIdentity, identify
+from relax_cli.checkpoint.fingerprint import Identity, identify
 from relax_cli.checkpoint.resume import ResumeDecision, ResumeReport
 from relax_cli.config.redact import shell_join
 from relax_cli.config.schema import Config
@@ -305,10 +305,11 @@ def closing(session: Session) -> Iterator[Session]:
                 signal.signal(number, handler)
 
 
-def checkpoint_meta(identity: RunIdentity, checked: CheckedRun, graph: ServiceGraph) -> dict[str, Any]:
+def checkpoint_meta(identity: Identity, checked: CheckedRun, graph: ServiceGraph) -> dict[str, Any]:
     """What every checkpoint of the run says about where it came from."""
     critic_save = checked.config.critic.critic_save
-    return identity.meta() | {
+    return {
+        **identity,
         "has_critic": "critic" in graph,
         "critic_save": os.path.abspath(critic_save) if critic_save and "critic" in graph else None,
         "config_hash": checked.config_hash,

@@ -14,8 +14,7 @@ from typing import Any
 from relax_cli.algorithms.schedule import learning_rate
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint import resume_problems as problems_of
-from relax_cli.checkpoint.adapters import adapters_in
-from relax_cli.checkpoint.fingerprint import RunIdentity, differences, folder_of_model, identify
+from relax_cli.checkpoint.fingerprint import Identity, adapters_in, differences, folder_of_model, identify
 from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem, ResumeError, problem_kind
@@ -61,7 +60,7 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
     if report.decision.verdict != "resume":
         return report
     run = identify(config, folder_of_model(config.model.hf_checkpoint))
-    report = _with(report, compare(report, run), config)
+    report = _with(report, compare(report, config, run), config)
     last, iteration = num_rollout or config.batch.num_rollout, report.sides[0].iteration
     report = report.refused(list(_other_schedule(config, report.sides[0], last, has_critic=has_critic)))
     if last is None or iteration is None or iteration <= last:
@@ -105,12 +104,12 @@ def decide_run(config: Config, *, has_critic: bool) -> ResumeReport:
     return report
 
 
-def compare(report: ResumeReport, run: RunIdentity) -> list[Problem]:
+def compare(report: ResumeReport, config: Config, run: Identity) -> list[Problem]:
     """What sets the checkpoints that would be resumed apart from `run`; once, though both sides of a pair say it."""
     found: dict[str, Problem] = {}
     for side in report.sides:
         if side.meta is not None and side.checkpoint is not None:
-            for problem in differences(run, side.meta, side.checkpoint):
+            for problem in differences(config, run, side.meta, side.checkpoint):
                 found.setdefault(problem.id, problem)
     return list(found.values())
 

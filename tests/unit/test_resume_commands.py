@@ -117,7 +117,7 @@ def recipe_config() -> Config:
 def saved_run(task: Path, iteration: int, **changes: Any) -> tuple[str, str]:
     """The pair that a run of the bundled recipe would save at an iteration."""
     config = recipe_config()
-    meta = identify(config, Path(config.model.hf_checkpoint)).meta() | changes
+    meta = identify(config, Path(config.model.hf_checkpoint)) | changes
     return save(task / "a", "actor", iteration, **meta), save(task / "c", "critic", iteration, **meta)
 
 

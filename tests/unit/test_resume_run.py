@@ -60,7 +60,7 @@ def config(tmp_path: Path) -> Config:
         "checkpoint": {"load": str(tmp_path / "a"), "save": str(tmp_path / "a")},
     }
     made = Config.model_validate(sections)
-    meta = identify(made, tmp_path / "model", prompts=2).meta()
+    meta = identify(made, tmp_path / "model", prompts=2)
     save(tmp_path / "a", "actor", 4, has_critic=False, **meta, data_position=data_position(4, 32, 2))
     return made
 
@@ -102,7 +102,7 @@ def test_another_number_of_rollouts_says_what_the_rate_becomes(
     strict: bool,
 ) -> None:
     meta = {"schedule": saved} if saved is not None else {}
-    identity = identify(config, tmp_path / "model", prompts=2).meta()
+    identity = identify(config, tmp_path / "model", prompts=2)
     save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **meta, data_position=data_position(4, 32, 2))
     places = {"load": str(tmp_path / "s"), "save": str(tmp_path / "s")}
     sections = {"optimizer": optimizer, "batch": {"num_rollout": rollouts}, "run": {"strict": strict}}
@@ -251,7 +251,7 @@ def test_reordered_prompts_are_a_warning_strictly_an_error(
 
 
 def test_a_position_that_was_counted_is_continued_or_said(config: Config, tmp_path: Path) -> None:
-    identity = identify(config, tmp_path / "model", prompts=2).meta()
+    identity = identify(config, tmp_path / "model", prompts=2)
     counted = {"prompts_drawn": 55, "data_position": data_position(4, 55, 2)}
     save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **counted)
     plain = changed(config, checkpoint={"load": str(tmp_path / "s"), "save": str(tmp_path / "s")})
@@ -277,7 +277,7 @@ def test_a_position_that_was_counted_is_continued_or_said(config: Config, tmp_pa
 def test_a_way_to_sample_that_ends_is_said(
     config: Config, tmp_path: Path, meta: dict[str, Any], fix: str, same: dict[str, Any]
 ) -> None:
-    identity = identify(config, tmp_path / "model", prompts=2).meta()
+    identity = identify(config, tmp_path / "model", prompts=2)
     save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **meta)
     plain = changed(config, checkpoint={"load": str(tmp_path / "s"), "save": str(tmp_path / "s")})
     (warning,) = examined(plain).warnings
@@ -286,7 +286,7 @@ def test_a_way_to_sample_that_ends_is_said(
 
 
 def test_unfinished_groups_keep_their_size(config: Config, tmp_path: Path) -> None:
-    identity = identify(config, tmp_path / "model", prompts=2).meta()
+    identity = identify(config, tmp_path / "model", prompts=2)
     carried = {"prompts_in_flight": 12, "carried_samples_per_prompt": 4}
     save(tmp_path / "s", "actor", 4, has_critic=False, **identity, **carried)
     load = {"load": str(tmp_path / "s"), "save": str(tmp_path / "s")}
@@ -324,7 +324,7 @@ def test_what_a_checkpoint_does_not_say_is_not_held_against_it(config: Config, e
 
 
 def test_a_pair_says_once_what_both_sides_lack(config: Config, tmp_path: Path) -> None:
-    meta = identify(config, tmp_path / "model").meta()
+    meta = identify(config, tmp_path / "model")
     actor, critic = (save(tmp_path / role, role, 4, **meta) for role in ("actor", "critic"))
     pair = changed(config, checkpoint={"load": actor}, critic={"critic_load": critic})
     assert examined(pair, has_critic=True).decision.verdict == "resume"
@@ -409,7 +409,7 @@ def test_adapters_resume_as_they_were(
     config: Config, tmp_path: Path, saved: dict[str, Any], resumed: dict[str, Any], fix: str | None
 ) -> None:
     (tmp_path / "model/model.safetensors").write_bytes(bytes(100))
-    extra = identify(changed(config, model=saved), tmp_path / "model", 2).meta()
+    extra = identify(changed(config, model=saved), tmp_path / "model", 2)
     save(tmp_path / "a", "actor", 5, **extra)
     report = examined(changed(config, model=resumed))
     assert [problem.id for problem in report.problems] == ([] if fix is None else ["resume-other-adapters"])
@@ -420,7 +420,7 @@ def test_adapters_resume_only_on_the_weights_below_them(config: Config, tmp_path
     weights = tmp_path / "model/model.safetensors"
     weights.write_bytes(bytes(100))
     adapted = changed(config, model=LORA)
-    save(tmp_path / "a", "actor", 5, **identify(adapted, tmp_path / "model", 2).meta())
+    save(tmp_path / "a", "actor", 5, **identify(adapted, tmp_path / "model", 2))
     assert examined(adapted).problems == ()
     weights.write_bytes(b"\1" * 100)
     assert [problem.id for problem in examined(adapted).problems] == ["resume-other-base"]
@@ -438,7 +438,7 @@ def test_adapters_do_not_start_from_bare_weights(config: Config, tmp_path: Path)
 def test_no_critic_starts_from_a_checkpoint_of_adapters(config: Config, tmp_path: Path) -> None:
     (tmp_path / "model/model.safetensors").write_bytes(bytes(100))
     adapted = changed(config, model=LORA, critic={"critic_init_from_actor": True})
-    save(tmp_path / "a", "actor", 5, **identify(adapted, tmp_path / "model", 2).meta(), has_critic=True)
+    save(tmp_path / "a", "actor", 5, **identify(adapted, tmp_path / "model", 2), has_critic=True)
     report = examine_run(adapted, has_critic=True)
     (problem,) = report.problems
     assert problem.id == "lora-weights-only"
@@ -447,7 +447,7 @@ def test_no_critic_starts_from_a_checkpoint_of_adapters(config: Config, tmp_path
 
 def test_an_identity_holds_no_secret(config: Config) -> None:
     secret = changed(config, data={"prompt_data": ("https://me:hunter2@data.example/x.jsonl",)})
-    assert "hunter2" not in json.dumps(identify(secret, None).meta())
+    assert "hunter2" not in json.dumps(identify(secret, None))
 
 
 @pytest.mark.parametrize("changed_by", ["another file", "one weight", "ref-load", "nothing", "no KL terms"])
@@ -455,7 +455,7 @@ def test_another_reference_of_the_kl_terms_is_said(config: Config, tmp_path: Pat
     weights = tmp_path / "model/model.safetensors"
     weights.write_bytes(bytes(100_000))
     with_kl = changed(config, algorithm={"kl_coef": 0.01})
-    save(tmp_path / "kl", "actor", 4, has_critic=False, **identify(with_kl, tmp_path / "model").meta())
+    save(tmp_path / "kl", "actor", 4, has_critic=False, **identify(with_kl, tmp_path / "model"))
     resumed = changed(with_kl, checkpoint={"load": str(tmp_path / "kl")})
     if changed_by == "another file":
         (tmp_path / "model/more.safetensors").write_bytes(b"x")
