@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.layout import CheckpointMeta, Tracker
+from relax_cli.checkpoint.layout import Tracker
 from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 
 declare = problem_kinds("Folders and checkpoints")
@@ -114,38 +115,45 @@ def apply(alignment: Alignment) -> None:
 def settle(save_dir: Path, iteration: int | None) -> None:
     """Finish what a run was killed in: unfinished folders go, and the tracker moves to `iteration`.
     Raises OSError: the disk refused."""
-    for leftover in layout.list_leftovers(save_dir):
-        layout.remove_tree(leftover)
+    layout.remove_leftovers(save_dir)
     if iteration is not None and layout.read_tracker(save_dir).iteration != iteration:
         layout.write_tracker(save_dir, iteration)
 
 
+def resumable(actor: Path, critic: Path | None = None, role: str = "actor", *, deep: bool = False) -> Iterator[int]:
+    """Iterations that a pair can resume from, or the one role in `actor` alone; newest first."""
+    for iteration in reversed(layout.list_iterations(actor)):
+        if critic is None:
+            reason = why_unusable(actor, iteration, role, deep=deep)
+        else:
+            reason = why_no_pair(actor, critic, iteration, deep=deep)
+        if reason is None:
+            yield iteration
+
+
 def why_no_pair(actor: Path, critic: Path, iteration: int, *, deep: bool = False) -> str | None:
     """Why actor and critic cannot both resume from `iteration`; None when they can."""
-    metas = []
     for role, folder in (("actor", actor), ("critic", critic)):
-        meta, reason = examine(folder, iteration, role, deep=deep)
-        if reason is not None:
+        if (reason := why_unusable(folder, iteration, role, deep=deep)) is not None:
             return reason
-        metas.append(meta)
-    names = {(meta.config_hash, str(meta.extra.get("save_id"))) for meta in metas if meta is not None}
-    return None if len(names) == 1 else "actor and critic were saved by different runs"
+    saves = {layout.read_meta(layout.iteration_folder(folder, iteration)).save for folder in (actor, critic)}
+    return None if len(saves) == 1 else "actor and critic were saved by different runs"
 
 
-def examine(folder: Path, iteration: int, role: str, *, deep: bool = False) -> tuple[CheckpointMeta | None, str | None]:
-    """`relax.json` of a role's checkpoint, or why it cannot be resumed from."""
+def why_unusable(folder: Path, iteration: int, role: str, *, deep: bool = False) -> str | None:
+    """Why a role cannot resume from a checkpoint in its save folder; None when it can."""
     checkpoint = layout.iteration_folder(folder, iteration)
     if not checkpoint.is_dir():
-        return None, f"the {role} has none"
+        return f"the {role} has none"
     try:
         meta, found = layout.read_meta(checkpoint), layout.damages(checkpoint, deep=deep)
     except ResumeError as error:
-        return None, f"the {role}'s is damaged: {error.problems[0].message}"
+        return f"the {role}'s is damaged: {error.problems[0].message}"
     if meta.role != role:
-        return None, f"the {role}'s folder contains a checkpoint of the {meta.role}"
+        return f"the {role}'s folder contains a checkpoint of the {meta.role}"
     if meta.iteration != iteration:
-        return None, f"the {role}'s says that it is of iteration {meta.iteration}"
-    return meta, f"the {role}'s is damaged: {found[0]}" if found else None
+        return f"the {role}'s says that it is of iteration {meta.iteration}"
+    return f"the {role}'s is damaged: {found[0]}" if found else None
 
 
 def require_folder(option: str, folder: Path) -> None:

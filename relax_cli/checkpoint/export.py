@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from relax_cli.checkpoint import layout, safe_load
-from relax_cli.checkpoint.align import examine
+from relax_cli.checkpoint.align import resumable
 from relax_cli.checkpoint.fingerprint import adapters_in, folder_differences
 from relax_cli.checkpoint.folders import storage_failed
 from relax_cli.checkpoint.layout import CheckpointMeta
@@ -149,8 +149,7 @@ def refuse_unfit(checkpoint: Path, model_folder: Path) -> CheckpointMeta:
     found = layout.damages(checkpoint, deep=True)
     if found:
         save_dir = checkpoint.absolute().parent
-        candidates = (i for i in reversed(layout.list_iterations(save_dir)) if i != meta.iteration)
-        older = next((i for i in candidates if examine(save_dir, i, "actor", deep=True)[1] is None), None)
+        older = next((i for i in resumable(save_dir, deep=True) if i != meta.iteration), None)
         raise ResumeError(
             DAMAGED(
                 f"the checkpoint is damaged: {found[0]}",

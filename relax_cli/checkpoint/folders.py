@@ -42,12 +42,10 @@ def withdraw(save_dir: Path, iteration: int) -> None:
     """Undo a save of `iteration` that failed somewhere: the tracker goes back, and the disk gets its room back.
     Raises RunError: the disk refused; a folder that the tracker still names stays."""
     with disk_errors():
-        _remove_leftovers(save_dir)
+        layout.remove_leftovers(save_dir)
         if layout.read_tracker(save_dir).iteration == iteration:
-            older = [i for i in layout.list_iterations(save_dir) if i < iteration]
-            complete = [i for i in older if layout.is_complete(layout.iteration_folder(save_dir, i))]
-            if complete:
-                layout.write_tracker(save_dir, complete[-1])
+            if older := [i for i in layout.complete_iterations(save_dir) if i < iteration]:
+                layout.write_tracker(save_dir, older[-1])
             else:
                 (save_dir / layout.TRACKER_FILE).unlink()
         final = layout.iteration_folder(save_dir, iteration)
@@ -64,16 +62,15 @@ def rotate(save_dir: Path, current: int, keep: int | None, protected: Collection
         RunError: the disk refused.
     """
     with disk_errors():
-        _remove_leftovers(save_dir)
+        layout.remove_leftovers(save_dir)
         if keep is None:
             return
         assert keep >= 1, "the schema refuses less"
-        folders = [layout.iteration_folder(save_dir, i) for i in layout.list_iterations(save_dir) if i <= current]
-        complete = [folder for folder in folders if layout.is_complete(folder)]
+        complete = [i for i in layout.complete_iterations(save_dir) if i <= current]
         if len(complete) > keep:
-            for folder in folders[: folders.index(complete[-keep])]:
-                if folder not in [layout.iteration_folder(save_dir, i) for i in protected]:
-                    layout.remove_checkpoint(folder)
+            for iteration in layout.list_iterations(save_dir):
+                if iteration < complete[-keep] and iteration not in protected:
+                    layout.remove_checkpoint(layout.iteration_folder(save_dir, iteration))
 
 
 def mark_best(save_dir: Path, best: Best) -> None:
@@ -103,8 +100,3 @@ def storage_failed(error: BaseException, where: Path) -> RunError:
             where=str(where),
         )
     )
-
-
-def _remove_leftovers(save_dir: Path) -> None:
-    for leftover in layout.list_leftovers(save_dir):
-        layout.remove_tree(leftover)

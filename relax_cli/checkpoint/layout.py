@@ -175,6 +175,11 @@ class CheckpointMeta:
     """State of the random generators of every rank, in rank order, as the model gave it."""
     format_version: int = FORMAT_VERSION
 
+    @property
+    def save(self) -> tuple[str, str | None]:
+        """What tells one save of one run from all others; both halves of a pair have it."""
+        return self.config_hash, self.extra.get("save_id")
+
     def recorded(self, group: str, name: str) -> str | None:
         """A text in a group of `extra`; older versions wrote fewer."""
         value = self.extra.get(group, {}).get(name)
@@ -310,6 +315,11 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
+def complete_iterations(save_dir: Path) -> list[int]:
+    """Iterations with a complete checkpoint, ascending."""
+    return [i for i in list_iterations(save_dir) if is_complete(iteration_folder(save_dir, i))]
+
+
 def remove_checkpoint(folder: Path) -> None:
     """Take the final name away first: a folder that has it must be complete. A link goes, not what it leads to."""
     doomed = folder.with_name(f".{folder.name.removeprefix('.')}.tmp-old")
@@ -317,6 +327,12 @@ def remove_checkpoint(folder: Path) -> None:
         remove_tree(doomed)
     folder.rename(doomed)
     remove_tree(doomed)
+
+
+def remove_leftovers(save_dir: Path) -> None:
+    """Remove what interrupted writes and removals left."""
+    for leftover in list_leftovers(save_dir):
+        remove_tree(leftover)
 
 
 def remove_tree(path: Path) -> None:

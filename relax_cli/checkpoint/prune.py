@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.align import examine, require_folder, why_no_pair
-from relax_cli.checkpoint.resume_problems import critic_folder
+from relax_cli.checkpoint.align import require_folder, resumable, why_unusable
+from relax_cli.checkpoint.resume import critic_folder
 from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 
 declare = problem_kinds("Folders and checkpoints")
@@ -60,14 +60,9 @@ def plan_pruning(actor: Path, critic: Path | None, keep: int) -> Pruning:
     folders = {"DIR": actor} | ({"--critic": critic} if critic is not None else {})
     for option, folder in folders.items():
         require_folder(option, folder)
-    if critic is None:
-        role = _refuse_half_a_pair(actor, keep)
-        sides = {role: actor}
-        complete = _complete(actor, lambda i: examine(actor, i, role)[1])
-    else:
-        both = critic
-        sides = {"actor": actor, "critic": both}
-        complete = _complete(actor, lambda i: why_no_pair(actor, both, i))
+    role = _refuse_half_a_pair(actor, keep) if critic is None else "actor"
+    sides = {role: actor} | ({"critic": critic} if critic is not None else {})
+    complete = sorted(resumable(actor, critic, role))
     if not complete:
         raise _nothing_complete(tuple(sides.values()))
     stay = dict.fromkeys(complete[-keep:], f"of the newest {keep} complete" + (" pairs" if critic else ""))
@@ -94,10 +89,6 @@ def size_of(path: Path) -> int:
     return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() or file.is_symlink())
 
 
-def _complete(folder: Path, problem: Callable[[int], str | None]) -> list[int]:
-    return [iteration for iteration in layout.list_iterations(folder) if problem(iteration) is None]
-
-
 def _go_back_to(iteration: int, actor: Path, critic: Path | None) -> str:
     """The command that lets a complete iteration count."""
     if critic is None:
@@ -122,8 +113,7 @@ def _named_by(folder: Path, fix: str) -> dict[int, str]:
                 got=tracker.problem,
             )
         )
-    whole = [i for i in layout.list_iterations(folder) if layout.is_complete(layout.iteration_folder(folder, i))]
-    named = dict.fromkeys(whole[-1:], "the newest complete one here")
+    named = dict.fromkeys(layout.complete_iterations(folder)[-1:], "the newest complete one here")
     if (best := layout.read_best(folder)) is not None:
         named[best.iteration] = f"the best by {best.metric}"
     return named | ({tracker.iteration: "a tracker names it"} if isinstance(tracker.iteration, int) else {})
@@ -135,7 +125,7 @@ def _entries(role: str, folder: Path, complete: Sequence[int], stay: dict[int, s
         path = layout.iteration_folder(folder, iteration)
         reason = stay.get(iteration)
         if reason is None:
-            damage = examine(folder, iteration, role)[1]
+            damage = why_unusable(folder, iteration, role)
             reason = damage or ("older" if iteration in complete else "its other half is missing or broken")
         entries.append(Entry(role, path, size_of(path), iteration in stay, reason))
     leftovers = [

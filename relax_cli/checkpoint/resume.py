@@ -23,17 +23,32 @@ from pathlib import Path
 from typing import Literal
 
 from relax_cli.checkpoint import align, layout
-from relax_cli.checkpoint import resume_problems as problems_of
 from relax_cli.checkpoint.layout import CheckpointMeta
-from relax_cli.errors import Problem, ResumeError
+from relax_cli.checkpoint.side import Side, inspect, with_state
+from relax_cli.errors import Problem, problem_kinds
 from relax_cli.plugin.launch_plan import LoadFrom
+
+declare = problem_kinds("Folders and checkpoints")
+CRITIC_LOST = declare(
+    "resume-critic-lost",
+    "The critic is given the actor's training checkpoint, so its training would be lost. The message names the "
+    "critic's folder, where the actor's checkpoint knows it. `--critic-init-from-actor` allows it: the critic takes "
+    "the actor's backbone and a new value head.",
+)
+PAIR_MISMATCH = declare(
+    "resume-pair-mismatch",
+    "Actor and critic would not resume from one point: their iterations differ, one has no checkpoint, or different "
+    "runs saved them. `relax checkpoint align` goes back to the newest iteration that both have.",
+)
+SAVE_IN_USE = declare("save-in-use", "The folder contains the checkpoints of another run, which would be overwritten.")
+RUN_DIR_IN_USE = declare(
+    "run-dir-in-use", "A run folder is new or empty, unless its run is resumed.", option="--run-dir"
+)
 
 GO_BACK = frozenset({"resume-unreadable", "checkpoint-meta-unreadable", "resume-pair-mismatch"})
 """Problems that an older iteration does not have."""
 MISTYPED = frozenset({"resume-wrong-role", "resume-folder-missing", "resume-not-a-save-folder"})
 """Problems of the command, not of a critic's state."""
-RELEASE = "release"
-"""Tracker text, and folder, of weights that no run counted."""
 
 
 @dataclass(frozen=True)
@@ -66,33 +81,6 @@ class ResumeDecision:
             fresh = "; the critic starts from the actor's backbone, a new value head and a new optimizer"
             return words if self.critic is None else words + fresh
         return f"resume: both continue with step {next_step}"
-
-
-@dataclass(frozen=True)
-class Side:
-    """What one role's folder offers."""
-
-    role: str
-    option: str
-    """That named the folder: `--critic-load` follows `--load`."""
-    folder: Path | None
-    iteration: int | None
-    """None where there is no checkpoint, or only weights."""
-    problem: Problem | None
-    checkpoint: Path | None = None
-    """Folder of the one checkpoint that the tracker names, where it is there."""
-    meta: CheckpointMeta | None = None
-    """Its `relax.json`; None for weights, or where it cannot be used."""
-
-    @property
-    def weights_only(self) -> bool:
-        """Whether there are weights without the state of a run."""
-        return self.problem is None and self.checkpoint is not None and self.meta is None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to load, and nothing wrong."""
-        return self.problem is None and self.checkpoint is None
 
 
 @dataclass(frozen=True)
@@ -166,88 +154,8 @@ def was_saved_beside_a_critic(load: str) -> bool:
     return meta is not None and bool(meta.extra.get("has_critic", False))
 
 
-def inspect(role: str, option: str, folder: str | None, *, deep: bool = False, may_be_new: bool = True) -> Side:
-    """Read tracker and `relax.json` of one role.
-
-    Args:
-        may_be_new: the folder may be missing, or empty.
-    """
-    if folder is None:
-        return Side(role, option, None, None, None)
-    path = Path(folder)
-    side = Side(role, option, path, None, None)
-    try:
-        return _inspect(side, path, deep, may_be_new)
-    except OSError as error:
-        return replace(side, problem=problems_of.unusable(option, path, f"{error.strerror}: {error.filename}"))
-
-
-def _inspect(side: Side, path: Path, deep: bool, may_be_new: bool) -> Side:
-    if path.exists() and not path.is_dir():
-        return replace(side, problem=problems_of.not_a_save_folder(side.option, path, side.role))
-    tracker = layout.read_tracker(path)
-    if tracker.problem is not None:
-        return replace(side, problem=problems_of.unusable(side.option, path, tracker.problem))
-    if tracker.iteration is None:
-        return replace(side, problem=_nothing_there(side, path, may_be_new))
-    iteration = tracker.iteration if isinstance(tracker.iteration, int) else None
-    checkpoint = path / RELEASE if iteration is None else layout.iteration_folder(path, iteration)
-    side = replace(side, iteration=iteration)
-    if not checkpoint.is_dir():
-        named = f"iteration {iteration}" if iteration is not None else f"`{RELEASE}`"
-        missing = f"the tracker names {named}, but {checkpoint.name} is missing"
-        return replace(side, problem=problems_of.unusable(side.option, path, missing))
-    side = replace(side, checkpoint=checkpoint)
-    if not (checkpoint / layout.META_FILE).exists() and not _is_ours(path):
-        reason = layout_of_weights(checkpoint)
-        problem = None if reason is None else problems_of.unusable(side.option, checkpoint, reason)
-        return replace(side, iteration=None, problem=problem)
-    return _with_state(side, checkpoint, deep)
-
-
-def _nothing_there(side: Side, path: Path, may_be_new: bool) -> Problem | None:
-    """The problem of a folder without a tracker; None where the run starts from nothing."""
-    if may_be_new and not problems_of.is_one_checkpoint(path):
-        return None
-    if not path.exists():
-        return problems_of.folder_missing(side.option, path)
-    return problems_of.not_a_save_folder(side.option, path, side.role)
-
-
 def _is_same(folder: str | None, other: str | None) -> bool:
     return folder is not None and other is not None and os.path.realpath(folder) == os.path.realpath(other)
-
-
-def _with_state(side: Side, checkpoint: Path, deep: bool) -> Side:
-    """The side with `relax.json` of its checkpoint, or with the reason why it cannot be loaded as this role's."""
-    try:
-        meta, found = layout.read_meta(checkpoint), layout.damages(checkpoint, deep=deep)
-    except ResumeError as error:
-        return replace(side, problem=error.problems[0])
-    if meta.iteration != side.iteration:
-        found = [f"{layout.META_FILE} says iteration {meta.iteration}", *found]
-    if meta.role != side.role:
-        wrong = problems_of.wrong_role(side.role, side.option, checkpoint, meta.role)
-        return replace(side, meta=meta, problem=wrong)
-    problem = problems_of.unusable(side.option, checkpoint, found[0]) if found else None
-    return replace(side, meta=meta, problem=problem)
-
-
-def _is_ours(save_dir: Path) -> bool:
-    """Whether relax has written to the folder: then a missing `relax.json` is damage."""
-    return any(
-        (layout.iteration_folder(save_dir, i) / layout.META_FILE).exists() for i in layout.list_iterations(save_dir)
-    )
-
-
-def layout_of_weights(checkpoint: Path) -> str | None:
-    """Why a folder without `relax.json` is not a sharded checkpoint of Megatron's; None when it is one."""
-    for name in (".metadata", "metadata.json"):
-        if not (checkpoint / name).is_file():
-            return f"{checkpoint.name} has neither {layout.META_FILE} nor {name} of a sharded Megatron checkpoint"
-    if not any(checkpoint.glob("*.distcp")):
-        return f"{checkpoint.name} has no shards (*.distcp)"
-    return next(iter(layout.strays(checkpoint)), None)
 
 
 def _loss(actor: Side, critic: Side) -> Problem | None:
@@ -256,7 +164,32 @@ def _loss(actor: Side, critic: Side) -> Problem | None:
         return None
     if not _is_same(str(actor.folder), str(critic.folder)):
         return None
-    return problems_of.critic_lost(critic.option, actor.folder, actor.meta)
+    if actor.meta.extra.get("has_critic", True):
+        folder = critic_folder(actor.folder, actor.meta)
+        message = "the critic would start from the actor's folder, and its training would be lost"
+        given = shlex.quote(str(folder)) if folder else "CRITIC_DIR"
+        fix = f"--critic-load {given}; or --critic-init-from-actor, to give its training up"
+    else:
+        message = "the run that saved this checkpoint had no critic, so this one would start untrained"
+        fix = "--critic-init-from-actor, if that is wanted"
+    return CRITIC_LOST(
+        message,
+        option=critic.option,
+        where=str(actor.folder),
+        got=f"{critic.option} for both" if critic.option == "--load" else "the actor's folder",
+        expected="the folder that --critic-save named",
+        fix=fix,
+    )
+
+
+def critic_folder(actor: Path, meta: CheckpointMeta) -> Path | None:
+    """Where the critic was saved, also after both folders were moved together; None where it is gone."""
+    recorded = meta.extra.get("critic_save")
+    if not recorded:
+        return None
+    moved = actor.absolute().parent / Path(recorded).name
+    places = (place for place in (Path(recorded), moved) if (place / layout.TRACKER_FILE).is_file())
+    return next(places, None)
 
 
 def _decide(actor: Side, critic: Side | None, from_actor: bool) -> tuple[ResumeDecision, list[Problem]]:
@@ -278,6 +211,11 @@ def _decide(actor: Side, critic: Side | None, from_actor: bool) -> tuple[ResumeD
     return _start(actor, source, LoadFrom(critic.checkpoint, weights_only=critic.weights_only)), []
 
 
+def _may_stand_in(critic: Side) -> bool:
+    """Whether the actor may stand in for the critic: it has no state here, or none that can be read."""
+    return critic.problem.id not in MISTYPED if critic.problem is not None else critic.meta is None
+
+
 def _start(actor: Side, source: LoadFrom, critic: LoadFrom | None) -> ResumeDecision:
     verdict: Literal["weights-only", "resume"] = "weights-only" if source.weights_only else "resume"
     return ResumeDecision(verdict, actor.iteration, source, critic)
@@ -293,28 +231,36 @@ def _as_a_pair(actor: Side, critic: Side, *, deep: bool) -> tuple[Side, Side]:
     if at[0] == at[1] or ahead.meta is None or ahead.iteration is None or behind.folder is None or behind.problem:
         return actor, critic
     checkpoint = layout.iteration_folder(behind.folder, ahead.iteration)
-    moved = _with_state(replace(behind, iteration=ahead.iteration, checkpoint=checkpoint), checkpoint, deep)
+    moved = with_state(replace(behind, iteration=ahead.iteration), checkpoint, deep)
     save_id = ahead.meta.extra.get("save_id")
     if moved.problem or moved.meta is None or save_id is None or moved.meta.extra.get("save_id") != save_id:
         return actor, critic
     return (ahead, moved) if ahead is actor else (moved, ahead)
 
 
-def _may_stand_in(critic: Side) -> bool:
-    """Whether the actor may stand in for the critic: it has no state here, or none that can be read."""
-    return critic.problem.id not in MISTYPED if critic.problem is not None else critic.meta is None
-
-
 def _fit(actor: Side, critic: Side) -> bool:
     """Whether both were saved at one point of one run, or both are weights, or nothing."""
     if actor.meta is None or critic.meta is None:
         return actor.meta is critic.meta and actor.is_empty == critic.is_empty
-    names = [(meta.config_hash, meta.extra.get("save_id")) for meta in (actor.meta, critic.meta)]
-    return actor.iteration == critic.iteration and names[0] == names[1]
+    return actor.iteration == critic.iteration and actor.meta.save == critic.meta.save
 
 
 def _mismatch(actor: Side, critic: Side) -> Problem:
-    return problems_of.pair_mismatch(critic.option, (actor.folder, critic.folder), (_shown(actor), _shown(critic)))
+    if critic.offer == "no checkpoint":
+        fix = "--critic-load CRITIC_DIR, the critic's save folder; or --critic-init-from-actor, to start it untrained"
+    else:
+        fix = "give the folders of one pair, --load ACTOR_DIR --critic-load CRITIC_DIR; or start again without --load"
+    of_one_run = actor.offer != critic.offer
+    return PAIR_MISMATCH(
+        "actor and critic would not resume from one point"
+        if of_one_run
+        else "actor and critic were saved by different runs",
+        option=critic.option,
+        where=" and ".join(str(side.folder or "(not given)") for side in (actor, critic)),
+        got=f"actor {actor.offer}, critic {critic.offer}" + ("" if of_one_run else ", of different runs"),
+        expected="the same iteration of both",
+        fix=fix,
+    )
 
 
 def _with_way_back(problems: list[Problem], actor: Side, critic: Side | None = None, *, deep: bool) -> list[Problem]:
@@ -322,23 +268,14 @@ def _with_way_back(problems: list[Problem], actor: Side, critic: Side | None = N
     if actor.folder is None or any(problem.id not in GO_BACK for problem in problems):
         return problems
     at, other = actor.folder, None if critic is None else critic.folder
-    newest_first = reversed(layout.list_iterations(at))
-    if critic is None:
-        whole = next((i for i in newest_first if align.examine(at, i, actor.role, deep=deep)[1] is None), None)
-        fix = f"echo {whole} > {shlex.quote(str(at / layout.TRACKER_FILE))}"
-    elif other is None or _is_same(str(other), str(at)):
+    if critic is not None and (other is None or _is_same(str(other), str(at))):
         return problems
-    else:
-        whole = next((i for i in newest_first if align.why_no_pair(at, other, i, deep=deep) is None), None)
-        fix = shlex.join(["relax", "checkpoint", "align", "--load", str(at), "--critic-load", str(other)])
-        fix += " --deep --yes" if deep else " --yes"
+    whole = next(align.resumable(at, other, deep=deep), None)
     if whole is None:
         return problems
+    fix = f"echo {whole} > {shlex.quote(str(at / layout.TRACKER_FILE))}"
+    if other is not None:
+        fix = shlex.join(["relax", "checkpoint", "align", "--load", str(at), "--critic-load", str(other)])
+        fix += " --deep --yes" if deep else " --yes"
     newest = f"the newest complete {'one' if critic is None else 'in both'} is iteration {whole}"
     return [replace(p, expected="; ".join(filter(None, [p.expected, newest])), fix=fix) for p in problems]
-
-
-def _shown(side: Side) -> str:
-    if side.weights_only:
-        return "weights only"
-    return "no checkpoint" if side.iteration is None else f"iteration {side.iteration}"

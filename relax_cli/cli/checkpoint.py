@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from relax_cli.checkpoint import align, layout
-from relax_cli.checkpoint import resume_problems as problems_of
 from relax_cli.checkpoint.fingerprint import folder_differences, model_shape
-from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume, was_saved_beside_a_critic
+from relax_cli.checkpoint.resume import ResumeReport, examine_resume, was_saved_beside_a_critic
+from relax_cli.checkpoint.side import NO_CHECKPOINT, Side, not_a_save_folder
 from relax_cli.cli import checkpoint_commands
 from relax_cli.cli.checked_text import decision_dict
 from relax_cli.cli.checkpoint_commands import model_folder, path_argument, path_option
@@ -180,8 +180,8 @@ def require_save_folder(folder: Path) -> None:
     """Raises ConfigError where there is no such folder, ResumeError where it is something else."""
     align.require_folder("DIR", folder)
     if layout.read_tracker(folder) == layout.Tracker(None) and not layout.list_iterations(folder):
-        problem = problems_of.not_a_save_folder("DIR", folder, "actor")
-        if problem.got != problems_of.NO_CHECKPOINT:
+        problem = not_a_save_folder("DIR", folder, "actor")
+        if problem.got != NO_CHECKPOINT:
             raise ResumeError(problem)
 
 

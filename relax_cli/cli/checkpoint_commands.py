@@ -16,7 +16,7 @@ from relax_cli.checkpoint import align, layout, prune
 from relax_cli.checkpoint.fingerprint import (
     folder_of_model,
 )
-from relax_cli.checkpoint.resume_problems import is_one_checkpoint
+from relax_cli.checkpoint.side import is_one_checkpoint
 from relax_cli.cli.console import Format, FormatOption, output_of
 from relax_cli.config.paths import expand_path
 from relax_cli.config.values import unset_variable

@@ -13,9 +13,9 @@ from typing import Any
 
 from relax_cli.algorithms.schedule import learning_rate
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint import resume_problems as problems_of
 from relax_cli.checkpoint.fingerprint import Identity, adapters_in, differences, folder_of_model, identify
-from relax_cli.checkpoint.resume import ResumeReport, Side, examine_resume
+from relax_cli.checkpoint.resume import RUN_DIR_IN_USE, SAVE_IN_USE, ResumeReport, examine_resume
+from relax_cli.checkpoint.side import Side
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem, ResumeError, problem_kind
 from relax_cli.models.lora import lora_of
@@ -28,6 +28,20 @@ LORA_WEIGHTS = problem_kind(
     "A run with low-rank adapters would start from bare weights of a checkpoint, or a critic from the checkpoint of an "
     "actor that has adapters only.",
     option="--load",
+)
+NOTHING_LEFT = problem_kind(
+    "resume-nothing-left",
+    "Folders and checkpoints",
+    "The checkpoint has more rollouts than `--num-rollout`.",
+    option="--num-rollout",
+)
+REFERENCE_NOT_START = problem_kind(
+    "reference-not-start",
+    "Folders and checkpoints",
+    "A warning: a run that starts from bare weights compares its KL terms with `--hf-checkpoint`, as no `--ref-load` "
+    "is given.",
+    option="--ref-load",
+    severity="warning",
 )
 OTHER_SCHEDULE = problem_kind(
     "resume-other-schedule",
@@ -56,7 +70,7 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
     )
     report = report.refused(list(_weights_for_adapters(report, config)))
     if report.decision.verdict == "weights-only":
-        return _with(report, _new_run_problems(config), config)
+        return _with(report, list(_new_run_problems(config)), config)
     if report.decision.verdict != "resume":
         return report
     run = identify(config, folder_of_model(config.model.hf_checkpoint))
@@ -65,7 +79,14 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
     report = report.refused(list(_other_schedule(config, report.sides[0], last, has_critic=has_critic)))
     if last is None or iteration is None or iteration <= last:
         return report
-    return report.refused([problems_of.nothing_left(report.sides[0].checkpoint, iteration, last)])
+    problem = NOTHING_LEFT(
+        f"nothing is left to do: the checkpoint has finished {iteration} rollouts",
+        where=str(report.sides[0].checkpoint),
+        got=str(last),
+        expected=f"at least {iteration}",
+        fix=f"--num-rollout with a number above {iteration}; the learning-rate schedule stretches to it",
+    )
+    return report.refused([problem])
 
 
 def _weights_for_adapters(report: ResumeReport, config: Config) -> Iterator[Problem]:
@@ -160,17 +181,31 @@ def _with(report: ResumeReport, problems: Sequence[Problem], config: Config) -> 
     return report.refused([replace(p, severity="error") for p in problems] if config.run.strict else problems)
 
 
-def _new_run_problems(config: Config) -> list[Problem]:
+def _new_run_problems(config: Config) -> Iterator[Problem]:
     """A run that starts at 0 from weights is a new run: it needs folders without another run's results."""
     places = {"--save": config.checkpoint.save, "--critic-save": config.critic.critic_save}
-    found = [
-        problems_of.would_overwrite(option, folder)
-        for option, folder in places.items()
-        if folder is not None and layout.list_iterations(Path(folder))
-    ]
+    for option, folder in places.items():
+        if folder is not None and layout.list_iterations(Path(folder)):
+            yield SAVE_IN_USE(
+                f"the run starts at step 1, and the folder of {option} contains other checkpoints",
+                fix=f"{option} {shlex.quote(folder.rstrip('/') + '-new')}",
+                option=option,
+                got=folder,
+                expected="a folder without checkpoints",
+            )
+    model = config.model.hf_checkpoint
     if config.algorithm.needs_reference and config.model.ref_load is None:
-        found.append(problems_of.other_reference(config.model.hf_checkpoint))
+        yield REFERENCE_NOT_START(
+            "KL terms compare with the model of --hf-checkpoint, not with the weights that the run starts from",
+            got=f"unset, so {model}",
+            expected="the model to compare with, named",
+            fix=f"--ref-load {shlex.quote(model)}, if this is meant; or the folder of the model that was converted",
+        )
     run_dir = config.run.run_dir
     if run_dir is not None and has_metrics(Path(run_dir)):
-        found.append(problems_of.run_dir_in_use(run_dir))
-    return found
+        yield RUN_DIR_IN_USE(
+            "the run starts at step 1, and the run folder already contains a run",
+            fix=f"--run-dir {shlex.quote(run_dir.rstrip('/') + '-2')}",
+            got=run_dir,
+            expected="a new or empty folder",
+        )

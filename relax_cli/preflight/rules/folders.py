@@ -6,7 +6,7 @@ import itertools
 import os
 from pathlib import Path
 
-from relax_cli.checkpoint.resume_problems import RUN_DIR_IN_USE, SAVE_IN_USE
+from relax_cli.checkpoint.resume import RUN_DIR_IN_USE, SAVE_IN_USE
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection, RunSection
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.preflight.completion import beside, counts_from_zero, has_checkpoints, holds_a_run
