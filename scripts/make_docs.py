@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 import relax_cli
-from relax_cli.cli.recipe_schema import summary_of
+from relax_cli.cli.recipes import summary_of
 from relax_cli.config.model import base_type, choices, flag, is_optional, section_model
 from relax_cli.config.schema import Config
 from relax_cli.errors import ProblemKind, declared_kinds

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from relax_cli.cli.console import Output, is_debug
-from relax_cli.cli.help import CONTEXT, EXAMPLES
+from relax_cli.cli.help import CONTEXT, EXAMPLES, CommandGroup
 from relax_cli.errors import ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
 from relax_cli.plugin.stdout import stdout_as_stderr
 
@@ -33,7 +34,6 @@ CODE_EXITED = problem_kind(
     "Code of a reward, a plugin or a library called `sys.exit`. Exit codes of `relax` are its own: this is a failure.",
 )
 HELP = "Reinforcement-learning post-training of language models."
-
 
 COMMANDS = {
     "quickstart": "Teach a tiny model to add, or to use a tool, with PPO on this CPU, in a few minutes.",
@@ -52,46 +52,58 @@ COMMANDS = {
 }
 """Sub-commands in the order of `relax --help`, each with its line there, which a test compares with the command's own.
 
-The module of that name in this folder has `register(app, plugins)`, which adds the command to an application.
+The module of that name in this folder has the command's function (see `command.py`), or a
+table of `SUB_COMMANDS`.
 """
+MODULES = {"down": "up"}
+"""Modules that have another name than their command."""
 
 WARM_COMMANDS = ("train", "quickstart", "eval")
 """Those that import torch, and so start from the warm process of `relax up`."""
 
 
-class LazyCommands(MutableMapping[str, Any]):
+class LazyCommands(dict[str, Any]):
     """Commands by name; those of `COMMANDS` are imported when they are looked up."""
 
     def __init__(self, plugins: Callable[[], Plugins]) -> None:
+        super().__init__(dict.fromkeys(COMMANDS))
         self._plugins = plugins
-        self._loaded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            if name not in COMMANDS:
-                raise KeyError(name)
+        if name in COMMANDS and super().__getitem__(name) is None:
             holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
             # A plugin that prints when it is imported does not do so among the results.
             with stdout_as_stderr():
-                module = import_module(f"relax_cli.cli.{name.replace('-', '_')}")
-                module.register(holder, self._plugins())
-            self._loaded[name] = typer.main.get_group(holder).commands[name]
-        return self._loaded[name]
+                _add_command(holder, name, self._plugins())
+            self[name] = typer.main.get_group(holder).commands[name]
+        return super().__getitem__(name)
 
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._loaded[name] = command
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of every mapping; dict's own would not import."""
+        return self[name] if name in COMMANDS else super().get(name, default)
 
-    def __delitem__(self, name: str) -> None:
-        del self._loaded[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter({**COMMANDS, **self._loaded})
+def _add_command(app: typer.Typer, name: str, plugins: Plugins) -> None:
+    module = import_module(f"relax_cli.cli.{MODULES.get(name, name).replace('-', '_')}")
+    if not hasattr(module, "SUB_COMMANDS"):
+        _add_function(app, name, getattr(module, name.replace("-", "_")), plugins)
+        return
+    group = typer.Typer(cls=CommandGroup, no_args_is_help=True, help=COMMANDS[name])
+    for sub_name, function in module.SUB_COMMANDS.items():
+        _add_function(group, sub_name, function, plugins)
+    app.add_typer(group, name=name)
 
-    def __len__(self) -> int:
-        return len({**COMMANDS, **self._loaded})
 
-    def __contains__(self, name: object) -> bool:
-        return name in COMMANDS or name in self._loaded
+def _add_function(app: typer.Typer, name: str, function: Callable[..., Any], plugins: Plugins) -> None:
+    from relax_cli.cli.command import command_of
+
+    parameters = signature(function).parameters
+    if "layers" in parameters:
+        from relax_cli.cli.options import ConfigCommand, config_command
+
+        app.command(name, cls=ConfigCommand)(config_command(function, plugins))
+    else:
+        app.command(name)(command_of(function, plugins) if "output" in parameters else function)
 
 
 class RelaxGroup(TyperGroup):

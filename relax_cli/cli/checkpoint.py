@@ -13,32 +13,28 @@ from relax_cli.checkpoint import align, layout
 from relax_cli.checkpoint.fingerprint import folder_differences, model_shape
 from relax_cli.checkpoint.resume import ResumeReport, examine_resume, was_saved_beside_a_critic
 from relax_cli.checkpoint.side import NO_CHECKPOINT, Side, not_a_save_folder
-from relax_cli.cli import checkpoint_commands
 from relax_cli.cli.checked_text import decision_dict
-from relax_cli.cli.checkpoint_commands import model_folder, path_argument, path_option
-from relax_cli.cli.console import Format, FormatOption, output_of, table
-from relax_cli.cli.help import CommandGroup
+from relax_cli.cli.checkpoint_commands import (
+    align_trackers,
+    export,
+    model_folder,
+    path_argument,
+    path_option,
+    prune_checkpoints,
+)
+from relax_cli.cli.console import Output, table
 from relax_cli.errors import ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import indivisible_sizes
-from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.completion import beside, critic_folders, has_checkpoints
-
-app = typer.Typer(
-    cls=CommandGroup,
-    no_args_is_help=True,
-    help="Checkpoints: what a run would resume from, and whether they are whole.",
-)
-checkpoint_commands.register(app)
 
 Folder = Annotated[Path, path_argument("DIR", "a save folder")]
 KEEPS_COMPLETE = frozenset({"resume-wrong-role", "resume-critic-lost"})
 """Problems of a checkpoint that is whole."""
 
 
-@app.command("check-resume")
 def check_resume(
-    ctx: typer.Context,
+    output: Output,
     load: Annotated[str, path_option("--load", "the actor's save folder")],
     critic_load: Annotated[
         str | None,
@@ -66,7 +62,6 @@ def check_resume(
     ] = None,
     critic_save: Annotated[str | None, path_option("--critic-save", "--critic-save of the run, likewise")] = None,
     deep: Annotated[bool, typer.Option("--deep", help="compare the hash of every file")] = False,
-    fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Show what a run with these folders would start from; exit code 3 if it would be refused.
 
@@ -74,7 +69,6 @@ def check_resume(
     its options is given, its folder is there, or the actor's checkpoint was saved with one. What belongs to the run
     itself - data, estimator, number of rollouts - is checked by `relax validate-config` with the options of the run.
     """
-    output = output_of(ctx, fmt)
     has_critic = critic_load is not None or critic_init_from_actor or was_saved_beside_a_critic(load)
     if has_critic or has_checkpoints(beside(load)):
         has_critic = True
@@ -98,10 +92,8 @@ def check_resume(
         raise typer.Exit(ExitCode.CANNOT_RESUME)
 
 
-@app.command("list")
-def list_checkpoints(ctx: typer.Context, folder: Folder, fmt: FormatOption = Format.TEXT) -> None:
+def list_checkpoints(output: Output, folder: Folder) -> None:
     """List the checkpoints of a save folder: iteration, size, age, and whether each is complete."""
-    output = output_of(ctx, fmt)
     require_save_folder(folder)
     tracker = layout.read_tracker(folder)
     rows = [describe(folder, iteration, tracker.iteration) for iteration in layout.list_iterations(folder)]
@@ -124,10 +116,8 @@ def list_checkpoints(ctx: typer.Context, folder: Folder, fmt: FormatOption = For
         output.note(f"warning: {tracker.problem}")
 
 
-@app.command("verify")
-def verify(ctx: typer.Context, folder: Folder, fmt: FormatOption = Format.TEXT) -> None:
+def verify(output: Output, folder: Folder) -> None:
     """Compare every file of every checkpoint in a save folder with its recorded hash; exit code 3 on a difference."""
-    output = output_of(ctx, fmt)
     require_save_folder(folder)
     found = {iteration: damages(folder, iteration, deep=True) for iteration in layout.list_iterations(folder)}
     ok = bool(found) and not any(found.values())
@@ -267,6 +257,11 @@ def as_text(report: ResumeReport, fit: ModelFit) -> str:
     return "\n".join(lines)
 
 
-def register(parent: typer.Typer, plugins: Plugins) -> None:
-    """Add the sub-commands of `relax checkpoint` to an application."""
-    parent.add_typer(app, name="checkpoint")
+SUB_COMMANDS = {
+    "check-resume": check_resume,
+    "list": list_checkpoints,
+    "verify": verify,
+    "align": align_trackers,
+    "prune": prune_checkpoints,
+    "export-hf": export,
+}

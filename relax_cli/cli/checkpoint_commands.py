@@ -6,18 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from relax_cli.checkpoint import align, layout, prune
-from relax_cli.checkpoint.fingerprint import (
-    folder_of_model,
-)
+from relax_cli.checkpoint.fingerprint import folder_of_model
 from relax_cli.checkpoint.side import is_one_checkpoint
-from relax_cli.cli.console import Format, FormatOption, output_of
+from relax_cli.cli.console import Output
 from relax_cli.config.paths import expand_path
 from relax_cli.config.values import unset_variable
 from relax_cli.engine.run_folder import claimed
@@ -35,25 +32,10 @@ CHANGE_FAILED = problem_kind(
 )
 
 Yes = Annotated[bool, typer.Option("--yes", help="do it; without this it is only shown")]
+Dtype = Literal["as-trained", "float32", "bfloat16", "float16"]
 NOT_DONE = "nothing was changed; --yes does it"
 WIDTH = 80
 """Columns of a screen."""
-
-
-class Dtype(StrEnum):
-    """Type of exported weights."""
-
-    AS_TRAINED = "as-trained"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `relax checkpoint`."""
-    app.command("align")(align_command)
-    app.command("prune")(prune_command)
-    app.command("export-hf")(export_command)
 
 
 def expanded(parameter: typer.CallbackParam, value: str | Path | None) -> str | Path | None:
@@ -85,19 +67,17 @@ def model_folder(name: str, fix: str) -> Path:
     return folder
 
 
-def align_command(
-    ctx: typer.Context,
+def align_trackers(
+    output: Output,
     load: Annotated[Path, path_option("--load", "the actor's save folder")],
     critic_load: Annotated[Path, path_option("--critic-load", "the critic's save folder")],
     deep: Annotated[bool, typer.Option("--deep", help="compare the hash of every file of the two checkpoints")] = False,
     yes: Yes = False,
-    fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Point both trackers at the newest iteration that is complete in both folders.
 
     Nothing is deleted. Exit code 3 if there is no such iteration.
     """
-    output = output_of(ctx, fmt)
     plan = align.plan_alignment(load, critic_load, deep=deep)
     changes = any(move.changes for move in plan.moves)
     if yes and changes:
@@ -121,8 +101,8 @@ def align_command(
     output.result(data, _alignment_text(plan, done=yes))
 
 
-def prune_command(
-    ctx: typer.Context,
+def prune_checkpoints(
+    output: Output,
     folder: Annotated[Path, path_argument("DIR", "the actor's save folder")],
     keep: Annotated[int, typer.Option("--keep", min=1, help="complete checkpoints, or pairs, to keep")],
     critic: Annotated[
@@ -130,13 +110,11 @@ def prune_command(
         path_option("--critic", "the critic's save folder, where the run has one"),
     ] = None,
     yes: Yes = False,
-    fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Remove old and broken checkpoints.
 
     Never what a tracker names, the newest complete one, or one half of a pair that is kept.
     """
-    output = output_of(ctx, fmt)
     plan = prune.plan_pruning(folder, critic, keep)
     if yes and plan.doomed:
         with _alone({folder: "DIR"} | ({critic: "--critic"} if critic is not None else {})):
@@ -153,8 +131,8 @@ def prune_command(
     output.result(data, _pruning_text(plan, freed, done=yes))
 
 
-def export_command(
-    ctx: typer.Context,
+def export(
+    output: Output,
     folder: Annotated[
         Path,
         path_argument("DIR", "the actor's save folder, or one checkpoint in it"),
@@ -165,15 +143,13 @@ def export_command(
         path_option("--hf-checkpoint", "the model the run was started with", "MODEL"),
     ],
     iteration: Annotated[int | None, typer.Option("--iteration", min=0, help="default: what the tracker names")] = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="type of the weights")] = Dtype.AS_TRAINED,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="type of the weights")] = "as-trained",
     peft: Annotated[bool, typer.Option("--peft", help="write the low-rank adapters alone, for PEFT")] = False,
-    fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Write the actor of a checkpoint as a Hugging Face model: safetensors, config.json and tokenizer files.
 
     Low-rank adapters are merged into the weights of MODEL, unless --peft asks for them alone.
     """
-    output = output_of(ctx, fmt)
     model = model_folder(hf_checkpoint, "give the folder or package that the run was started with")
     checkpoint = chosen_checkpoint(folder, iteration)
     meta = layout.read_meta(checkpoint)
@@ -184,7 +160,7 @@ def export_command(
     from relax_cli.checkpoint.export import export_hf, export_peft
 
     write = export_peft if peft else export_hf
-    done = write(checkpoint, out, model, None if dtype is Dtype.AS_TRAINED else getattr(torch, dtype))
+    done = write(checkpoint, out, model, None if dtype == "as-trained" else getattr(torch, dtype))
     data = {
         "ok": True,
         "out": str(out),

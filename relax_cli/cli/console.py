@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
@@ -22,7 +22,7 @@ from relax_cli.plugin.stdout import stdout_as_stderr
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-LAYERS_PANEL = "Configuration (layers, each overriding the ones before)"
+layers_option = partial(typer.Option, rich_help_panel="Configuration (layers, each overriding the ones before)")
 
 
 class Format(StrEnum):
@@ -112,9 +112,7 @@ class Output:
             self.err.print(line, markup=False, style="bold" if line.startswith("  fix ") else None)
 
 
-FormatOption = Annotated[
-    Format, typer.Option("--format", help="form of the data on stdout", rich_help_panel=LAYERS_PANEL)
-]
+FormatOption = Annotated[Format, layers_option("--format", help="form of the data on stdout")]
 
 
 def output_of(ctx: typer.Context, fmt: Format) -> Output:

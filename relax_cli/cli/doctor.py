@@ -1,35 +1,283 @@
-"""`relax doctor`: whether this machine can run relax."""
+"""`relax doctor`: whether this machine can run relax; each part of it is tried in a process of its own."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from relax_cli.cli.console import Format, FormatOption, output_of
+from relax_cli.cli.console import Output, table
+from relax_cli.cli.doctor_versions import Check, driver_check, version_checks
+from relax_cli.cli.warm import tell
 from relax_cli.config.redact import scrubbed
+from relax_cli.config.versions import NEWEST_MEGATRON
+from relax_cli.data.sandbox.outside import sandbox_fault, sandbox_fix
 from relax_cli.errors import ExitCode
-
-if TYPE_CHECKING:
-    from relax_cli.plugin.manager import Plugins
+from relax_cli.plugin.manager import Plugins
+from relax_cli.preflight.machine import gpu_count, ray_temp_folder, ray_temp_trouble, total_memory, usable_cores
+from relax_cli.preflight.memory.sizes import in_bytes
 
 Timeout = Annotated[float, typer.Option("--timeout", min=1, help="seconds that one part may take to import")]
+OLDEST_PYTHON = (3, 11)
+SMALL_SHARED_MEMORY = 1 << 30
+"""Ray's object store falls back to files where /dev/shm is too small for it."""
+MUCH_LOCKED = 1 << 30
+FEW_FILES = 4096
+"""Ray's processes open thousands of files and sockets."""
+TOO_SLOW = "does not import within"
+LITTLE_DISK = 2 << 30
+
+CPU_SUPPORT = "from relax_cli.backends.megatron.cpu_support import install; install()"
+CUDA = """
+import json, torch
+rows = []
+for i in range(torch.cuda.device_count()):
+    free, total = torch.cuda.mem_get_info(i)
+    rows.append([torch.cuda.get_device_name(i), free, total])
+print(json.dumps({"build": torch.version.cuda, "devices": rows}))
+"""
 
 
-def register(app: typer.Typer, plugins: Plugins) -> None:
-    """Add the command to an application."""
+@dataclass(frozen=True)
+class Part:
+    """A package that relax uses."""
 
-    @app.command("doctor")
-    def doctor(ctx: typer.Context, timeout: Timeout = 180.0, fmt: FormatOption = Format.TEXT) -> None:
-        """Check this machine: versions, imports, devices, memory, disk, plugins. Exit code 0, or 4 with problems."""
-        # Here, because what it imports would slow every other command down.
-        from relax_cli.cli.doctor_checks import as_text, examine_machine
+    distribution: str
+    code: str
+    """Proves that it works."""
+    needed: bool
+    fix: str
 
-        output = output_of(ctx, fmt)
-        with output.err.status("importing every part in a process of its own"):
-            checks = examine_machine(plugins, timeout)
-        ok = all(check.status != "problem" for check in checks)
-        data = [{name: scrubbed(text) for name, text in asdict(check).items()} for check in checks]
-        output.result({"ok": ok, "checks": data}, as_text(checks))
-        raise typer.Exit(ExitCode.OK if ok else ExitCode.ENVIRONMENT)
+
+def required(distribution: str) -> str:
+    """How to install what relax itself requires, by its own metadata."""
+    for requirement in map(Requirement, requires("relax-cli") or ()):
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if canonicalize_name(requirement.name) == canonicalize_name(distribution) and applies:
+            requirement.marker = None
+            return f"pip install '{requirement}'"
+    return f"pip install {distribution}"
+
+
+NEEDED = {
+    "torch": "import torch; assert torch.ones(2).sum() == 2",
+    "megatron-core": "import megatron.core",
+    "ray": "import ray",
+    "TransferQueue": "import transfer_queue",
+    "tensordict": "import tensordict",
+    "transformers": "from transformers import AutoTokenizer",
+    "psutil": "import psutil",
+    "math-verify": r"from math_verify import parse; assert parse(r'$\frac{1}{2}$')",
+}
+"""What every run needs, and the code that proves that it works."""
+PARTS = (
+    *(Part(name, code, True, required(name)) for name, code in NEEDED.items()),
+    Part("sglang", "import sglang", False, "pip install 'relax-cli[sglang]' (for rollouts on GPUs)"),
+    Part(
+        "transformer-engine",
+        "import transformer_engine.pytorch",
+        False,
+        "pip install --no-build-isolation 'transformer-engine[pytorch]' (on GPUs; optional)",
+    ),
+    Part(
+        "megatron-bridge",
+        "from megatron.bridge import AutoBridge",
+        False,
+        "pip install 'relax-cli[bridge]' (for Qwen3.5; Python 3.12)",
+    ),
+    Part("reasoning-gym", "import reasoning_gym", False, "pip install 'relax-cli[reasoning-gym]' (for its tasks)"),
+    Part("pyarrow", "import pyarrow.parquet", False, "pip install 'relax-cli[parquet]' (for Parquet data)"),
+    Part("tensorboard", "import tensorboard", False, "pip install 'relax-cli[tensorboard]' (for --tensorboard)"),
+)
+
+
+def doctor(output: Output, plugins: Plugins, timeout: Timeout = 180.0) -> ExitCode:
+    """Check this machine: versions, imports, devices, memory, disk, plugins. Exit code 0, or 4 with problems."""
+    with output.err.status("importing every part in a process of its own"):
+        checks = examine_machine(plugins, timeout)
+    ok = all(check.status != "problem" for check in checks)
+    data = [{name: scrubbed(text) for name, text in asdict(check).items()} for check in checks]
+    output.result({"ok": ok, "checks": data}, as_text(checks))
+    return ExitCode.OK if ok else ExitCode.ENVIRONMENT
+
+
+def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
+    """Every check, in the order of the table."""
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        packages = list(pool.map(lambda part: check_part(part, timeout), PARTS))
+    works = {check.name for check in packages if check.status == "ok"}
+    has_gpu = gpu_count() > 0
+    checks = [_python(), *packages, *version_checks(has_gpu), *_devices(works, timeout)]
+    return [*checks, *_memory(), *_limits(has_gpu), *_disk(), *_ray(), *warm_checks(), _sandbox(), *_plugins(plugins)]
+
+
+def check_part(part: Part, timeout: float) -> Check:
+    """The version of a package and whether it works."""
+    try:
+        found = version(part.distribution)
+    except PackageNotFoundError:
+        return Check(part.distribution, "problem" if part.needed else "note", "not installed", part.fix)
+    _, trouble = _try(part.code, timeout)
+    if trouble is None:
+        return Check(part.distribution, "ok", found)
+    fix = "relax doctor --timeout 600, when the machine is idle" if trouble.startswith(TOO_SLOW) else part.fix
+    return Check(part.distribution, "problem" if part.needed else "note", f"{found}, {trouble}", fix)
+
+
+def as_text(checks: list[Check]) -> str:
+    """The table, then what to do."""
+    width = 80 - len("problem") - 4 - max(len(check.name) for check in checks)
+    rows = [(c.name, c.status, _shortened(scrubbed(c.found), width)) for c in checks]
+    lines = [table(("part", "status", "found"), rows)]
+    for status, title in (("problem", "problems"), ("note", "notes")):
+        chosen = [check for check in checks if check.status == status]
+        lines += ["", title] if chosen else []
+        for check in chosen:
+            lines += textwrap.wrap(scrubbed(f"  {check.name}: {check.found}"), 80, subsequent_indent="    ")
+            lines.append(f"    fix: {scrubbed(check.fix)}")
+    return "\n".join(lines)
+
+
+def _try(code: str, timeout: float) -> tuple[str, str | None]:
+    """What the code prints in a process of its own, and what went wrong."""
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "RAY_USAGE_STATS_ENABLED": "0"}
+    # Elsewhere, so that a file of the current folder does not stand in for a package.
+    command = [sys.executable, "-P", "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=timeout, env=environment)
+    except subprocess.TimeoutExpired:
+        return "", f"{TOO_SLOW} {timeout:g} s"
+    if done.returncode == 0:
+        return done.stdout, None
+    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return "", f"does not import: {reason}"
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} ({sys.prefix})"
+    if sys.version_info >= OLDEST_PYTHON:
+        return Check("Python", "ok", found)
+    return Check("Python", "problem", found, f"install Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer")
+
+
+def _devices(works: set[str], timeout: float) -> Iterator[Check]:
+    if "torch" not in works:
+        return
+    driver = driver_check()
+    if driver is not None:
+        yield driver
+    answer, trouble = _try(CUDA, timeout)
+    if trouble is not None:
+        yield Check("CUDA", "problem", trouble, "nvidia-smi shows whether the driver works")
+    cuda = json.loads(answer) if trouble is None else {"build": None, "devices": []}
+    for number, (name, free, total) in enumerate(cuda["devices"]):
+        yield Check(f"GPU {number}", "ok", f"{name}, {in_bytes(free)} of {in_bytes(total)} free")
+    if cuda["devices"]:
+        return
+    if trouble is None:
+        build = f"torch is built for CUDA {cuda['build']}" if cuda["build"] else "torch is a CPU build"
+        present = gpu_count()
+        found = (
+            f"{present} GPUs in /dev, but torch sees none; {build}" if present else f"no GPU: runs use the CPU; {build}"
+        )
+        yield _note_if(present > 0, "CUDA", found, "install a CUDA build of torch, and see that `nvidia-smi` works")
+    if "megatron-core" in works:
+        _, trouble = _try(CPU_SUPPORT, timeout)
+        if trouble is None:
+            yield Check("Megatron on a CPU", "ok", "works")
+        else:
+            found = trouble.removeprefix("does not import: ")
+            yield Check("Megatron on a CPU", "problem", found, f"pip install megatron-core=={NEWEST_MEGATRON}")
+
+
+def _memory() -> Iterator[Check]:
+    yield Check("memory", "ok", in_bytes(total_memory()))
+    yield Check("cores", "ok", str(usable_cores()))
+    if Path("/dev/shm").is_dir():
+        usage = shutil.disk_usage("/dev/shm")
+        found = f"{in_bytes(usage.free)} of {in_bytes(usage.total)} free"
+        fix = "docker run --shm-size=8g; with less, Ray puts stores of up to 10 GB into files and refuses larger ones"
+        yield _note_if(usage.free < SMALL_SHARED_MEMORY, "shared memory", found, fix)
+
+
+def _limits(has_gpu: bool) -> Iterator[Check]:
+    for name, kind, letter in (("open files", resource.RLIMIT_NOFILE, "n"), ("processes", resource.RLIMIT_NPROC, "u")):
+        _, hard = resource.getrlimit(kind)
+        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        yield _limit(name, kind, FEW_FILES, f"ulimit -{letter} {most}")
+    if has_gpu:
+        # Sleeping roles are parked in page-locked memory.
+        fix = "ulimit -l unlimited (in a container: --ulimit memlock=-1)"
+        yield _limit("page-locked memory", resource.RLIMIT_MEMLOCK, MUCH_LOCKED, fix, shown=in_bytes)
+
+
+def _limit(name: str, kind: int, enough: int, fix: str, shown: Callable[[int], str] = str) -> Check:
+    soft, _ = resource.getrlimit(kind)
+    unlimited = soft == resource.RLIM_INFINITY
+    return _note_if(not unlimited and soft < enough, name, "unlimited" if unlimited else shown(soft), fix)
+
+
+def _ray() -> Iterator[Check]:
+    if address := os.environ.get("RAY_ADDRESS"):
+        fix = "unset RAY_ADDRESS, to run on this machine alone"
+        yield Check("Ray cluster", "note", f"runs join the one at {address}", fix)
+    elif trouble := ray_temp_trouble():
+        fix = "export RAY_TMPDIR=/tmp (or another short folder), or use --launcher local"
+        yield Check("Ray's temporary folder", "note", f"{ray_temp_folder()}: {trouble}", fix)
+
+
+def warm_checks() -> Iterator[Check]:
+    """The process of `relax up`, if there is one."""
+    if found := tell("look"):
+        refused, runs = found["refused"], len(found["runs"])
+        fits = f"process {found['pid']}, {runs} run{'s' * (runs != 1)}"
+        yield _note_if(bool(refused), "warm process", refused or fits, "relax down && relax up")
+
+
+def _sandbox() -> Check:
+    fault = sandbox_fault()
+    return _note_if(bool(fault), "sandbox of --rm-type code", fault or "withstands its probe", sandbox_fix())
+
+
+def _disk() -> Iterator[Check]:
+    for name, place in (("disk, here", "."), ("disk, temporary", tempfile.gettempdir())):
+        free = shutil.disk_usage(place).free
+        fix = "make room, or set RAY_TMPDIR and TMPDIR to a larger disk"
+        yield _note_if(free < LITTLE_DISK, name, f"{in_bytes(free)} free in {Path(place).resolve()}", fix)
+
+
+def _note_if(worth_a_note: bool, name: str, found: str, fix: str) -> Check:
+    return Check(name, "note", found, fix) if worth_a_note else Check(name, "ok", found)
+
+
+def _plugins(plugins: Plugins) -> Iterator[Check]:
+    for row in plugins.rows():
+        found = f"{row.distribution} {row.version}".strip()
+        if row.status == "ok":
+            yield Check(f"plugin {row.name}", "ok", found)
+            continue
+        # A plugin of someone else that is broken hurts no run that does not ask for it.
+        own = row.distribution == "relax-cli" and row.status == "broken"
+        fix = f"reinstall or update {row.distribution}"
+        yield Check(f"plugin {row.name}", "problem" if own else "note", f"{found} is {row.status}: {row.reason}", fix)
+
+
+def _shortened(text: str, width: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"

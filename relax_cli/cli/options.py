@@ -16,7 +16,8 @@ from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperOption
 
 from relax_cli.cli.checked_text import show
-from relax_cli.cli.console import LAYERS_PANEL, Format, FormatOption, Output, output_of
+from relax_cli.cli.command import Function, as_typer_reads_it, own_parameters
+from relax_cli.cli.console import Format, FormatOption, Output, layers_option, output_of
 from relax_cli.cli.words import is_option, word_problems
 from relax_cli.config.layers import Layers
 from relax_cli.config.model import base_type, choices, flag, options_by_name, section_model
@@ -29,33 +30,23 @@ from relax_cli.plugin.manager import Plugins, installed_plugins, load_plugins
 
 Recipes = Annotated[
     list[str] | None,
-    typer.Option(
+    layers_option(
         "--recipe",
         metavar="NAME|FILE",
         help="bundled recipe or YAML file (repeatable)",
-        rich_help_panel=LAYERS_PANEL,
         autocompletion=lambda: list(bundled_recipes()),
     ),
 ]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="YAML value (repeatable)", rich_help_panel=LAYERS_PANEL),
+    list[str] | None, layers_option("--set", metavar="SECTION.KEY=VALUE", help="YAML value (repeatable)")
 ]
 ShowConfig = Annotated[
     bool,
-    typer.Option(
-        "--show-config",
-        help="print the configuration, a recipe with the origin of each value, then stop",
-        rich_help_panel=LAYERS_PANEL,
-    ),
+    layers_option("--show-config", help="print the configuration, a recipe with the origin of each value, then stop"),
 ]
 ShowOrigin = Annotated[
     bool,
-    typer.Option(
-        "--show-origin",
-        help="print every value and its origin with the plan; `train` stops then",
-        rich_help_panel=LAYERS_PANEL,
-    ),
+    layers_option("--show-origin", help="print every value and its origin with the plan; `train` stops then"),
 ]
 COMPLETIONS: dict[str, Callable[[], list[str]]] = {
     "advantage_estimator": lambda: [entry.name for entry in installed_plugins()],
@@ -143,53 +134,37 @@ def gather_server_options(args: Sequence[str], own: Collection[str]) -> list[str
     return [*kept, SERVER_OPTIONS, json_text]
 
 
-def option_parameters(model: type[Config]) -> list[inspect.Parameter]:
-    """A keyword parameter per option of the model, `None` where the user gives nothing."""
-    annotations = {name: _annotation(name, field, panel) for panel, name, field in _fields(model)}
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(name, kind, default=None, annotation=a) for name, a in annotations.items()]
-
-
-def config_command(
-    app: typer.Typer, name: str, plugins: Plugins, options: Collection[str] | None = None
-) -> Callable[[Callable[..., ExitCode]], None]:
-    """Decorator: adds the function to `app` as the command `name`, with an option for every field of the configuration,
-    or for those of `options`.
-
-    It is called with the layers that were given, the output, and the options that it declares itself, and returns the
-    exit code.
-    """
+def config_command(function: Function, plugins: Plugins) -> Callable[..., None]:
+    """The command of a function that takes `layers`, `output` and `plugins`."""
     model = _model(plugins)
+    annotation = inspect.signature(function, eval_str=True).parameters["layers"].annotation
+    chosen = getattr(annotation, "__metadata__", (options_by_name(model),))[0]
 
-    def add(function: Callable[..., ExitCode]) -> None:
-        def command(
-            ctx: typer.Context,
-            *,
-            recipe: Recipes = None,
-            set_values: Overrides = None,
-            fmt: FormatOption = Format.TEXT,
-            show_config: ShowConfig = False,
-            **given: Any,
-        ) -> None:
-            output = output_of(ctx, fmt)
-            flags = {name: given.pop(name, None) for name in options_by_name(model)}
-            layers = Layers(recipe or (), os.environ, set_values or (), flags)
-            if show_config:
-                show(plugins, layers, output)
-            else:
-                raise typer.Exit(function(layers, output, **given))
+    def command(
+        ctx: typer.Context,
+        *,
+        recipe: Recipes = None,
+        set_values: Overrides = None,
+        fmt: FormatOption = Format.TEXT,
+        show_config: ShowConfig = False,
+        **given: Any,
+    ) -> None:
+        output = output_of(ctx, fmt)
+        flags = {name: given.pop(name, None) for name in options_by_name(model)}
+        layers = Layers(recipe or (), os.environ, set_values or (), flags)
+        if show_config:
+            show(plugins, layers, output)
+        else:
+            raise typer.Exit(function(layers=layers, output=output, plugins=plugins, **given) or ExitCode.OK)
 
-        shared = inspect.signature(command, eval_str=True).parameters.values()
-        own = inspect.signature(function, eval_str=True).parameters.values()
-        parameters = [p for p in shared if p.kind is not p.VAR_KEYWORD]
-        parameters += [p for p in own if p.kind is p.KEYWORD_ONLY]
-        parameters += [p for p in option_parameters(model) if options is None or p.name in options]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
-        command.__doc__ = function.__doc__
-        app.command(name, cls=ConfigCommand)(command)
-
-    return add
+    *shared, _ = inspect.signature(command, eval_str=True).parameters.values()
+    kind = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(option, kind, default=None, annotation=_annotation(option, field, panel))
+        for panel, option, field in _fields(model)
+        if option in chosen
+    ]
+    return as_typer_reads_it(command, [*shared, *own_parameters(function), *options], function)
 
 
 def _model(plugins: Plugins) -> type[Config]:

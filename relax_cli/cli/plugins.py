@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Format, FormatOption, output_of, table
-from relax_cli.cli.help import CommandGroup
+from relax_cli.cli.console import Output, table
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
 from relax_cli.config.text import with_program
 from relax_cli.errors import ExitCode
 from relax_cli.plugin.installed import Plugin, broken_references
-from relax_cli.plugin.manager import installed_plugins
+from relax_cli.plugin.manager import Plugins, installed_plugins
 from relax_cli.plugin.records import Curriculum, Env, Estimator, Record, Reward
 from relax_cli.plugin.scaffold import Kind, write_package
 from relax_cli.plugin.trackers import Tracker
 
 if TYPE_CHECKING:
     from relax_cli.plugin.kit.findings import CheckResult
-    from relax_cli.plugin.manager import Plugins
 
 Name = Annotated[
     str,
@@ -50,60 +48,51 @@ SHOWN: dict[str, tuple[type[Record], str]] = {
 """What `relax plugins show` has besides estimators, and what it calls the place of their code."""
 
 
-def register(parent: typer.Typer, plugins: Plugins) -> None:
-    """Add the sub-commands of `relax plugins` to an application."""
-    app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Estimator and reward plugins.")
+def list_plugins(output: Output, plugins: Plugins) -> None:
+    """List every plugin found, broken ones with the reason."""
+    rows = [_row(plugin) for plugin in plugins.installed()]
+    columns = ("name", "kind", "distribution", "version", "status", "reason")
+    text = table(columns, [[str(row[c] or "") for c in columns] for row in rows])
+    output.result(rows, text)
 
-    @app.command("list")
-    def list_plugins(ctx: typer.Context, fmt: FormatOption = Format.TEXT) -> None:
-        """List every plugin found, broken ones with the reason."""
-        output = output_of(ctx, fmt)
-        rows = [_row(plugin) for plugin in plugins.installed()]
-        columns = ("name", "kind", "distribution", "version", "status", "reason")
-        text = table(columns, [[str(row[c] or "") for c in columns] for row in rows])
-        output.result(rows, text)
 
-    @app.command("show")
-    def show_plugin(ctx: typer.Context, name: Name, fmt: FormatOption = Format.TEXT) -> None:
-        """Show what a plugin provides: summary, paper, options with defaults, where the math is."""
-        output = output_of(ctx, fmt)
-        shown = [describe(plugin) for plugin in plugins.named(name)]
-        output.result({"name": name, "plugins": shown}, "\n\n".join(_page(data) for data in shown))
+def show_plugin(output: Output, plugins: Plugins, name: Name) -> None:
+    """Show what a plugin provides: summary, paper, options with defaults, where the math is."""
+    shown = [describe(plugin) for plugin in plugins.named(name)]
+    output.result({"name": name, "plugins": shown}, "\n\n".join(_page(data) for data in shown))
 
-    @app.command("check")
-    def check_plugin(ctx: typer.Context, name: Name, fmt: FormatOption = Format.TEXT) -> None:
-        """Run the conformance kit on a plugin; exits 1 when it breaks a rule."""
-        output = output_of(ctx, fmt)
-        found = plugins.named(name)
-        output.note(f"checking {name}")
-        # The kit imports torch.
-        from relax_cli.data.envs.kit import check_env
-        from relax_cli.plugin.kit import check_plugin as run_checks
 
-        results = [result for plugin in found for result in run_checks(plugin)]
-        results += [check_env(env) for plugin in found for env in plugin.of(Env)]
-        ok = all(result.status != "failed" for result in results)
-        output.result({"ok": ok, "name": name, "checks": [asdict(r) for r in results]}, _verdict(name, results))
-        if not ok:
-            raise typer.Exit(ExitCode.FAILED)
+def check_plugin(output: Output, plugins: Plugins, name: Name) -> ExitCode:
+    """Run the conformance kit on a plugin; exits 1 when it breaks a rule."""
+    found = plugins.named(name)
+    output.note(f"checking {name}")
+    # The kit imports torch.
+    from relax_cli.data.envs.kit import check_env
+    from relax_cli.plugin.kit import check_plugin as run_checks
 
-    @app.command("new")
-    def new_plugin(
-        ctx: typer.Context,
-        name: NewName,
-        kind: KindOption = "estimator",
-        directory: Directory = None,
-        fmt: FormatOption = Format.TEXT,
-    ) -> None:
-        """Write a complete package to start from: the formula or the reward, entry point, tests."""
-        output = output_of(ctx, fmt)
-        folder = Path(f"relax-{name}") if directory is None else directory
-        written = write_package(name, folder, taken=taken_names(plugins), kind=kind)
-        steps = _next_steps(name, kind, folder)
-        data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
-        output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
+    results = [result for plugin in found for result in run_checks(plugin)]
+    results += [check_env(env) for plugin in found for env in plugin.of(Env)]
+    ok = all(result.status != "failed" for result in results)
+    output.result({"ok": ok, "name": name, "checks": [asdict(r) for r in results]}, _verdict(name, results))
+    return ExitCode.OK if ok else ExitCode.FAILED
 
-    parent.add_typer(app, name="plugins")
+
+def new_plugin(
+    output: Output,
+    plugins: Plugins,
+    name: NewName,
+    kind: KindOption = "estimator",
+    directory: Directory = None,
+) -> None:
+    """Write a complete package to start from: the formula or the reward, entry point, tests."""
+    folder = Path(f"relax-{name}") if directory is None else directory
+    written = write_package(name, folder, taken=taken_names(plugins), kind=kind)
+    steps = _next_steps(name, kind, folder)
+    data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
+    output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
+
+
+SUB_COMMANDS = {"list": list_plugins, "show": show_plugin, "check": check_plugin, "new": new_plugin}
 
 
 def _next_steps(name: str, kind: str, folder: Path) -> list[str]:

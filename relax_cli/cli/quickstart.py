@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 import typer
 from rich.markup import escape
 
-from relax_cli.cli.console import Format, FormatOption, output_of
+from relax_cli.cli.console import Output
 from relax_cli.cli.train import launch
 from relax_cli.config.layers import Layers
+from relax_cli.errors import ExitCode
 from relax_cli.plugin.manager import Plugins
 from relax_cli.quickstart.task import TaskName, prepare
 
@@ -23,28 +24,24 @@ TaskOption = Annotated[TaskName, typer.Option("--task", help="add two numbers, o
 Launcher = Annotated[Literal["ray", "local"], typer.Option("--launcher", help="as in `relax train`")]
 
 
-def register(app: typer.Typer, plugins: Plugins) -> None:
-    """Add the command to an application."""
-
-    @app.command("quickstart")
-    def quickstart(
-        ctx: typer.Context,
-        directory: Directory = Path("quickstart"),
-        prepare_only: PrepareOnly = False,
-        seed: Seed = 1234,
-        steps: Steps = 40,
-        task: TaskOption = "addition",
-        launcher: Launcher = "ray",
-        fmt: FormatOption = Format.TEXT,
-    ) -> None:
-        """Teach a tiny model to add, or to use a tool, with PPO on this CPU, in a few minutes."""
-        output = output_of(ctx, fmt)
-        with output.err.status(f"writing model, data and recipe to {escape(str(directory))}"):
-            prepare(directory, seed=seed, steps=steps, task=task)
-        recipe = str(directory / "recipe.yaml")
-        if not prepare_only:
-            raise typer.Exit(launch(plugins, Layers([recipe], os.environ, (), {"launcher": launcher}), output))
-        output.result(
-            {"ok": True, "dir": str(directory), "recipe": recipe},
-            f"Wrote model, data and recipe to {directory}\nTrain:\n  relax train --recipe {recipe}",
-        )
+def quickstart(
+    output: Output,
+    plugins: Plugins,
+    directory: Directory = Path("quickstart"),
+    prepare_only: PrepareOnly = False,
+    seed: Seed = 1234,
+    steps: Steps = 40,
+    task: TaskOption = "addition",
+    launcher: Launcher = "ray",
+) -> ExitCode:
+    """Teach a tiny model to add, or to use a tool, with PPO on this CPU, in a few minutes."""
+    with output.err.status(f"writing model, data and recipe to {escape(str(directory))}"):
+        prepare(directory, seed=seed, steps=steps, task=task)
+    recipe = str(directory / "recipe.yaml")
+    if not prepare_only:
+        return launch(plugins, Layers([recipe], os.environ, (), {"launcher": launcher}), output)
+    output.result(
+        {"ok": True, "dir": str(directory), "recipe": recipe},
+        f"Wrote model, data and recipe to {directory}\nTrain:\n  relax train --recipe {recipe}",
+    )
+    return ExitCode.OK

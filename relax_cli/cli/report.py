@@ -9,10 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Format, FormatOption, output_of, table
+from relax_cli.cli.console import Output, table
 from relax_cli.errors import ConfigError, problem_kind
-from relax_cli.plugin.manager import Plugins
+from relax_cli.tracking.numbers import number_text
+from relax_cli.tracking.plots import curve, sparkline
+from relax_cli.tracking.report.data import columns, differing, evaluations, run_data, warnings
+from relax_cli.tracking.report.page import write_page
 from relax_cli.tracking.run_reader import RunFolder, read_run
+from relax_cli.tracking.view import WATCHED
 
 REPORT_UNWRITABLE = problem_kind(
     "report-unwritable",
@@ -24,7 +28,7 @@ CURVE_WIDTH, CURVE_HEIGHT, SPARK_WIDTH = 72, 6, 30
 
 
 def report(
-    ctx: typer.Context,
+    output: Output,
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders", show_default=False)],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="also write an HTML page that needs no network")
@@ -32,13 +36,8 @@ def report(
     shows: Annotated[
         bool, typer.Option("--open", help="write the page, RUN/report.html unless --out, and open it in a browser")
     ] = False,
-    fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Show the curves, evaluations and warnings of runs and what they differ in; also as one HTML page."""
-    from relax_cli.tracking.report import data
-    from relax_cli.tracking.report.page import write_page
-
-    output = output_of(ctx, fmt)
     found = [read_run(path) for path in runs]
     page = out or (runs[0] / "report.html" if shows else None)
     if page is not None:
@@ -59,8 +58,8 @@ def report(
         lines += ["", f"Page      {page}"]
     shown = {
         "page": None if page is None else str(page),
-        "runs": [data.run_data(run, 0) | {"samples": sorted(run.steps())} for run in found] if output.is_json else [],
-        "differing": dict(data.differing(found)),
+        "runs": [run_data(run, 0) | {"samples": sorted(run.steps())} for run in found] if output.is_json else [],
+        "differing": dict(differing(found)),
     }
     output.result(shown, "\n".join(lines))
     if shows and page is not None:
@@ -68,11 +67,6 @@ def report(
 
 
 def _run_lines(run: RunFolder) -> Iterator[str]:
-    from relax_cli.tracking.numbers import number_text
-    from relax_cli.tracking.plots import curve, sparkline
-    from relax_cli.tracking.report.data import columns, evaluations, warnings
-    from relax_cli.tracking.view import WATCHED
-
     trained = [record for record in run.metrics if "phase_seconds" in record]
     estimator = run.config.get("algorithm", {}).get("advantage_estimator", "")
     yield f"{run.path}  {estimator}, {len(trained)} steps"
@@ -104,14 +98,7 @@ def _run_lines(run: RunFolder) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[RunFolder]) -> list[str]:
-    from relax_cli.tracking.report.data import differing
-
     if len(runs) < 2:
         return []
     rows: list[tuple[Any, ...]] = [(key, *values) for key, values in differing(runs)]
     return ["Differences of the configurations", table(("option", *(run.path.name for run in runs)), rows)]
-
-
-def register(parent: typer.Typer, plugins: Plugins) -> None:
-    """Add `relax report` to an application."""
-    parent.command("report")(report)

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Format, FormatOption, output_of
+from relax_cli.cli.console import Output
 from relax_cli.errors import ConfigError, problem_kind
-from relax_cli.plugin.manager import Plugins
 from relax_cli.roles.sample_files import Sample, finite
+from relax_cli.tracking import sample_text
 from relax_cli.tracking.run_reader import RunFolder, read_run
 from relax_cli.tracking.token_view import advantage
 
@@ -38,7 +38,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder", show_de
 
 
 def rollouts(
-    ctx: typer.Context,
+    output: Output,
     run: Run,
     step: Annotated[int | None, typer.Option(help="the step; the last one when unset")] = None,
     evals: Annotated[bool, typer.Option("--evals", help="samples of the held-out sets instead")] = False,
@@ -53,16 +53,12 @@ def rollouts(
     ] = None,
     group: Annotated[int | None, typer.Option(metavar="G", help="the samples of one prompt side by side")] = None,
     sample: Annotated[int | None, typer.Option(metavar="ROW", help="one sample, token by token")] = None,
-    fmt: FormatOption = Format.TEXT,
 ) -> None:
     """Read the samples of a run: texts, rewards, and every number of every token.
 
     Fields of --filter: reward, length, advantage, finish_reason, prompt, response, label, group, row, source, set, and
     reward_parts.NAME.
     """
-    from relax_cli.tracking import sample_text
-
-    output = output_of(ctx, fmt)
     folder = read_run(run)
     every = folder.samples(step, "evals" if evals else "rollouts")
     for found in every:
@@ -151,8 +147,3 @@ def _bad_filter(condition: str, why: str) -> ConfigError:
             fix="--filter 'reward<0.5', or --filter 'response~wait'",
         )
     )
-
-
-def register(parent: typer.Typer, plugins: Plugins) -> None:
-    """Add `relax rollouts` to an application."""
-    parent.command("rollouts")(rollouts)

@@ -4,39 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from relax_cli.cli.checked_text import reading_progress, report
-from relax_cli.cli.console import LAYERS_PANEL, Output
-from relax_cli.cli.options import ShowOrigin, config_command
+from relax_cli.cli.console import Output, layers_option
+from relax_cli.cli.options import ShowOrigin
 from relax_cli.config.layers import Layers
 from relax_cli.errors import ExitCode
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import check_run
 
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="check everything, print the plan, then stop", rich_help_panel=LAYERS_PANEL)
-]
+DryRun = Annotated[bool, layers_option("--dry-run", help="check everything, print the plan, then stop")]
 
 
-def register(app: typer.Typer, plugins: Plugins) -> None:
-    """Add the command to an application."""
+def train(
+    layers: Layers, output: Output, plugins: Plugins, show_origin: ShowOrigin = False, dry_run: DryRun = False
+) -> ExitCode:
+    """Train a model.
 
-    @config_command(app, "train", plugins)
-    def train(layers: Layers, output: Output, *, show_origin: ShowOrigin = False, dry_run: DryRun = False) -> ExitCode:
-        """Train a model.
+    \b
+    relax train --recipe tiny-ppo-cpu --num-rollout 20 --save runs/actor
+    relax train --hf-checkpoint DIR --prompt-data FILE.jsonl --rm-type math
+    relax train --recipe mine.yaml --custom-rm-path reward.py:judge --dry-run
 
-        \b
-        relax train --recipe tiny-ppo-cpu --num-rollout 20 --save runs/actor
-        relax train --hf-checkpoint DIR --prompt-data FILE.jsonl --rm-type math
-        relax train --recipe mine.yaml --custom-rm-path reward.py:judge --dry-run
-
-        Values come from: defaults < recipes, left to right < RELAX_* environment < --set < the flags below.
-        Everything that can be known to be wrong is reported together, before anything starts.
-        """
-        if dry_run or show_origin:
-            return report(plugins, layers, output, show_origin=show_origin, here=True)
-        return launch(plugins, layers, output)
+    Values come from: defaults < recipes, left to right < RELAX_* environment < --set < the flags below.
+    Everything that can be known to be wrong is reported together, before anything starts.
+    """
+    if dry_run or show_origin:
+        return report(plugins, layers, output, show_origin=show_origin, here=True)
+    return launch(plugins, layers, output)
 
 
 def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:

@@ -1,24 +1,24 @@
-"""`relax up`: a process that has imported what runs need, for the next minutes."""
+"""`relax up` and `relax down`: a process that has imported what runs need, for the next minutes."""
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Format, FormatOption, output_of
-from relax_cli.cli.warm import tell, warm_folder
+from relax_cli.cli.console import Output
+from relax_cli.cli.warm import reach, tell, warm_folder
 from relax_cli.engine import fork_client
 from relax_cli.errors import MACHINE_THEME, EnvironmentFault, Problem, problem_kind
-
-if TYPE_CHECKING:
-    from relax_cli.plugin.manager import Plugins
 
 START_SECONDS = 180.0
 """A loaded machine needs a minute for the imports."""
@@ -34,32 +34,27 @@ OUTDATED = problem_kind(
 IdleMinutes = Annotated[float, typer.Option("--idle-minutes", min=0.01, help="minutes without a run until it ends")]
 
 
-def register(app: typer.Typer, plugins: Plugins) -> None:
-    """Add the command to an application."""
-
-    @app.command("up")
-    def up(ctx: typer.Context, idle_minutes: IdleMinutes = 30.0, fmt: FormatOption = Format.TEXT) -> None:
-        """Start a warm process, from which later runs start in less than half the time."""
-        output = output_of(ctx, fmt)
-        found = tell("look")
-        if found.get("refused"):
-            raise EnvironmentFault(
-                OUTDATED(
-                    "a warm process that does not fit is up",
-                    where=f"process {found['pid']}",
-                    got=found["refused"],
-                    expected="what it was started with",
-                    fix="relax down && relax up",
-                )
+def up(output: Output, idle_minutes: IdleMinutes = 30.0) -> None:
+    """Start a warm process, from which later runs start in less than half the time."""
+    found = tell("look")
+    if found.get("refused"):
+        raise EnvironmentFault(
+            OUTDATED(
+                "a warm process that does not fit is up",
+                where=f"process {found['pid']}",
+                got=found["refused"],
+                expected="what it was started with",
+                fix="relax down && relax up",
             )
-        if not found:
-            with output.err.status("importing what runs need"):
-                found = start(warm_folder(), idle_minutes)
-        output.result(
-            {"ok": True, "pid": found["pid"], "runs": found["runs"]},
-            f"Warm: process {found['pid']}. The commands train, quickstart and eval start from it, until it has been "
-            "idle for its minutes. To end it:\n  relax down",
         )
+    if not found:
+        with output.err.status("importing what runs need"):
+            found = start(warm_folder(), idle_minutes)
+    output.result(
+        {"ok": True, "pid": found["pid"], "runs": found["runs"]},
+        f"Warm: process {found['pid']}. The commands train, quickstart and eval start from it, until it has been "
+        "idle for its minutes. To end it:\n  relax down",
+    )
 
 
 def start(folder: Path, idle_minutes: float) -> dict[str, Any]:
@@ -98,3 +93,31 @@ def start(folder: Path, idle_minutes: float) -> dict[str, Any]:
 
 def _not_warm(got: str, expected: str, fix: str) -> Problem:
     return NOT_WARM("the warm process did not start", where=str(warm_folder()), got=got, expected=expected, fix=fix)
+
+
+def down(output: Output) -> None:
+    """End the warm process."""
+    channel = reach()
+    if channel is None:
+        output.result({"ok": True, "pid": None, "runs": []}, "No warm process is up.")
+        return
+    with channel:
+        found = fork_client.ask(channel, fork_client.process_state() | {"do": "end"})
+    text = "The warm process has ended."
+    if not found:
+        pid = int((warm_folder() / fork_client.LOCK).read_text("utf-8"))
+        os.kill(pid, signal.SIGKILL)
+        found, text = {"pid": pid, "runs": []}, "The warm process did not answer, and was killed."
+    if found["runs"]:
+        text = f"The warm process ends with its last run; their processes: {', '.join(map(str, found['runs']))}."
+    else:
+        wait_for_end(found["pid"])
+    output.result({"ok": True, "pid": found["pid"], "runs": found["runs"]}, text)
+
+
+def wait_for_end(pid: int) -> None:
+    """Until a process that is not a child of this one has ended."""
+    with suppress(ProcessLookupError):
+        handle = os.pidfd_open(pid)
+        select.select([handle], [], [], fork_client.PATIENCE)
+        os.close(handle)

@@ -13,10 +13,10 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from relax_cli.cli import doctor_checks as doctor
+from relax_cli.cli import doctor
 from relax_cli.cli import doctor_versions as versions
 from relax_cli.cli.app import build_app
-from relax_cli.cli.doctor_checks import Part, check_part
+from relax_cli.cli.doctor import Part, check_part
 from relax_cli.cli.doctor_versions import Check
 from relax_cli.config.versions import CPU_MEGATRON, CPU_SET, GPU_SET, NEW_CPU_SET, SGLANG_CONTRACTS
 from relax_cli.plugin.manager import GROUP, Plugins

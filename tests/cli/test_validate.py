@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from relax_cli.cli import checked_text
-from relax_cli.cli.recipe_schema import recipe_schema
+from relax_cli.cli.recipes import recipe_schema
 from relax_cli.config.model import options_by_name
 from relax_cli.config.recipes import bundled_recipes
 from relax_cli.plugin.config_model import config_model

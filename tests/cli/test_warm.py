@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from relax_cli.cli import doctor_checks
+from relax_cli.cli import doctor
 from relax_cli.engine import fork_client, forks
 from relax_cli.engine.fork_client import SOCKET
 from tests.support.cli_runs import RELAX, read_metrics
@@ -189,6 +189,6 @@ def test_a_killed_warm_process_is_noticed_once(tmp_path: Path) -> None:
 def test_doctor_tells_of_it(
     answer: dict[str, Any], status: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_checks, "tell", lambda _: answer)
-    rows = [(check.status, check.found) for check in doctor_checks.warm_checks()]
+    monkeypatch.setattr(doctor, "tell", lambda _: answer)
+    rows = [(check.status, check.found) for check in doctor.warm_checks()]
     assert rows == ([] if status is None else [(status, found)])

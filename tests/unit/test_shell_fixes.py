@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import relax_cli
-from relax_cli.cli import doctor_checks as doctor
+from relax_cli.cli import doctor
 from relax_cli.cli.doctor_versions import allocator_conflict
 from relax_cli.config.layers import Layers
 from relax_cli.config.recipes import read_recipe
