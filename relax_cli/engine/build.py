@@ -297,6 +297,7 @@ class RoleBuilder:
         fits = None
         if limit is not None and config.rollout.overlong_prompts == "drop":
             fits = fitting(tokenizer, limit, apply_chat_template=config.data.apply_chat_template)
+        sets = (("", config.data.prompt_data), *config.eval.sets)
         samplings = {"": replace(sampling(config.rollout), routes=config.parallel.router_replay)} | {
             name: sampling(sampling_of_set(config.eval, name, config.rollout)) for name, _ in config.eval.sets
         }
@@ -304,10 +305,8 @@ class RoleBuilder:
             self._rollout_engine(tokenizer, samplings),
             tokenizer,
             load_reward(config.reward, self.rewards) if env is None else load_env(env, self.envs),
-            samplings[""],
-            load_prompts(config.data, config.data.prompt_data, fits),
-            {name: load_prompts(config.data, path, fits) for name, path in config.eval.sets},
-            {name: samplings[name] for name, _ in config.eval.sets},
+            {name: load_prompts(config.data, path, fits) for name, path in sets},
+            samplings,
             self._context(queue),
         )
 

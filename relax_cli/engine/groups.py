@@ -194,7 +194,7 @@ class ReferenceGroup(SleepingGroup):
     ranks: Ranks[ReferenceRole]
 
     def score(self, rollout_id: int) -> None:
-        """See `ModelRole.score`, on every rank."""
+        """See `ReferenceRole.score`, on every rank."""
         self.ranks.all(lambda reference: reference.score(rollout_id))
 
 

@@ -20,7 +20,7 @@ from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.graph import ROUTES, TOKEN_REWARDS, WEIGHT_VERSIONS
 from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.roles.advantages import FIELDS, advantage_inputs, finished_advantages, kl_penalty
-from relax_cli.roles.batching import unpad
+from relax_cli.roles.batching import read_columns, unpad
 from relax_cli.roles.context import RoleContext
 from relax_cli.roles.training import RolloutShare, TrainingRole, masked_token_mean, trainable
 
@@ -95,17 +95,15 @@ class ActorRole(TrainingRole):
             share.columns["old_log_probs"] = share.columns["rollout_log_probs"]
         else:
             share.columns["old_log_probs"] = self.answers(share, lambda output: output.log_probs_BT)
-            if (rows := [row for row in share.rows if row < self.dumped]) and parallel.is_output_rank():
-                old = [share.columns["old_log_probs"][row] for row in rows]
-                self.queue.put(share.rollout_id, rows, {"old_log_probs": old})
+            old = {row: values for row, values in share.columns["old_log_probs"].items() if row < self.dumped}
+            self.write(share, {"old_log_probs": old})
 
     def _advantages_without_critic(self, share: RolloutShare) -> dict[str, float]:
         """Adds `advantages`, also to the queue. Computed from all rows on every rank: groups lie across ranks, and
         whitening needs every token of the rollout."""
         assert self.own_advantages is not None
         every_row = list(range(self.batch.samples_per_rollout))
-        fields = self.queue.get(share.rollout_id, every_row, self.judged)
-        columns = {name: dict(zip(every_row, values, strict=True)) for name, values in fields.items()}
+        columns = read_columns(self.queue, share.rollout_id, every_row, self.judged)
         if self.algorithm.kl_coef:
             own = kl_penalty(share.columns, share.rows, self.algorithm.kl_coef, old="old_log_probs")
             columns["kl"] = parallel.gather_rows(own)
@@ -115,8 +113,7 @@ class ActorRole(TrainingRole):
         )
         by_row = unpad(advantages, every_row, columns["response_lens"])
         share.columns["advantages"] = {row: by_row[row] for row in share.rows}
-        if share.rows and parallel.is_output_rank():
-            self.queue.put(share.rollout_id, share.rows, {"advantages": [by_row[row] for row in share.rows]})
+        self.write(share, {"advantages": share.columns["advantages"]})
         return metrics
 
     def _update(self, share: RolloutShare, step: int, gaps: LogProbGap | None) -> dict[str, float]:

@@ -17,7 +17,7 @@ from relax_cli.algorithms.types import AdvantageInputs
 from relax_cli.config.schema import Section
 from relax_cli.plugin.graph import TOKEN_REWARDS
 from relax_cli.plugin.guarded import EstimatorMath
-from relax_cli.roles.batching import Columns, stack, unpad
+from relax_cli.roles.batching import Columns, read_columns, stack, unpad, write_columns
 from relax_cli.roles.context import RoleContext
 
 FIELDS = ("response_lens", "response_mask", "rewards", "group_ids", "truncated")
@@ -95,8 +95,7 @@ class AdvantagesRole:
     def compute(self, rollout_id: int) -> dict[str, float]:
         """Read rewards and values, write `advantages` and `returns`; metrics are from before whitening."""
         rows = list(range(self.samples_per_rollout))
-        fields = self.queue.get(rollout_id, rows, self.fields)
-        columns = {name: dict(zip(rows, values, strict=True)) for name, values in fields.items()}
+        columns = read_columns(self.queue, rollout_id, rows, self.fields)
         if self.algorithm.kl_coef:
             columns["kl"] = kl_penalty(columns, rows, self.algorithm.kl_coef, old="rollout_log_probs")
         inputs = advantage_inputs(columns, rows, self.options)
@@ -105,9 +104,7 @@ class AdvantagesRole:
         advantages, metrics = finished_advantages(
             outputs.advantages, inputs, normalize=self.algorithm.normalize_advantages
         )
-        by_row = {
-            "advantages": unpad(advantages, rows, columns["response_lens"]),
-            "returns": unpad(outputs.returns, rows, columns["response_lens"]),
-        }
-        self.queue.put(rollout_id, rows, {name: [values[row] for row in rows] for name, values in by_row.items()})
+        found = {"advantages": advantages, "returns": outputs.returns}
+        by_row = {name: unpad(values, rows, columns["response_lens"]) for name, values in found.items()}
+        write_columns(self.queue, rollout_id, by_row)
         return metrics

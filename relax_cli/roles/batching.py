@@ -15,9 +15,22 @@ from torch import Tensor
 from relax_cli.backends.megatron.micro_batch import MicroBatch
 from relax_cli.config.schema import BatchSection
 from relax_cli.plugin.graph import ROUTES
+from relax_cli.roles.context import SampleQueue
 
 Columns: TypeAlias = dict[str, dict[int, Tensor]]
 """Field name to row to that sample's tensor (1-D, or a scalar)."""
+
+
+def read_columns(queue: SampleQueue, rollout_id: int, rows: Sequence[int], names: Sequence[str]) -> Columns:
+    """Fields of the given samples, by row."""
+    fields = queue.get(rollout_id, rows, names)
+    return {name: dict(zip(rows, values, strict=True)) for name, values in fields.items()}
+
+
+def write_columns(queue: SampleQueue, rollout_id: int, columns: Columns) -> None:
+    """Columns of the same rows to the queue; does nothing without rows."""
+    if rows := sorted(next(iter(columns.values()))):
+        queue.put(rollout_id, rows, {name: [values[row] for row in rows] for name, values in columns.items()})
 
 
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:

@@ -34,9 +34,7 @@ class CriticRole(TrainingRole):
         """Values to the queue, and local returns."""
         share = self.fetch_share(rollout_id, (*FIELDS, *self.spec.reads))
         self._predict_values(share)
-        if share.rows and parallel.is_output_rank():
-            written = {name: [share.columns[name][row] for row in share.rows] for name in self.spec.writes}
-            self.queue.put(rollout_id, share.rows, written)
+        self.write(share, {name: share.columns[name] for name in self.spec.writes})
         self._compute_returns(share)
         self.share = share
         return explained_variance(share)

@@ -10,3 +10,8 @@ class ReferenceRole(ModelRole[LoadedModel]):
     """One rank of the frozen policy."""
 
     name = "reference"
+
+    def score(self, rollout_id: int) -> None:
+        """Write its log-probabilities of this rollout's samples to the queue."""
+        share = self.fetch_share(rollout_id, ())
+        self.write(share, {"ref_log_probs": self.answers(share, lambda output: output.log_probs_BT)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -62,13 +61,16 @@ class RolloutRole:
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
         reward: RewardFunction | EnvFactory,
-        sampling: SamplingParams,
-        prompts: Sequence[Prompt],
-        eval_prompts: dict[str, Sequence[Prompt]],
-        eval_sampling: dict[str, SamplingParams],
+        prompts: dict[str, Sequence[Prompt]],
+        samplings: dict[str, SamplingParams],
         context: RoleContext,
     ) -> None:
+        """Args:
+        prompts: of each held-out set, and under "" those of the training.
+        samplings: alike.
+        """
         config = context.config
+        self.config, self.batch = config, config.batch
         self.engine = engine
         self.tokenizer = tokenizer
         chat = config.data.apply_chat_template
@@ -77,26 +79,17 @@ class RolloutRole:
             self.judge = Episodes(reward, config.episode, tokenizer, self._encode, apply_chat_template=chat)
         else:
             trace_file = context.run_dir / "logs" / f"reward-{context.rank}.txt"
-            self.judge = Judge(reward, tokenizer, sampling.stop, apply_chat_template=chat, trace_file=trace_file)
-        self.sampling = sampling
-        self.prompts = prompts
-        self.eval_prompts = eval_prompts
+            stop = samplings[""].stop
+            self.judge = Judge(reward, tokenizer, stop, apply_chat_template=chat, trace_file=trace_file)
+        self.samplings = samplings
+        self.prompt_sets, self.prompts = prompts, prompts[""]
         self.queue = context.queue
-        self.data = config.data
-        self.batch = config.batch
-        self.rollout = config.rollout
-        self.eval_sampling = eval_sampling
-        self.eval = config.eval
-        self.compared = config.reward.rm_type
-        self.config = config
         self.rank = context.rank
         self.workers = context.ranks
-        mixture = prompts.mixture if isinstance(prompts, Prompts) else ()
-        self.order = PromptOrder(len(prompts), self.rollout.rollout_seed, self.data.shuffle, mixture)
+        mixture = self.prompts.mixture if isinstance(self.prompts, Prompts) else ()
+        self.order = PromptOrder(len(self.prompts), config.rollout.rollout_seed, config.data.shuffle, mixture)
         self.writer = SampleWriter(context.run_dir, part=context.rank)
         self.eval_writer = SampleWriter(context.run_dir, "evals", context.rank)
-        self.most_dumped = config.run.most_dumped
-        self.dumps_numbers = config.run.dump_token_numbers
         self.awake = True
         self.has_weights = True
         self.judged: list[Judged] = []
@@ -156,10 +149,7 @@ class RolloutRole:
         """Sample this worker's share of rollout `rollout_id` and write it to the queue, unless that was done before."""
         assert self.awake, "rollout generates only while awake"
         if self.written is None or self.written[0] != rollout_id:
-            chosen = self.order.rows(rollout_id, self.batch.rollout_batch_size)
-            prompts = [self.prompts[i] for i in chosen]
-            sampled = self._sample(prompts, self.batch.n_samples_per_prompt, stream=rollout_id)
-            self.judged = [for_training(judged, self.config) for judged in sampled]
+            self.judged = self._sample_rows(self.order.rows(rollout_id, self.batch.rollout_batch_size), rollout_id)
             self._put(rollout_id)
             self.written = (rollout_id, self._spreads(self.judged))
         # Those of the step before were written meanwhile.
@@ -181,31 +171,22 @@ class RolloutRole:
             offset: prompts that this rollout has drawn before.
         """
         assert self.awake, "rollout generates only while awake"
-        prompts = [self.prompts[row] for row in rows]
-        size = self.batch.n_samples_per_prompt
-
-        def sample() -> list[Judged]:
-            sampled = self._sample(prompts, size, stream=rollout_id, offset=offset)
-            return [for_training(judged, self.config) for judged in sampled]
-
-        return self.drawn.groups(rollout_id, offset, sample)
+        return self.drawn.groups(rollout_id, offset, lambda: self._sample_rows(rows, rollout_id, offset))
 
     def _empty_pool(self) -> Pool:
-        def sample_seed_of(number: int) -> int:
-            return sample_seed(self.rollout.rollout_seed, POOL_STREAM, number)
-
         def judge(samples: Sequence[Sampled]) -> list[Judged]:
             assert isinstance(self.judge, Judge), "episodes are not carried over"
             return [for_training(judged, self.config) for judged in self.judge(samples)]
 
+        section = self.config.rollout
         work = Work(
-            prompt=lambda row: self.prompts[row],
+            prompt=self.prompts.__getitem__,
             encode=self._encode,
-            seed=sample_seed_of,
-            generate=lambda requests: self.engine.generate(requests, self.sampling),
+            seed=partial(sample_seed, section.rollout_seed, POOL_STREAM),
+            generate=lambda requests: self.engine.generate(requests, self.samplings[""]),
             judge=judge,
         )
-        return Pool(self.batch.n_samples_per_prompt, self.rollout, work, self.rank, self.workers)
+        return Pool(self.batch.n_samples_per_prompt, section, work, self.rank, self.workers)
 
     def advance(self, rollout_id: int, part: int, begun: Sequence[tuple[int, int]]) -> Progress:
         """See `Pool.advance`."""
@@ -232,20 +213,22 @@ class RolloutRole:
             drawn = self.pool.leave([*chosen, *dropped]) if self.writes_versions else self.drawn.leave()
             self.judged = renumbered(drawn, chosen, self.batch.n_samples_per_prompt)
             self._put(rollout_id)
-            kept = {"sampling/kept_reward": Spread.of(j.result.reward for j in self.judged)}
-            self.written = (rollout_id, self._spreads(drawn) | kept | self._staleness(rollout_id))
+            spreads = self._spreads(drawn)
+            spreads["sampling/kept_reward"] = Spread.of(j.result.reward for j in self.judged)
+            if self.writes_versions:
+                # How many updates ago each token was sampled that trains.
+                versions = (version for j in self.judged if j.trains for version in j.generation.weight_versions)
+                spreads["partial/staleness"] = Spread.of(rollout_id - version for version in versions)
+            self.written = (rollout_id, spreads)
         self.writer.wait()
         return self.written[1]
-
-    def _staleness(self, rollout_id: int) -> dict[str, Spread]:
-        """How many updates ago each token was sampled that trains."""
-        ages = [rollout_id - version for j in self.judged for version in j.generation.weight_versions if j.trains]
-        return {"partial/staleness": Spread.of(ages)} if self.writes_versions else {}
 
     def _spreads(self, drawn: Sequence[Judged]) -> dict[str, Spread]:
         """Rewards of everything drawn, the rest of what trains."""
         on_error = self.config.reward.reward_on_error
         masks = self.config.algorithm.mask_truncated or on_error == "drop"
+        size = self.batch.n_samples_per_prompt
+        groups = [self.judged[i : i + size] for i in range(0, len(self.judged), size)] if size > 1 else []
         return {
             **reward_spreads(drawn),
             **episode_spreads(self.judged),
@@ -254,21 +237,16 @@ class RolloutRole:
             "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),
             "prompt_len": Spread.of(len(j.prompt_tokens) for j in self.judged),
             "truncated": Spread.of(j.generation.finish_reason == "length" for j in self.judged),
-            "groups/no_signal_frac": Spread.of(self._groups_without_signal()),
+            "groups/no_signal_frac": Spread.of(not has_signal(group) for group in groups),
         }
-
-    def _groups_without_signal(self) -> list[bool]:
-        """Of every prompt with several samples: whether all that train got the same reward."""
-        size = self.batch.n_samples_per_prompt
-        groups = [self.judged[i : i + size] for i in range(0, len(self.judged), size)] if size > 1 else []
-        return [not has_signal(group) for group in groups]
 
     def evaluate(self, name: str) -> list[Outcome]:
         """Sample this worker's share of a held-out set, with the same noise every time."""
         assert self.awake, "rollout generates only while awake"
-        prompts, samples = self.eval_prompts[name], section_of_set(self.eval, name).n_samples_per_eval_prompt
-        judged = self._sample(prompts, samples, stream=EVAL_STREAM, sampling=self.eval_sampling[name])
+        samples = section_of_set(self.config.eval, name).n_samples_per_eval_prompt
+        judged = self._sample(self.prompt_sets[name], samples, EVAL_STREAM, self.samplings[name])
         self.evaluated[name] = judged
+        compared = self.config.reward.rm_type
         return [
             Outcome(
                 prompt=j.group,
@@ -276,7 +254,7 @@ class RolloutRole:
                 parts=j.result.parts,
                 response_len=len(j.generation.tokens),
                 truncated=j.generation.finish_reason == "length",
-                answer=comparable_answer(j.prompt.reward or self.compared, j.last_response, j.prompt.label, j.result),
+                answer=comparable_answer(j.prompt.reward or compared, j.last_response, j.prompt.label, j.result),
             )
             for j in judged
         ]
@@ -291,12 +269,18 @@ class RolloutRole:
 
     def dump(self, rollout_id: int, step_fields: Sequence[str]) -> None:
         """Begin to write this worker's part of the samples that `--dump-rollouts` chooses, with numbers per token."""
-        chosen = [judged for judged in self.judged if judged.row < self.most_dumped]
+        section = self.config.run
+        chosen = [judged for judged in self.judged if judged.row < section.most_dumped]
         if not chosen:
             return
-        names = list(step_fields) if self.dumps_numbers else []
-        fields = self.queue.get(rollout_id, [judged.row for judged in chosen], names) if names else {}
-        self.writer.start(rollout_id + 1, [self._record(judged, i, fields) for i, judged in enumerate(chosen)])
+        records = [sample_record(judged, self.tokenizer) for judged in chosen]
+        if section.dump_token_numbers:
+            names = list(step_fields)
+            fields = self.queue.get(rollout_id, [judged.row for judged in chosen], names) if names else {}
+            for i, (judged, record) in enumerate(zip(chosen, records, strict=True)):
+                record["log_probs"] = np.array(judged.generation.log_probs, dtype=np.float32)
+                record |= {name: as_number(values[i]) for name, values in fields.items()}
+        self.writer.start(rollout_id + 1, records)
 
     def finish_dump(self) -> None:
         """Wait until what `dump` began is on the disk."""
@@ -321,47 +305,42 @@ class RolloutRole:
         self,
         prompts: Sequence[Prompt],
         samples_per_prompt: int,
-        *,
         stream: int,
+        sampling: SamplingParams,
         offset: int = 0,
-        sampling: SamplingParams | None = None,
     ) -> list[Judged]:
+        """This worker's share of samples of the prompts, of which the first stands at place `offset`."""
         first, last = (len(prompts) * r // self.workers for r in (self.rank, self.rank + 1))
         jobs = [
-            ((offset + p) * samples_per_prompt + s, prompts[p])
+            Job(row, offset + p, prompts[p], partial(sample_seed, self.config.rollout.rollout_seed, stream, row))
             for p in range(first, last)
-            for s in range(samples_per_prompt)
+            for row in range((offset + p) * samples_per_prompt, (offset + p + 1) * samples_per_prompt)
         ]
-        seed = self.rollout.rollout_seed
         if isinstance(self.judge, Episodes):
-            return self.judge(
-                self.engine,
-                [
-                    Job(row, row // samples_per_prompt, prompt, partial(sample_seed, seed, stream, row))
-                    for row, prompt in jobs
-                ],
-                sampling or self.sampling,
-            )
-        tokens = [self._encode(prompt) for _, prompt in jobs]
-        requests = [
-            Request(tuple(ids), sample_seed(seed, stream, row), prompt.source)
-            for (row, prompt), ids in zip(jobs, tokens, strict=True)
-        ]
+            return self.judge(self.engine, jobs, sampling)
+        tokens = [self._encode(job.prompt) for job in jobs]
+        requests = [Request(tuple(ids), job.seed(), job.prompt.source) for job, ids in zip(jobs, tokens, strict=True)]
 
         def sampled(place: int, generation: Generation) -> Sampled:
-            row, prompt = jobs[place]
-            return Sampled(row, row // samples_per_prompt, prompt, tokens[place], generation)
+            job = jobs[place]
+            return Sampled(job.row, job.group, job.prompt, tokens[place], generation)
 
         ended = self.judge.listens(samples_per_prompt)
         generations = self.engine.generate(
-            requests, sampling or self.sampling, lambda place, generation: ended(sampled(place, generation))
+            requests, sampling, lambda place, generation: ended(sampled(place, generation))
         )
         return self.judge([sampled(place, generation) for place, generation in enumerate(generations)])
 
+    def _sample_rows(self, rows: Sequence[int], rollout_id: int, offset: int = 0) -> list[Judged]:
+        """This worker's share of samples of some rows of the data, to train on."""
+        prompts, size = [self.prompts[row] for row in rows], self.batch.n_samples_per_prompt
+        sampled = self._sample(prompts, size, rollout_id, self.samplings[""], offset)
+        return [for_training(judged, self.config) for judged in sampled]
+
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = encode_prompt(self.tokenizer, prompt, apply_chat_template=self.data.apply_chat_template)
-        limit = self.rollout.rollout_max_prompt_len
-        if limit is not None and self.rollout.overlong_prompts == "truncate-left":
+        ids = encode_prompt(self.tokenizer, prompt, apply_chat_template=self.config.data.apply_chat_template)
+        limit = self.config.rollout.rollout_max_prompt_len
+        if limit is not None and self.config.rollout.overlong_prompts == "truncate-left":
             return ids[-limit:]
         if limit is not None and len(ids) > limit:
             raise ConfigError(prompt_too_long(prompt, len(ids), limit))
@@ -369,18 +348,8 @@ class RolloutRole:
 
     def _put(self, rollout_id: int) -> None:
         if self.judged:
-            fields = queue_fields(self.judged, versions=self.writes_versions, routes=self.sampling.routes)
+            fields = queue_fields(self.judged, versions=self.writes_versions, routes=self.samplings[""].routes)
             self.queue.put(rollout_id, [j.row for j in self.judged], fields)
-
-    def _record(self, judged: Judged, index: int, fields: dict[str, list[Tensor]]) -> dict[str, Any]:
-        record = sample_record(judged, self.tokenizer)
-        if not self.dumps_numbers:
-            return record
-        return {
-            **record,
-            "log_probs": np.array(judged.generation.log_probs, dtype=np.float32),
-            **{name: as_number(values[index]) for name, values in fields.items()},
-        }
 
 
 def sample_seed(seed: int, stream: int, row: int, *turn: int) -> int:
@@ -388,6 +357,5 @@ def sample_seed(seed: int, stream: int, row: int, *turn: int) -> int:
 
     So neither the number of workers nor a resume changes what is sampled.
     """
-    return int(
-        np.random.SeedSequence((seed, stream, row), spawn_key=turn).generate_state(1, np.uint64)[0] >> np.uint64(1)
-    )
+    sequence = np.random.SeedSequence((seed, stream, row), spawn_key=turn)
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -18,7 +18,15 @@ from relax_cli.checkpoint import store
 from relax_cli.checkpoint.fingerprint import data_position
 from relax_cli.config.schema import Aggregation, BatchSection
 from relax_cli.errors import RunError, problem_kind
-from relax_cli.roles.batching import Columns, make_micro_batch, micro_batch_rows, plan_rows, unpad
+from relax_cli.roles.batching import (
+    Columns,
+    make_micro_batch,
+    micro_batch_rows,
+    plan_rows,
+    read_columns,
+    unpad,
+    write_columns,
+)
 from relax_cli.roles.context import RoleContext
 from relax_cli.roles.sample_files import TRAINED_FIELDS
 
@@ -113,8 +121,13 @@ class ModelRole(Generic[Model]):
     def add_fields(self, share: RolloutShare, names: Sequence[str]) -> None:
         """Read further fields of this rank's samples."""
         rows = share.rows
-        fields = self.queue.get(share.rollout_id, rows, names) if rows and names else {name: [] for name in names}
-        share.columns.update({name: dict(zip(rows, values, strict=True)) for name, values in fields.items()})
+        empty: Columns = {name: {} for name in names}
+        share.columns.update(read_columns(self.queue, share.rollout_id, rows, names) if rows and names else empty)
+
+    def write(self, share: RolloutShare, columns: Columns) -> None:
+        """Write what the model says of own rows to the queue, from the rank that has it."""
+        if parallel.is_output_rank():
+            write_columns(self.queue, share.rollout_id, columns)
 
     def micro_batches(
         self, share: RolloutShare, rows: Sequence[int], fields: Sequence[str]
@@ -122,13 +135,6 @@ class ModelRole(Generic[Model]):
         """The given rows as micro-batches with the named fields, and which rows are in which."""
         chunks = micro_batch_rows(share.columns, rows, self.batch, self.packed, self.tokens_of_rank)
         return chunks, [make_micro_batch(share.columns, chunk, fields, packed=self.packed) for chunk in chunks]
-
-    def score(self, rollout_id: int) -> None:
-        """A policy writes its own log-probabilities of this rollout's samples to the queue, as `ref_log_probs`."""
-        share = self.fetch_share(rollout_id, ())
-        log_probs = self.answers(share, lambda output: output.log_probs_BT)
-        if share.rows and parallel.is_output_rank():
-            self.queue.put(rollout_id, share.rows, {"ref_log_probs": [log_probs[row] for row in share.rows]})
 
     def answers(self, share: RolloutShare, pick: Callable[[ModelOutput], Tensor]) -> dict[int, Tensor]:
         """One `[T]` grid of the model's output for each own row, without gradient, on the CPU."""
@@ -170,9 +176,7 @@ class TrainingRole(ModelRole[TrainableModel]):
         before = self.model.optimizer_steps
         self.seen = {}
         records = [update(step) for _ in range(passes) for step in range(len(share.step_rows))]
-        if self.seen and parallel.is_output_rank():
-            rows = sorted(self.seen)
-            self.queue.put(share.rollout_id, rows, {TRAINED_FIELDS[self.name]: [self.seen[row] for row in rows]})
+        self.write(share, {TRAINED_FIELDS[self.name]: self.seen})
         taken, metrics = self.model.optimizer_steps - before, summarise(records)
         assert taken + metrics[f"{self.name}/skipped_steps"] == passes * self.batch.steps_per_rollout
         memory = {f"{self.name}/{name}": value for name, value in self.model.memory_metrics().items()}
