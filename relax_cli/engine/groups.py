@@ -1,6 +1,7 @@
 """The roles as the schedule calls them: typed methods, the same over Ray and in one process.
 
-What becomes of the results of several ranks is said by each method: those of the first rank, or of all.
+A method calls the role's own of that name, which describes it, on every rank. Where there are results, they are those
+of all ranks, or metrics of the first one, which are those of all.
 """
 
 from __future__ import annotations
@@ -115,7 +116,6 @@ class RolloutGroup(SleepingGroup):
     ranks: Ranks[RolloutRole]
 
     def generate(self, rollout_id: int) -> list[dict[str, Spread]]:
-        """See `RolloutRole.generate`; the metrics of every worker's share."""
         return self.ranks.all(lambda rollout: rollout.generate(rollout_id))
 
     def mixture(self) -> list[tuple[int, float]]:
@@ -123,20 +123,17 @@ class RolloutGroup(SleepingGroup):
         return self.ranks.on(0, lambda rollout: rollout.mixture())
 
     def places(self, first: int, count: int) -> list[int]:
-        """See `PromptOrder.places`."""
         return self.ranks.on(0, lambda rollout: rollout.places(first, count))
 
     def draw(self, rollout_id: int, offset: int, rows: Sequence[int]) -> list[DrawnGroup]:
-        """See `RolloutRole.draw`; the groups of all workers in the order of their prompts."""
+        """The groups of all workers in the order of their prompts."""
         shares = self.ranks.all(lambda rollout: rollout.draw(rollout_id, offset, rows))
         return [group for share in shares for group in share]
 
     def advance(self, rollout_id: int, part: int, begun: Sequence[tuple[int, int]]) -> list[Progress]:
-        """See `Pool.advance`; the progress of every worker's prompts."""
         return self.ranks.all(lambda rollout: rollout.advance(rollout_id, part, begun))
 
     def keep(self, rollout_id: int, chosen: Sequence[int], dropped: Sequence[int] = ()) -> list[dict[str, Spread]]:
-        """See `RolloutRole.keep`; the metrics of every worker's share."""
         return self.ranks.all(lambda rollout: rollout.keep(rollout_id, chosen, dropped))
 
     def carried(self) -> list[BegunGroup]:
@@ -144,15 +141,13 @@ class RolloutGroup(SleepingGroup):
         return [group for share in self.ranks.all(lambda rollout: rollout.carried()) for group in share]
 
     def carry(self, groups: Sequence[BegunGroup]) -> None:
-        """See `RolloutRole.carry`, on every worker."""
         self.ranks.all(lambda rollout: rollout.carry(groups))
 
     def evaluate(self, name: str) -> list[Outcome]:
-        """See `RolloutRole.evaluate`; what all workers found."""
+        """What all workers found."""
         return [outcome for share in self.ranks.all(lambda rollout: rollout.evaluate(name)) for outcome in share]
 
     def dump_evaluation(self, step: int) -> None:
-        """See `RolloutRole.dump_evaluation`, on every worker."""
         self.ranks.all(lambda rollout: rollout.dump_evaluation(step))
 
     def weight_targets(self) -> list[WeightTarget]:
@@ -160,27 +155,23 @@ class RolloutGroup(SleepingGroup):
         return [target for targets in self.ranks.all(lambda rollout: rollout.weight_targets()) for target in targets]
 
     def wake_for_weights(self) -> None:
-        """See `RolloutRole.wake_for_weights`, on every worker."""
         self.ranks.all(lambda rollout: rollout.wake_for_weights())
 
     def needs_weights(self) -> bool:
-        """See `RolloutRole.needs_weights`; whether any worker does."""
+        """Whether any worker does."""
         return any(self.ranks.all(lambda rollout: rollout.needs_weights()))
 
     def weights_updated(self, version: int) -> None:
-        """See `RolloutRole.weights_updated`, on every worker."""
         self.ranks.all(lambda rollout: rollout.weights_updated(version))
 
     def revive(self) -> int:
-        """See `RolloutRole.revive`; how many servers of all workers were started again."""
+        """How many servers of all workers were started again."""
         return sum(self.ranks.all(lambda rollout: rollout.revive()))
 
     def dump(self, rollout_id: int, fields: Sequence[str]) -> None:
-        """See `RolloutRole.dump`, on every worker."""
         self.ranks.all(lambda rollout: rollout.dump(rollout_id, fields))
 
     def finish_dump(self) -> None:
-        """See `RolloutRole.finish_dump`, on every worker."""
         self.ranks.all(lambda rollout: rollout.finish_dump())
 
     def clear(self, rollout_id: int) -> None:
@@ -194,7 +185,6 @@ class ReferenceGroup(SleepingGroup):
     ranks: Ranks[ReferenceRole]
 
     def score(self, rollout_id: int) -> None:
-        """See `ReferenceRole.score`, on every rank."""
         self.ranks.all(lambda reference: reference.score(rollout_id))
 
 
@@ -204,7 +194,6 @@ class AdvantagesGroup(RoleGroup):
     ranks: Ranks[AdvantagesRole]
 
     def compute(self, rollout_id: int) -> dict[str, float]:
-        """See `AdvantagesRole.compute`."""
         return self.ranks.all(lambda service: service.compute(rollout_id))[0]
 
 
@@ -214,15 +203,12 @@ class TrainedGroup(SleepingGroup):
     ranks: Ranks[TrainingRole]
 
     def write_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
-        """See `TrainingRole.write_checkpoint`, on every rank."""
         self.ranks.all(lambda role: role.write_checkpoint(iteration, meta))
 
     def copy_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
-        """See `TrainingRole.copy_checkpoint`, on every rank."""
         self.ranks.all(lambda role: role.copy_checkpoint(iteration, meta))
 
     def finish_checkpoint(self) -> None:
-        """See `TrainingRole.finish_checkpoint`, on every rank."""
         self.ranks.all(lambda role: role.finish_checkpoint())
 
 
@@ -236,11 +222,9 @@ class ActorGroup(TrainedGroup):
         return self.ranks.start(lambda actor: actor.begin(rollout_id))
 
     def train(self, rollout_id: int) -> dict[str, float]:
-        """See `ActorRole.train`; the first rank's metrics, which are those of all."""
         return self.ranks.all(lambda actor: actor.train(rollout_id))[0]
 
     def send_weights(self, targets: Sequence[WeightTarget], version: int) -> None:
-        """See `ActorRole.send_weights`, on every rank."""
         self.ranks.all(lambda actor: actor.send_weights(targets, version))
 
 
@@ -250,11 +234,9 @@ class CriticGroup(TrainedGroup):
     ranks: Ranks[CriticRole]
 
     def predict(self, rollout_id: int) -> dict[str, float]:
-        """See `CriticRole.predict`; the first rank's metrics, which are those of all."""
         return self.ranks.all(lambda critic: critic.predict(rollout_id))[0]
 
     def update(self) -> dict[str, float]:
-        """See `CriticRole.update`; the first rank's metrics, which are those of all."""
         return self.start_update()()
 
     def start_update(self) -> Callable[[], dict[str, float]]:

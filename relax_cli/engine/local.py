@@ -27,12 +27,10 @@ class LocalRanks(Ranks[Role]):
         return lambda: [self.on(0, request)]
 
     def tell(self, request: Callable[[Role], object]) -> None:
-        """See `Ranks.tell`."""
         with contextlib.suppress(Exception):
             request(self.role)
 
     def on(self, rank: int, request: Callable[[Role], Result]) -> Result:
-        """See `Ranks.on`."""
         assert rank == 0
         return request(self.role)
 
@@ -57,7 +55,6 @@ class LocalSession(Session):
         self.roles = Roles.of(built)
 
     def copy_weights(self, version: int) -> None:
-        """See `Session.copy_weights`."""
         with self.roles.actor.awake():
             named = self.roles.actor.ranks.on(0, lambda actor: actor.export_weights())
         assert named is not None, "the first rank has all weights"
@@ -65,7 +62,6 @@ class LocalSession(Session):
             self.roles.rollout.ranks.all(lambda rollout: rollout.load_weights(named.items(), version))
 
     def close(self) -> None:
-        """See `Session.close`."""
         from relax_cli.backends.megatron import parallel
 
         self.roles.rollout.ranks.all(lambda rollout: rollout.close())

@@ -33,14 +33,14 @@ class Recorder:
     run_dir: Path
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """See `trainer.Watcher`."""
+        """Step `step` is done: the `step`-th rollout of the run; `warnings` are the symptoms that are new."""
         self.display.show(self._record(step, metrics | {"memory_gb": memory_gb()}))
         for symptom in metrics.get("warnings", ()):
             self.display.warn(Warned(**symptom).text)
         self._tell_plugins(step, metrics)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """See `trainer.Watcher`."""
+        """The held-out sets were evaluated after step `step`, 0 being before the first."""
         self.display.evaluated(self._record(step, metrics))
         self._tell_plugins(step, metrics)
 
@@ -55,15 +55,12 @@ class Recorder:
             self.warn(f"{warning.message}: {warning.got}")
 
     def warn(self, message: str) -> None:
-        """See `trainer.Watcher`."""
         warn(self.display, self.metrics, message)
 
     def phase(self, name: str) -> None:
-        """See `trainer.Watcher`."""
         self.display.phase(name)
 
     def status(self, text: str) -> None:
-        """See `trainer.Watcher`."""
         self.display.status(text)
 
 

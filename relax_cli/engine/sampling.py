@@ -115,14 +115,12 @@ class DrawnSampling(Sampling):
         }
 
     def finish(self) -> None:
-        """See `Sampling`."""
         self.drawn += self._drawn_now
         if self.curriculum is not None:
             visited = [(row, group.reward) for row, group in self._judged_now]
             self.curriculum.history = self.curriculum.history.after(visited)
 
     def position(self, rollout: RolloutGroup) -> dict[str, Any]:
-        """See `Sampling`."""
         kept: dict[str, Any] = {"prompts_drawn": self.drawn} if self.batch.dynamic_sampling else {}
         if self.curriculum is not None:
             history = self.curriculum.history
@@ -150,7 +148,6 @@ class PartialSampling(DrawnSampling):
         self._left: list[tuple[int, int]] = []
 
     def generate(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
-        """See `DrawnSampling`."""
         wanted, most = self.batch.rollout_batch_size, self.most_rounds * self.size
         prompts, drawn, parts, tokens = list(self.in_flight), 0, 0, 0
         complete: list[DrawnGroup] = []
@@ -192,12 +189,10 @@ class PartialSampling(DrawnSampling):
         return [*shares, {name: Spread.of([value]) for name, value in counts.items()}]
 
     def finish(self) -> None:
-        """See `Sampling`."""
         super().finish()
         self.in_flight = self._left
 
     def position(self, rollout: RolloutGroup) -> dict[str, Any]:
-        """See `Sampling`."""
         kept = super().position(rollout)
         arrays = kept.get("sampling", {}) | to_arrays(rollout.carried())
         counts = {"prompts_in_flight": self.size, "carried_samples_per_prompt": self.batch.n_samples_per_prompt}

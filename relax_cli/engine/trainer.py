@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Config
 from relax_cli.engine.groups import RolloutGroup
+from relax_cli.engine.recorder import Recorder
 from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import Session
@@ -19,25 +20,6 @@ from relax_cli.engine.stopping import StopRequest
 from relax_cli.errors import ProcessLost, RelaxError
 from relax_cli.roles.evaluation import eval_metrics
 from relax_cli.tracking.symptoms import HealthWatch, Warned
-
-
-class Watcher(Protocol):
-    """Gets every finished step's metrics: files, screen, plugins."""
-
-    def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Step `step` is done: the `step`-th rollout of the run; `warnings` are the symptoms that are new."""
-
-    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """The held-out sets were evaluated after step `step`, 0 being before the first."""
-
-    def warn(self, message: str) -> None:
-        """Something a person should know of during the run."""
-
-    def phase(self, name: str) -> None:
-        """A phase of the step starts."""
-
-    def status(self, text: str) -> None:
-        """What is being done now."""
 
 
 @dataclass
@@ -63,7 +45,7 @@ class Trainer:
         self,
         session: Session,
         config: Config,
-        watcher: Watcher,
+        watcher: Recorder,
         stop: StopRequest,
         *,
         first: int,
@@ -95,14 +77,9 @@ class Trainer:
         self.report = RunReport(first=first)
         self.health = HealthWatch()
 
-    def run(self) -> RunReport:
+    def run(self) -> None:
         """Train; the report is complete up to the last finished step even if this raises.
-
-        Raises:
-            RunError: a role failed, or a checkpoint could not be written (see `--on-save-error`).
-            OSError: metrics or samples could not be written.
-            KeyboardInterrupt: see `StopRequest`; what was not saved is lost.
-        """
+        Raises OSError: metrics or samples could not be written."""
         try:
             self._run()
         except ProcessLost:
@@ -112,7 +89,6 @@ class Trainer:
                 self.saver.outlast()
                 self._publish()
             raise
-        return self.report
 
     def _run(self) -> None:
         self.session.publish_weights(version=self.first)
@@ -172,9 +148,7 @@ class Trainer:
         saves = self.config.checkpoint.save is not None
         if saves and (self.stop.requested_stop is not None or self._due(self.config.checkpoint.save_interval, done)):
             with record.phase("checkpoint"):
-                self._publish()
-                self.watcher.status(f"saving iteration {done}")
-                self.saver.prepare(done, self.sampling.position(self.session.roles.rollout))
+                self._prepare(done)
         try:
             self._finish_step(record, time.perf_counter() - started)
         except OSError:
@@ -187,10 +161,13 @@ class Trainer:
     def _save_late(self, done: int) -> None:
         """Save a step that was recorded before the stop was requested; does nothing when it is saved."""
         if done not in (self.report.saved_iteration, self.saver.pending):
-            self._publish()
-            self.watcher.status(f"saving iteration {done}")
-            self.saver.prepare(done, self.sampling.position(self.session.roles.rollout))
+            self._prepare(done)
         self._publish()
+
+    def _prepare(self, done: int) -> None:
+        self._publish()
+        self.watcher.status(f"saving iteration {done}")
+        self.saver.prepare(done, self.sampling.position(self.session.roles.rollout))
 
     def _publish(self) -> None:
         """Let a prepared pair count, once it is written and the samples of all its steps are on the disk."""
@@ -211,11 +188,10 @@ class Trainer:
         return done == self.last or (interval is not None and done % interval == 0)
 
     def _finish_step(self, record: StepRecord, seconds: float) -> None:
-        tokens = record.metrics["tokens/total"]
         generated = record.metrics.get("sampling/response_tokens", record.metrics["tokens/response"])
         metrics: dict[str, Any] = {
             **record.metrics,
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": record.metrics["tokens/total"] / seconds,
             "rollout/tokens_per_second": generated / record.phase_seconds["rollout"],
             "step_seconds": seconds,
             "phase_seconds": record.phase_seconds,
@@ -238,12 +214,12 @@ class Trainer:
         return [replace(w, seen=w.seen + kept) if w.id == "policy-died" else w for w in found]
 
     def _evaluate(self, done: int) -> dict[str, Any]:
-        metrics: dict[str, Any] = {}
-        if self.sets:
-            # All sets while the servers are awake: what they give up when they sleep has to be sent to them again.
-            metrics, _ = self.session.with_revival(done, self._evaluate_sets)
-            self.session.roles.rollout.dump_evaluation(done)
-            self.watcher.evaluated(done, metrics)
+        if not self.sets:
+            return {}
+        # All sets while the servers are awake: what they give up when they sleep has to be sent to them again.
+        metrics, _ = self.session.with_revival(done, self._evaluate_sets)
+        self.session.roles.rollout.dump_evaluation(done)
+        self.watcher.evaluated(done, metrics)
         return metrics
 
     def _evaluate_sets(self, rollout: RolloutGroup) -> dict[str, Any]:

@@ -59,7 +59,6 @@ class LocalQueue:
         self.partitions: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def put(self, rollout_id: int, rows: Sequence[int], fields: dict[str, list[Tensor]]) -> None:
-        """See `SampleQueue.put`."""
         samples = self.partitions.setdefault(rollout_id, {})
         for name, values in fields.items():
             for row, value in zip(rows, values, strict=True):
@@ -74,7 +73,6 @@ class LocalQueue:
         return {name: [samples[row][name] for row in rows] for name in names}
 
     def clear(self, rollout_id: int) -> None:
-        """See `SampleQueue.clear`."""
         self.partitions.pop(rollout_id, None)
 
 
@@ -92,7 +90,6 @@ class TransferQueueStore:
         self.timeout = timeout
 
     def put(self, rollout_id: int, rows: Sequence[int], fields: dict[str, list[Tensor]]) -> None:
-        """See `SampleQueue.put`."""
         from tensordict import TensorDict
 
         columns = {name: _column(values) for name, values in fields.items()}
@@ -103,7 +100,6 @@ class TransferQueueStore:
         )
 
     def get(self, rollout_id: int, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Tensor]]:
-        """See `SampleQueue.get`."""
         keys = [str(row) for row in rows]
         started, pause = time.monotonic(), 0.01
         while True:
@@ -119,7 +115,6 @@ class TransferQueueStore:
             pause = min(2 * pause, 0.5)
 
     def clear(self, rollout_id: int) -> None:
-        """See `SampleQueue.clear`."""
         self.client.clear_partition(partition(rollout_id))
 
 

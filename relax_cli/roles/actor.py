@@ -50,10 +50,7 @@ class ActorRole(TrainingRole):
 
     def train(self, rollout_id: int) -> dict[str, float]:
         """The policy steps of this rollout.
-
-        Raises:
-            RunError: a gradient was not finite, and `--on-nan-grad` is `stop`; or see `check_gap`.
-        """
+        Raises RunError: a gradient was not finite, and `--on-nan-grad` is `stop`; or see `check_gap`."""
         missing = ["advantages"] if self.own_advantages is None else []
         share, self.begun = self.begun or self._share(rollout_id, missing), None
         assert share.rollout_id == rollout_id, "what is begun is trained"
@@ -71,10 +68,7 @@ class ActorRole(TrainingRole):
 
     def send_weights(self, targets: Sequence[WeightTarget], version: int) -> None:
         """Bring all parameters to rollout servers, the same ones every time, as their weights of `version`.
-
-        Raises:
-            RunError: a server did not take them; names it and how far it got.
-        """
+        Raises RunError: a server did not take them; names it and how far it got."""
         assert self.awake, "weights are on the device only while the actor is awake"
         if self.sender is None:
             self.sender = self.open_sender(targets, self.model.device)
@@ -207,11 +201,7 @@ LOGPROB_GAP = problem_kind(
 
 
 def check_gap(mean: float, rollout_id: int) -> None:
-    """Compare the engine's log-probabilities with the trainer's.
-
-    Raises:
-        RunError: they cannot be those of one model.
-    """
+    """Compare the engine's log-probabilities with the trainer's. Raises RunError: they cannot be those of one model."""
     if mean > MOST_GAP:
         raise RunError(
             LOGPROB_GAP(

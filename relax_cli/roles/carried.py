@@ -74,10 +74,7 @@ def to_arrays(groups: Sequence[BegunGroup]) -> dict[str, NDArray[Any]]:
 
 def from_arrays(arrays: Mapping[str, NDArray[Any]], samples_per_prompt: int) -> list[BegunGroup]:
     """What `to_arrays` was given.
-
-    Raises:
-        ValueError: the arrays contradict each other, or a prompt has another number of responses.
-    """
+    Raises ValueError: the arrays contradict each other, or a prompt has another number of responses."""
     if "carried_places" not in arrays:
         return []
     read = {name: arrays[f"carried_{name}"].tolist() for name in ("places", "rows", "lengths", "ends")}

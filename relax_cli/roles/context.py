@@ -44,10 +44,7 @@ class SampleQueue(Protocol):
 
     def get(self, rollout_id: int, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Tensor]]:
         """Read fields of the given samples, in the order of `rows`; waits until written, up to a limit.
-
-        Raises:
-            RunError: the limit passed; names what is missing and which role writes it.
-        """
+        Raises RunError: the limit passed; names what is missing and which role writes it."""
 
     def clear(self, rollout_id: int) -> None:
         """Drop the partition."""

@@ -72,11 +72,7 @@ class Episodes:
         self._loop = started_loop("relax-episodes")
 
     def __call__(self, engine: RolloutEngine, jobs: Sequence[Job], sampling: SamplingParams) -> list[Judged]:
-        """One finished episode for each job.
-
-        Raises:
-            RunError: an environment failed, or the engine did.
-        """
+        """One finished episode for each job. Raises RunError: an environment failed, or the engine did."""
         running = [_Running(self, job, sampling) for job in jobs]
         with stdout_as_stderr(), settings_kept():
             try:

@@ -169,10 +169,7 @@ class TrainingRole(ModelRole[TrainableModel]):
         self, share: RolloutShare, update: Callable[[int], dict[str, float]], *, passes: int = 1
     ) -> dict[str, float]:
         """`update(step)` for every optimizer step of the rollout, `passes` times over; metrics of all of them.
-
-        Raises:
-            RunError: a gradient was not finite, and `--on-nan-grad` is `stop`.
-        """
+        Raises RunError: a gradient was not finite, and `--on-nan-grad` is `stop`."""
         before = self.model.optimizer_steps
         self.seen = {}
         records = [update(step) for _ in range(passes) for step in range(len(share.step_rows))]
@@ -192,10 +189,7 @@ class TrainingRole(ModelRole[TrainableModel]):
         entropy_grad: bool = False,
     ) -> dict[str, float]:
         """One optimizer step on the samples of `step`, with the named fields next to the tokens.
-
-        Raises:
-            RunError: see `learn`; weights, moments and schedule are as they were before the step.
-        """
+        Raises RunError: see `learn`; weights, moments and schedule are as they were before the step."""
         chunks, batches = self.micro_batches(share, share.step_rows[step], ["response_mask", *fields])
         outputs: list[Tensor] = []
 
@@ -250,11 +244,7 @@ class TrainingRole(ModelRole[TrainableModel]):
         self._writing = self._writer.submit(self._prepared(iteration, meta, copied=True))
 
     def finish_checkpoint(self) -> None:
-        """Wait until the copy is written.
-
-        Raises:
-            RunError: the disk refused.
-        """
+        """Wait until the copy is written. Raises RunError: the disk refused."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

@@ -15,14 +15,13 @@ from rich.console import Console
 from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config
 from relax_cli.engine.local import LocalSession
-from relax_cli.engine.run import prepare_run, reference_folder
+from relax_cli.engine.run import prepare_run
 from relax_cli.engine.run import train as run_training
 from relax_cli.engine.run_folder import claimed, written_folders
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
 from relax_cli.roles.sample_files import finite, read_samples, sample_files
-from relax_cli.tracking.live import StepDisplay
 
 SMALL = ("eval.eval_prompt_data=[]", "eval.eval_interval=null", "batch.num_rollout=2", "parallel.launcher=local")
 
@@ -72,7 +71,7 @@ def deployed(task: Path, out: Path, recipe: str, *overrides: str) -> Iterator[tu
         actor_load=None,
         critic_load=None,
         status=lambda _: None,
-        reference_folder=reference_folder(config, graph, StepDisplay(Console(file=io.StringIO()), 0)),
+        reference_folder=Path(config.model.ref_load) if config.model.ref_load and "reference" in graph else None,
     )
     with claimed(written_folders(config)):
         session = LocalSession(plan)

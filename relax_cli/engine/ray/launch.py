@@ -230,7 +230,6 @@ class RaySession(Session):
             rollout.collect([w.load_weights.remote(refs, version) for w in rollout.workers], "load_weights")
 
     def close(self) -> None:
-        """See `Session.close`."""
         if self.owns_ray:
             if self.watch.shutdown_hangs and self.guardian is not None:
                 self.guardian.close()

@@ -72,10 +72,7 @@ class RoleWorker:
 
     def prepare(self) -> None:
         """Import what the role needs while other things start, and look whether this node has the run's plugins.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        Raises ConfigError: it does not."""
         self.builder = RoleBuilder(self.spec)
         if self.spec.role != "advantages":
             import_quickly(ROLLOUT if self.spec.role == "rollout" else MEGATRON)
@@ -139,28 +136,22 @@ class RayRanks(Ranks[Role]):
             self.watch.add(f"rank {rank} of {self.name}", place, log_of(self.run_dir, self.name, rank))
 
     def start(self, request: Callable[[Role], Result]) -> Callable[[], list[Result]]:
-        """See `Ranks.start`."""
         call = recorded(request)
         refs = [worker.run.remote(call) for worker in self.workers]
         return lambda: self.collect(refs, call.method)
 
     def on(self, rank: int, request: Callable[[Role], Result]) -> Result:
-        """See `Ranks.on`."""
         call = recorded(request)
         result: Result = self.collect([self.workers[rank].run.remote(call)], call.method, first=rank)[0]
         return result
 
     def tell(self, request: Callable[[Role], object]) -> None:
-        """See `Ranks.tell`."""
         call = recorded(request)
         disregard([worker.run.remote(call) for worker in self.workers])
 
     def collect(self, refs: list[Any], doing: str, first: int = 0) -> list[Any]:
         """Results of calls to the ranks from `first` on, as soon as all have one or any has failed.
-
-        Raises:
-            RelaxError: what the role raised, or a `RunError` naming role, rank and log file.
-        """
+        Raises RelaxError: what the role raised, or a `RunError` naming role, rank and log file."""
         try:
             return self._results(refs, doing, first)
         except BaseException:

@@ -210,11 +210,7 @@ def _init_ray(address: str | None, **options: Any) -> None:
 
 
 def cluster_gpus() -> int:
-    """GPUs of the cluster that RAY_ADDRESS names, free or not.
-
-    Raises:
-        EnvironmentFault: there is no such cluster.
-    """
+    """GPUs of the cluster that RAY_ADDRESS names, free or not. Raises EnvironmentFault: there is no such cluster."""
     _init_ray(os.environ.get("RAY_ADDRESS"))
     try:
         return int(ray.cluster_resources().get("GPU", 0))
