@@ -124,35 +124,67 @@ class RoleBuilder:
         """The role, asleep."""
         import torch
 
-        torch.set_num_threads(self.spec.threads)
-        role = {
+        spec = self.spec
+        torch.set_num_threads(spec.threads)
+        builders = {
             "rollout": self._rollout,
             "actor": self._actor,
             "critic": self._critic,
             "advantages": self._advantages,
             "reference": self._reference,
-        }[self.spec.role](queue)
-        source = self.spec.load_from
+        }
+        context = RoleContext(
+            config=self.config,
+            estimator=self.estimator,
+            options=self.options,
+            spec=self.graph[spec.role],
+            queue=queue,
+            run_dir=spec.run_dir,
+            rank=spec.rank,
+            ranks=spec.ranks,
+        )
+        role = builders[spec.role](context)
+        source = spec.load_from
         if source is not None:
             load = role.model.load_weights if source.weights_only else role.load_checkpoint
             load(source.folder)
-        if self.spec.role != "advantages":
+        if spec.role != "advantages":
             role.sleep()
         return role
 
-    def _join_ranks(self) -> Any:
-        """The device, once all ranks of this role have found each other."""
+    def _trained(self, kind: Literal["policy", "value"]) -> Any:
+        config = self.config
+        assert config.batch.num_rollout is not None, "resolved before launch"
+        steps, critic_steps = optimizer_steps(config, config.batch.num_rollout, has_critic="critic" in self.graph)
+        lr, warmup_iters, decay_iters = config.optimizer.lr, config.optimizer.lr_warmup_iters, max(1, steps)
+        if kind == "value":
+            lr = config.critic.critic_lr or lr
+            warmup_iters, decay_iters = config.critic.critic_lr_warmup_iters, critic_steps
+        trainable, _ = self._model_classes()
+        build = self._how_to_build(lora_of(config, self.spec.role))
+        schedule = {"lr": lr, "warmup_iters": warmup_iters, "decay_iters": decay_iters}
+        return trainable(kind, self.spec.model_folder, build, config.optimizer, **schedule)
+
+    def _model_classes(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Of models that learn, and of the frozen one."""
+        from relax_cli.backends.megatron.loaded import LoadedModel
+        from relax_cli.backends.megatron.trainer import TrainableModel
+
+        return TrainableModel, LoadedModel
+
+    def _how_to_build(self, lora: Lora | None = None) -> Any:
+        """Once all ranks of this role have found each other."""
         from relax_cli.backends.meeting import LOOPBACK_DEVICE, is_loopback
         from relax_cli.backends.megatron import parallel, products
+        from relax_cli.backends.megatron.micro_batch import Build
 
         spec, section = self.spec, self.config.parallel
         if is_loopback(spec.master_addr) and not self.config.sglang.rollout_external:
             # NCCL chooses once in a process, and external servers may be on another machine.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_DEVICE)
         device = self._device()
-        rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)
         parallel.initialize(
-            rank,
+            parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port),
             section.tensor_model_parallel_size,
             device,
             self.config.run.seed,
@@ -162,7 +194,14 @@ class RoleBuilder:
         )
         if section.cpu_matmul_precision == "bf16" and device.backend == "gloo":
             products.install_bf16()
-        return device
+        return Build(
+            layout=section,
+            device=device,
+            seed=self.config.run.seed,
+            temperature=self.config.rollout.rollout_temperature,
+            value_head_std=self.config.critic.value_head_init_std,
+            lora=lora,
+        )
 
     def _device(self) -> Any:
         from relax_cli.backends.device import select_device
@@ -172,78 +211,38 @@ class RoleBuilder:
         device = select_device(section.device)
         return device if is_shared else replace(device, shared_memory=False)
 
-    def _model(self, kind: Literal["policy", "value"], lr: float, warmup_iters: int, decay_iters: int) -> Any:
-        return self._trainable()(
-            kind,
-            self.spec.model_folder,
-            self._how_to_build(lora_of(self.config, self.spec.role)),
-            self.config.optimizer,
-            lr=lr,
-            warmup_iters=warmup_iters,
-            decay_iters=decay_iters,
-        )
-
-    def _trainable(self) -> Callable[..., Any]:
-        from relax_cli.backends.megatron.trainer import TrainableModel
-
-        return TrainableModel
-
-    def _frozen(self) -> Callable[..., Any]:
-        from relax_cli.backends.megatron.loaded import LoadedModel
-
-        return LoadedModel
-
-    def _how_to_build(self, lora: Lora | None = None) -> Any:
-        from relax_cli.backends.megatron.micro_batch import Build
-
-        return Build(
-            layout=self.config.parallel,
-            device=self._join_ranks(),
-            seed=self.config.run.seed,
-            temperature=self.config.rollout.rollout_temperature,
-            value_head_std=self.config.critic.value_head_init_std,
-            lora=lora,
-        )
-
-    def _reference(self, queue: SampleQueue) -> Any:
+    def _reference(self, context: RoleContext) -> Any:
         from relax_cli.roles.reference import ReferenceRole
 
-        folder = self.spec.reference_folder or self.spec.model_folder
-        model = self._frozen()("policy", folder, self._how_to_build())
+        _, frozen = self._model_classes()
+        model = frozen("policy", self.spec.reference_folder or self.spec.model_folder, self._how_to_build())
         model.model.requires_grad_(False)
-        return ReferenceRole(model, self._context(queue))
+        return ReferenceRole(model, context)
 
-    def _actor(self, queue: SampleQueue) -> Any:
+    def _actor(self, context: RoleContext) -> Any:
         from relax_cli.backends.megatron.weight_buckets import RoleRanks
         from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
         from relax_cli.roles.actor import ActorRole
 
-        config = self.config
         options = SendOptions(
-            transport=config.sglang.update_weight_transport,
-            bucket_bytes=config.sglang.update_weight_buffer_size,
-            timeout=config.rollout.rollout_request_timeout,
+            transport=self.config.sglang.update_weight_transport,
+            bucket_bytes=self.config.sglang.update_weight_buffer_size,
+            timeout=self.config.rollout.rollout_request_timeout,
             folder=self.spec.run_dir / "weights",
             template=self.spec.model_folder,
         )
-        steps, _ = self._optimizer_steps()
-        model = self._model("policy", config.optimizer.lr, config.optimizer.lr_warmup_iters, steps)
-        return ActorRole(
-            model, self._context(queue), lambda targets, device: WeightSender(targets, RoleRanks(), device, options)
-        )
+        model = self._trained("policy")
+        return ActorRole(model, context, lambda targets, device: WeightSender(targets, RoleRanks(), device, options))
 
-    def _critic(self, queue: SampleQueue) -> Any:
+    def _critic(self, context: RoleContext) -> Any:
         from relax_cli.roles.critic import CriticRole
 
-        section = self.config.critic
-        _, steps = self._optimizer_steps()
-        lr = section.critic_lr or self.config.optimizer.lr
-        return CriticRole(self._model("value", lr, section.critic_lr_warmup_iters, steps), self._context(queue))
+        return CriticRole(self._trained("value"), context)
 
-    def _advantages(self, queue: SampleQueue) -> Any:
+    def _advantages(self, context: RoleContext) -> Any:
         from relax_cli.roles.advantages import AdvantagesRole
 
-        return AdvantagesRole(self._context(queue))
+        return AdvantagesRole(context)
 
     def _rollout_engine(self, tokenizer: Any, samplings: Mapping[str, SamplingParams]) -> RolloutEngine:
         config, spec = self.config, self.spec
@@ -271,7 +270,7 @@ class RoleBuilder:
                 engine.check_longest(Request((0,) * tokens, 0, source), samplings[name])
         return engine
 
-    def _rollout(self, queue: SampleQueue) -> Any:
+    def _rollout(self, context: RoleContext) -> Any:
         from relax_cli.backends.rollout.protocol import SamplingParams
         from relax_cli.data.envs.load import load_env
         from relax_cli.data.prompts import load_prompts
@@ -307,23 +306,5 @@ class RoleBuilder:
             load_reward(config.reward, self.rewards) if env is None else load_env(env, self.envs),
             {name: load_prompts(config.data, path, fits) for name, path in sets},
             samplings,
-            self._context(queue),
+            context,
         )
-
-    def _context(self, queue: SampleQueue) -> RoleContext:
-        return RoleContext(
-            config=self.config,
-            estimator=self.estimator,
-            options=self.options,
-            spec=self.graph[self.spec.role],
-            queue=queue,
-            run_dir=self.spec.run_dir,
-            rank=self.spec.rank,
-            ranks=self.spec.ranks,
-        )
-
-    def _optimizer_steps(self) -> tuple[int, int]:
-        rollouts = self.config.batch.num_rollout
-        assert rollouts is not None, "resolved before launch"
-        actor, critic = optimizer_steps(self.config, rollouts, has_critic="critic" in self.graph)
-        return max(1, actor), critic

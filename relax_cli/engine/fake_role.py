@@ -42,11 +42,8 @@ class FakeBuilder(RoleBuilder):
         dtype = torch.bfloat16 if self.config.parallel.device == "cuda" else torch.float32
         return Device("cpu", torch.device("cpu"), "fake", dtype, shared_memory=False)
 
-    def _trainable(self) -> Callable[..., Any]:
-        return partial(FakeTrainable, self.accounts)
-
-    def _frozen(self) -> Callable[..., Any]:
-        return partial(FakeModel, self.accounts)
+    def _model_classes(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return partial(FakeTrainable, self.accounts), partial(FakeModel, self.accounts)
 
 
 def smaller(config: Config, lengths: Lengths, data_parallel: int) -> Config:

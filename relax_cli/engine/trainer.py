@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from typing import Any
 
 from relax_cli.checkpoint.layout import Best
@@ -38,43 +38,31 @@ class RunReport:
     """What `--keep-best` keeps."""
 
 
+@dataclass
 class Trainer:
     """Runs rollouts `first` to `num_rollout - 1` on a session, or fewer when a stop is requested."""
 
-    def __init__(
-        self,
-        session: Session,
-        config: Config,
-        watcher: Recorder,
-        stop: StopRequest,
-        *,
-        first: int,
-        dump_fields: list[str],
-        checkpoint_meta: dict[str, Any],
-        recorded: Mapping[str, Any] | None = None,
-        sampling: Sampling | None = None,
-    ) -> None:
-        """Args:
-        first: rollouts that are finished.
-        dump_fields: queue fields to write next to each sample.
-        checkpoint_meta: what every checkpoint says about the run.
-        recorded: metrics of rollout `first` in the run folder; None when nothing of it is there.
-        sampling: draws the prompts; None: the next ones of the data.
-        """
-        assert config.batch.num_rollout is not None, "resolved before launch"
-        self.session = session
-        self.config = config
-        self.watcher = watcher
-        self.first = first
-        self.last = config.batch.num_rollout
-        self.dump_fields = dump_fields
-        self.stop = stop
-        self.sets = [name for name, _ in config.eval.sets]
-        self.recorded = recorded
-        self.saver = PairSaver(session.roles.trained, config, checkpoint_meta, warn=watcher.warn)
-        self.saver.take_over_best(first)
-        self.sampling = sampling or Sampling()
-        self.report = RunReport(first=first)
+    session: Session
+    config: Config
+    watcher: Recorder
+    stop: StopRequest
+    first: int
+    """Rollouts that are finished."""
+    dump_fields: list[str]
+    """Queue fields to write next to each sample."""
+    checkpoint_meta: InitVar[dict[str, Any]]
+    """What every checkpoint says about the run."""
+    recorded: Mapping[str, Any] | None = None
+    """Metrics of rollout `first` in the run folder; None when nothing of it is there."""
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self, checkpoint_meta: dict[str, Any]) -> None:
+        assert self.config.batch.num_rollout is not None, "resolved before launch"
+        self.last = self.config.batch.num_rollout
+        self.sets = [name for name, _ in self.config.eval.sets]
+        self.saver = PairSaver(self.session.roles.trained, self.config, checkpoint_meta, warn=self.watcher.warn)
+        self.saver.take_over_best(self.first)
+        self.report = RunReport(first=self.first)
         self.health = HealthWatch()
 
     def run(self) -> None:

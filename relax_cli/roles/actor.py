@@ -80,17 +80,14 @@ class ActorRole(TrainingRole):
         if self.algorithm.needs_reference:
             names.append("ref_log_probs")
         share = self.fetch_share(rollout_id, names)
-        self._set_old_log_probs(share)
-        return share
-
-    def _set_old_log_probs(self, share: RolloutShare) -> None:
-        """Adds `old_log_probs`: the rollout engine's, or the actor's own from before the update."""
         if self.algorithm.use_rollout_logprobs:
             share.columns["old_log_probs"] = share.columns["rollout_log_probs"]
         else:
-            share.columns["old_log_probs"] = self.answers(share, lambda output: output.log_probs_BT)
-            old = {row: values for row, values in share.columns["old_log_probs"].items() if row < self.dumped}
-            self.write(share, {"old_log_probs": old})
+            # Those of the actor itself, from before the update.
+            old = self.answers(share, lambda output: output.log_probs_BT)
+            share.columns["old_log_probs"] = old
+            self.write(share, {"old_log_probs": {row: old[row] for row in old if row < self.dumped}})
+        return share
 
     def _advantages_without_critic(self, share: RolloutShare) -> dict[str, float]:
         """Adds `advantages`, also to the queue. Computed from all rows on every rank: groups lie across ranks, and
@@ -159,35 +156,27 @@ def policy_loss_per_token(
     fields: Mapping[str, Tensor],
     mask_BT: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The estimator's loss `[B, T]`, weighted for truncated importance sampling, and what is worth watching.
-
-    Args:
-        fields: `old_log_probs`, `rollout_log_probs` and `advantages`, each `[B, T]`.
-    """
+    """The estimator's loss `[B, T]`, weighted for truncated importance sampling, and what is worth watching."""
+    old_BT, rollout_BT = fields["old_log_probs"], fields["rollout_log_probs"]
     terms = math.policy_loss(
         LossInputs(
             logp=logp_BT,
-            old_logp=fields["old_log_probs"],
+            old_logp=old_BT,
             advantages=fields["advantages"],
             mask=mask_BT,
-            rollout_logp=fields["rollout_log_probs"],
+            rollout_logp=rollout_BT,
             options=options,
         )
     )
     if not config.use_tis:
         return terms.loss_per_token, {**terms.metrics}
-    weight_BT = tis_weight(
-        select(fields["old_log_probs"], mask_BT),
-        select(fields["rollout_log_probs"], mask_BT),
-        low=config.tis_clip_low,
-        high=config.tis_clip,
-    )
+    old_BT, rollout_BT = select(old_BT, mask_BT), select(rollout_BT, mask_BT)
+    weight_BT = tis_weight(old_BT, rollout_BT, low=config.tis_clip_low, high=config.tis_clip)
     return terms.loss_per_token * weight_BT, {**terms.metrics, "tis_weight": weight_BT}
 
 
 METRIC_NAMES = {"clip_frac": "pg_clip_frac"}
 """Names the trackers know for what a policy loss reports."""
-
 
 MOST_GAP = 1.0
 """Mean gap in nats: rounding of bfloat16 stays below a tenth of it, an engine with other weights is above it."""
@@ -201,7 +190,7 @@ LOGPROB_GAP = problem_kind(
 
 
 def check_gap(mean: float, rollout_id: int) -> None:
-    """Compare the engine's log-probabilities with the trainer's. Raises RunError: they cannot be those of one model."""
+    """Raises RunError: the engine's log-probabilities and the trainer's cannot be those of one model."""
     if mean > MOST_GAP:
         raise RunError(
             LOGPROB_GAP(
@@ -236,11 +225,10 @@ class LogProbGap:
     def metrics(self) -> dict[str, float]:
         """Mean and maximum over all data-parallel ranks."""
         total, count = parallel.sum_over_data_parallel([self.total, float(self.count)])
-        mismatch = {} if self.router_mismatch is None else {"router_mismatch_frac": self.router_mismatch}
-        return parallel.from_last_stage(
-            {
-                "train_rollout_logprob_diff/mean": total / max(count, 1.0),
-                "train_rollout_logprob_diff/max": parallel.max_over_data_parallel(self.largest),
-                **mismatch,
-            }
-        )
+        found = {
+            "train_rollout_logprob_diff/mean": total / max(count, 1.0),
+            "train_rollout_logprob_diff/max": parallel.max_over_data_parallel(self.largest),
+        }
+        if self.router_mismatch is not None:
+            found["router_mismatch_frac"] = self.router_mismatch
+        return parallel.from_last_stage(found)

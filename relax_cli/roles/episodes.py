@@ -32,7 +32,6 @@ from relax_cli.roles.judging import Judged, Trace, response_text
 
 CLOSE_SECONDS = 5.0
 """Time of environments to close after a failure."""
-Encode = Callable[[Prompt], list[int]]
 
 
 @dataclass(frozen=True)
@@ -48,27 +47,19 @@ class Job:
     """Of the first response's noise; with the number of a turn, of that one's; with 0, of the environment."""
 
 
+@dataclass
 class Episodes:
     """Has an engine and environments talk to each other."""
 
-    def __init__(
-        self,
-        factory: EnvFactory,
-        section: EpisodeSection,
-        tokenizer: PreTrainedTokenizerBase,
-        encode: Encode,
-        *,
-        apply_chat_template: bool,
-    ) -> None:
-        """Args:
-        encode: token ids of a prompt.
-        """
-        self.factory = factory
-        self.most_turns = section.max_turns
-        self.tokenizer = tokenizer
-        self.encode = encode
-        self.apply_chat_template = apply_chat_template
-        self.calls = UserCalls(section.env_timeout)
+    factory: EnvFactory
+    section: EpisodeSection
+    tokenizer: PreTrainedTokenizerBase
+    encode: Callable[[Prompt], list[int]]
+    """Token ids of a prompt."""
+    apply_chat_template: bool
+
+    def __post_init__(self) -> None:
+        self.calls = UserCalls(self.section.env_timeout)
         self._loop = started_loop("relax-episodes")
 
     def __call__(self, engine: RolloutEngine, jobs: Sequence[Job], sampling: SamplingParams) -> list[Judged]:
@@ -86,7 +77,6 @@ class Episodes:
         return [episode.judged() for episode in running]
 
     def close(self) -> None:
-        """Stop the threads."""
         self.calls.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -127,8 +117,9 @@ class _Running:
         step = await self.env.step(response)
         trace.rewards[-1] = step.reward
         trace.turns.append({"response": response, "reward": step.reward, "observation": step.observation})
-        self.truncated = not step.done or generation.finish_reason == "length"
-        if step.observation is None or generation.finish_reason == "length" or len(trace.turns) == host.most_turns:
+        cut = generation.finish_reason == "length"
+        self.truncated = cut or not step.done
+        if step.observation is None or cut or len(trace.turns) == host.section.max_turns:
             return None
         observed = observation_ids(
             host.tokenizer,

@@ -77,36 +77,26 @@ class Judged(Sampled):
         return [1] * len(self.generation.tokens) if self.trace is None else self.trace.mask
 
 
+@dataclass
 class Judge:
     """The run's reward, and the text that it is given."""
 
-    def __init__(
-        self,
-        reward: RewardFunction,
-        tokenizer: PreTrainedTokenizerBase,
-        stop: Sequence[str],
-        *,
-        apply_chat_template: bool,
-        trace_file: Path,
-    ) -> None:
-        """Args:
-        stop: strings that end a response.
-        trace_file: for the whole traceback of a reward that fails.
-        """
-        self._reward = reward
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._apply_chat_template = apply_chat_template
-        self._trace_file = trace_file
-        self._ahead: dict[int, tuple[Generation, RewardInput]] = {}
-        """What the reward was given before the batch was complete, by the `id` of the response."""
+    reward: RewardFunction
+    tokenizer: PreTrainedTokenizerBase
+    stop: Sequence[str]
+    """Strings that end a response."""
+    apply_chat_template: bool
+    trace_file: Path
+    """For the whole traceback of a reward that fails."""
+    _ahead: dict[int, tuple[Generation, RewardInput]] = field(default_factory=dict)
+    """What the reward was given before the batch was complete, by the `id` of the response."""
 
     def __call__(self, samples: Sequence[Sampled]) -> list[Judged]:
         """Judge a batch. Raises RunError: see `RewardFunction`."""
         ahead, self._ahead = self._ahead, {}
         inputs = [ahead[id(s.generation)][1] if id(s.generation) in ahead else self._input(s) for s in samples]
         try:
-            results = self._reward(inputs)
+            results = self.reward(inputs)
         except RunError as error:
             raise self._with_trace(error) from error.__cause__
         return [
@@ -126,31 +116,31 @@ class Judge:
                 ahead[id(sample.generation)] = sample.generation, given
                 group = groups[sample.group]
                 group.append(given)
-                self._reward.ahead(given, group if len(group) == samples_per_prompt else ())
+                self.reward.ahead(given, group if len(group) == samples_per_prompt else ())
 
         return ended
 
     def close(self) -> None:
         """End the reward's processes."""
-        self._reward.close()
+        self.reward.close()
 
     def _with_trace(self, error: RunError) -> RunError:
         """The error, which names the file with the traceback of the reward's exception, where it raised one."""
         if error.__cause__ is None:
             return error
         try:
-            self._trace_file.parent.mkdir(parents=True, exist_ok=True)
+            self.trace_file.parent.mkdir(parents=True, exist_ok=True)
             text = "".join(traceback.format_exception(error.__cause__))
-            self._trace_file.write_text(text, encoding="utf-8", errors="backslashreplace")
+            self.trace_file.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError:
             return error
-        more = f"; the whole traceback is in {self._trace_file}"
+        more = f"; the whole traceback is in {self.trace_file}"
         return RunError([replace(problem, fix=problem.fix + more) for problem in error.problems])
 
     def _input(self, sample: Sampled) -> RewardInput:
         return RewardInput(
-            prompt=prompt_text(self._tokenizer, sample.prompt, apply_chat_template=self._apply_chat_template),
-            response=response_text(self._tokenizer, sample.generation, self._stop),
+            prompt=prompt_text(self.tokenizer, sample.prompt, apply_chat_template=self.apply_chat_template),
+            response=response_text(self.tokenizer, sample.generation, self.stop),
             label=sample.prompt.label,
             # A copy each: what a reward changes must not reach the other samples of the prompt, or the next epoch.
             metadata=copy.deepcopy(sample.prompt.metadata),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from relax_cli.backends.megatron.loaded import LoadedModel
 from relax_cli.roles.training import ModelRole
 
 
-class ReferenceRole(ModelRole[LoadedModel]):
+class ReferenceRole(ModelRole):
     """One rank of the frozen policy."""
 
     name = "reference"

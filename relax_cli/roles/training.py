@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from relax_cli.algorithms.reduce import Mode
 from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.loaded import LoadedModel
 from relax_cli.backends.megatron.trainer import LossFunction, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.checkpoint import store
 from relax_cli.checkpoint.fingerprint import data_position
@@ -57,32 +58,12 @@ class RolloutShare:
         return sorted(row for rows in self.step_rows for row in rows)
 
 
-class Answers(Protocol):
-    """A model on the device that it shares with other roles: `TrainableModel` or `LoadedModel`."""
-
-    packs: bool
-    """Whether samples are packed when `--pack-sequences` does not say."""
-
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
-        """Outputs of each micro-batch, without gradient."""
-
-    def sleep(self) -> None:
-        """Leave the device."""
-
-    def wake(self) -> None:
-        """Come back."""
-
-
-Model = TypeVar("Model", bound=Answers)
-
-
-class ModelRole(Generic[Model]):
+class ModelRole:
     """A model that works on samples of the queue. One instance per rank; all ranks call the same methods."""
 
     name: str
-    """Role name."""
 
-    def __init__(self, model: Model, context: RoleContext) -> None:
+    def __init__(self, model: LoadedModel, context: RoleContext) -> None:
         self.model = model
         self.queue = context.queue
         self.batch, self.tokens_of_rank = context.config.batch, context.config.parallel.tokens_of_rank
@@ -140,14 +121,15 @@ class ModelRole(Generic[Model]):
         """One `[T]` grid of the model's output for each own row, without gradient, on the CPU."""
         chunks, batches = self.micro_batches(share, share.rows, ())
         outputs = self.model.forward(batches)
-        found: dict[int, Tensor] = {}
-        for rows, output in zip(chunks, outputs, strict=True):
-            found |= unpad(pick(output).cpu(), rows, share.columns["response_lens"])
-        return found
+        lengths = share.columns["response_lens"]
+        found = (unpad(pick(output).cpu(), rows, lengths) for rows, output in zip(chunks, outputs, strict=True))
+        return {row: values for grid in found for row, values in grid.items()}
 
 
-class TrainingRole(ModelRole[TrainableModel]):
+class TrainingRole(ModelRole):
     """A model that learns from the queue."""
+
+    model: TrainableModel
 
     def __init__(self, model: TrainableModel, context: RoleContext, *, save_dir: str | None) -> None:
         super().__init__(model, context)
@@ -205,16 +187,14 @@ class TrainingRole(ModelRole[TrainableModel]):
             self.seen = {row: values for row, values in found.items() if row < self.dumped} | self.seen
         if result.skipped and self.on_nan_grad == "stop":
             raise self._not_finite(share.rollout_id, step, result.grad_norm)
-        of_experts = {"load_balancing_loss": result.load_balancing_loss, "router_mismatch": result.router_mismatch}
-        return (
-            result.metrics
-            | {f"{self.name}/{name}": value for name, value in of_experts.items() if value is not None}
-            | {
-                f"{self.name}/grad_norm": result.grad_norm,
-                f"{self.name}/lr": result.lr,
-                f"{self.name}/skipped_steps": float(result.skipped),
-            }
-        )
+        own = {
+            "load_balancing_loss": result.load_balancing_loss,
+            "router_mismatch": result.router_mismatch,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "skipped_steps": float(result.skipped),
+        }
+        return result.metrics | {f"{self.name}/{name}": value for name, value in own.items() if value is not None}
 
     def _not_finite(self, rollout_id: int, step: int, grad_norm: float) -> RunError:
         return RunError(
@@ -229,7 +209,6 @@ class TrainingRole(ModelRole[TrainableModel]):
         )
 
     def loss_denominator(self, share: RolloutShare, step: int) -> float:
-        """Samples, trainable tokens or longest responses of the whole optimizer step, the same on every rank."""
         return loss_denominator(self.aggregation, self.batch, share.step_tokens[step], self.longest_response)
 
     def write_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
