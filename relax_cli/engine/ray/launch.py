@@ -66,14 +66,8 @@ def in_order(places: Sequence[Place]) -> list[Place]:
 
 
 def server_places(places: Sequence[Place], gpus_per_server: int, servers: int) -> list[list[Place]]:
-    """The bundles of each server, which are those of the ranks with the same numbers.
-
-    Args:
-        places: in the order of ranks.
-
-    Raises:
-        EnvironmentFault: a server's GPUs would be on several machines.
-    """
+    """The bundles of each server, which are those of the ranks with the same numbers, given in the order of ranks.
+    Raises EnvironmentFault: a server's GPUs would be on several machines."""
     groups = [list(places[i * gpus_per_server : (i + 1) * gpus_per_server]) for i in range(servers)]
     for number, group in enumerate(groups):
         nodes = sorted({place.node for place in group})
@@ -138,7 +132,7 @@ class RaySession(Session):
             self.built[role.name] = RayRanks(role.name, workers, plan.run_dir, self.watch)
         for ranks in self.built.values():
             ranks.watch_all()
-        importing = {name: [w.prepare.remote() for w in role.workers] for name, role in self.built.items()}
+        importing = {name: role.ask("prepare") for name, role in self.built.items()}
         plan.status("starting TransferQueue")
         rollout = self.built["rollout"]
         rollout.collect([rollout.workers[0].open_queue.remote(self.queue_keys)], "open_queue")
@@ -190,9 +184,9 @@ class RaySession(Session):
         """Build some roles at the same time; each is asleep when it is built."""
         building = {}
         for name in names:
-            workers = self.built[name].workers
-            ((addr, port),) = self.built[name].collect([workers[0].meeting_point.remote()], "meeting_point")
-            building[name] = [worker.build.remote(addr, port, self.queue_keys) for worker in workers]
+            role = self.built[name]
+            ((addr, port),) = role.collect([role.workers[0].meeting_point.remote()], "meeting_point")
+            building[name] = role.ask("build", addr, port, self.queue_keys)
         self._collect(building, "build")
 
     def _collect(self, asked: Mapping[str, list[Any]], doing: str) -> None:
@@ -213,9 +207,8 @@ class RaySession(Session):
     def _watch_queue(self) -> None:
         """Watch TransferQueue's processes on every node that has a rank."""
         for role in self.built.values():
-            places = role.collect([worker.whereabouts.remote() for worker in role.workers], "whereabouts")
-            found = role.collect([worker.queue_processes.remote() for worker in role.workers], "queue_processes")
-            for place, processes in zip(places, found, strict=True):
+            found = role.collect(role.ask("queue_processes"), "queue_processes")
+            for place, processes in zip(role.places, found, strict=True):
                 for title, pid in processes:
                     name = title.removeprefix("ray::").partition(".")[0]
                     self.watch.add(f"{name} (process {pid})", replace(place, pid=pid))
@@ -224,10 +217,10 @@ class RaySession(Session):
         """See `Session.copy_weights`; the references travel inside lists, so that nothing resolves them here."""
         actor, rollout = self.built["actor"], self.built["rollout"]
         with self.roles.actor.awake():
-            exported = actor.collect([w.export_weights.remote() for w in actor.workers], "export_weights")
+            exported = actor.collect(actor.ask("export_weights"), "export_weights")
         (refs,) = [refs for refs in exported if refs]
         with self.roles.rollout.awake():
-            rollout.collect([w.load_weights.remote(refs, version) for w in rollout.workers], "load_weights")
+            rollout.collect(rollout.ask("load_weights", refs, version), "load_weights")
 
     def close(self) -> None:
         if self.owns_ray:
@@ -237,22 +230,15 @@ class RaySession(Session):
             if self.guardian is not None:
                 self.guardian.close()
             return
-        for role in self.built.values():
-            for worker in role.workers:
-                ray.kill(worker)
+        for worker in (worker for role in self.built.values() for worker in role.workers):
+            ray.kill(worker)
         if self.group is not None:
             ray.util.remove_placement_group(self.group)
 
 
 def build_order(roles: Sequence[str], *, in_turns: bool) -> list[list[str]]:
-    """Which roles are built at the same time.
-
-    Args:
-        in_turns: they share GPUs: one at a time, and rollout last, because a server takes what memory it finds.
-    """
-    if not in_turns:
-        return [list(roles)]
-    return [[name] for name in sorted(roles, key=lambda name: name == "rollout")]
+    """Which roles are built at the same time: with shared GPUs one, and rollout last, as a server takes all memory."""
+    return [[name] for name in sorted(roles, key=lambda name: name == "rollout")] if in_turns else [list(roles)]
 
 
 def find_places(group: PlacementGroup) -> list[Place]:

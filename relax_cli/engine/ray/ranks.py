@@ -28,7 +28,6 @@ from relax_cli.errors import RelaxError, RunError
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 ANSWER_SIGNALS = 0.1
 """Seconds of waiting for a worker after which this process looks whether it got a signal."""
 
@@ -52,7 +51,6 @@ class RoleWorker:
         self._note(f"rank {spec.rank} of {spec.role} on node {this_node()} ({node_id}), process {os.getpid()}")
 
     def whereabouts(self) -> Whereabouts:
-        """Where this rank runs."""
         return Whereabouts(this_node(), ray.get_runtime_context().get_node_id(), os.getpid())
 
     def queue_processes(self) -> list[tuple[str, int]]:
@@ -78,7 +76,6 @@ class RoleWorker:
             import_quickly(ROLLOUT if self.spec.role == "rollout" else MEGATRON)
 
     def build(self, addr: str, port: int, keys: QueueKeys) -> None:
-        """Build the role."""
         from relax_cli.engine.transfer import TransferQueueStore
 
         with self._logged("build"):
@@ -88,7 +85,6 @@ class RoleWorker:
             self.role = builder.build(queue)
 
     def run(self, call: Call) -> Any:
-        """Call a method of the role."""
         with self._logged(call.method):
             return getattr(self.role, call.method)(*call.args)
 
@@ -128,16 +124,21 @@ class RayRanks(Ranks[Role]):
         self.workers = workers
         self.run_dir = run_dir
         self.watch = watch
+        self.places: list[Whereabouts] = []
 
     def watch_all(self) -> None:
         """Have every rank watched from now on."""
-        places = self.collect([worker.whereabouts.remote() for worker in self.workers], "whereabouts")
-        for rank, place in enumerate(places):
+        self.places = self.collect(self.ask("whereabouts"), "whereabouts")
+        for rank, place in enumerate(self.places):
             self.watch.add(f"rank {rank} of {self.name}", place, log_of(self.run_dir, self.name, rank))
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Begin a method of every worker."""
+        return [getattr(worker, method).remote(*args) for worker in self.workers]
 
     def start(self, request: Callable[[Role], Result]) -> Callable[[], list[Result]]:
         call = recorded(request)
-        refs = [worker.run.remote(call) for worker in self.workers]
+        refs = self.ask("run", call)
         return lambda: self.collect(refs, call.method)
 
     def on(self, rank: int, request: Callable[[Role], Result]) -> Result:
@@ -146,8 +147,7 @@ class RayRanks(Ranks[Role]):
         return result
 
     def tell(self, request: Callable[[Role], object]) -> None:
-        call = recorded(request)
-        disregard([worker.run.remote(call) for worker in self.workers])
+        disregard(self.ask("run", recorded(request)))
 
     def collect(self, refs: list[Any], doing: str, first: int = 0) -> list[Any]:
         """Results of calls to the ranks from `first` on, as soon as all have one or any has failed.

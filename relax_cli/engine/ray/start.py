@@ -91,11 +91,7 @@ CAUSES = (
 
 
 def start_failed(address: str | None, error: Exception) -> Problem:
-    """The problem of a Ray that did not start, by its cause.
-
-    Args:
-        address: what it was told: `local`, or the cluster that RAY_ADDRESS names.
-    """
+    """The problem of a Ray that did not start, by its cause; its address is `local` or that of a cluster."""
     local, folder, said = address == "local", ray_temp_folder(), f"{type(error).__name__}: {error}"
     known = [advice for words, advice in CAUSES if any(word in said for word in words)]
     if known:
@@ -162,9 +158,6 @@ def start_ray(plan: LaunchPlan) -> None:
 
     A local one gets as many logical CPUs as the run needs, on any number of cores: roles take turns, and
     TransferQueue waits for ever for a CPU it cannot get.
-
-    Raises:
-        EnvironmentFault: Ray did not start.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Every worker has an environment of its own, so those that Ray starts in advance are never used.
@@ -220,11 +213,7 @@ def cluster_gpus() -> int:
 
 def check_resources(plan: LaunchPlan) -> None:
     """Refuse before anything waits for CPUs or GPUs that will never be there; waits `patience` seconds for them.
-
-    Raises:
-        EnvironmentFault: the cluster has fewer free logical CPUs, or fewer GPUs at all, than the run needs.
-        RunError: it has the queue of another run.
-    """
+    Raises EnvironmentFault: there are too few. Raises RunError: the cluster has the queue of another run."""
     deadline = time.monotonic() + plan.patience
     while True:
         try:

@@ -202,15 +202,12 @@ class ProcessWatch:
         """Whether Ray's own shutdown would wait for a process that is lost."""
         self._here = ProcessTable()
         self._elsewhere: dict[str, _RemoteNode] = {}
-        self._places: dict[str, Whereabouts] = {}
-        self._logs: dict[str, Path] = {}
+        self._watched: dict[str, tuple[Whereabouts, Path | None]] = {}
         self._next_look = 0.0
 
     def add(self, name: str, place: Whereabouts, log: Path | None = None) -> None:
         """Watch one more process, which writes to `log`."""
-        self._places[name] = place
-        if log is not None:
-            self._logs[name] = log
+        self._watched[name] = (place, log)
         if place.node == self.this_node:
             self._here.add(name, place.pid)
             return
@@ -219,14 +216,8 @@ class ProcessWatch:
         self._elsewhere[place.node].actor.add.remote(name, place.pid)
 
     def look(self, doing: str) -> None:
-        """Look at all processes, unless that was done a moment ago.
-
-        Args:
-            doing: what is waited for.
-
-        Raises:
-            ProcessLost: a process has ended or stopped.
-        """
+        """Look at all processes while `doing` is waited for, unless that was done a moment ago.
+        Raises ProcessLost: one has ended or stopped."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_SECONDS
             for loss in [*self._here.losses(), *(loss for node in self._elsewhere.values() for loss in node.losses())]:
@@ -242,7 +233,7 @@ class ProcessWatch:
 
     def died(self, name: str, doing: str, error: ray.exceptions.RayError) -> ProcessLost:
         """The error of a worker that Ray calls dead."""
-        place = self._places.get(name)
+        place, _ = self._watched.get(name, (None, None))
         if isinstance(error, ray.exceptions.OutOfMemoryError) or "low on memory" in str(error):
             what = "Ray killed it because its node was low on memory"
         elif place is not None and place.node == self.this_node:
@@ -254,8 +245,7 @@ class ProcessWatch:
     def failure(self, loss: Loss, doing: str) -> ProcessLost:
         """The error of a lost process."""
         self.shutdown_hangs = self.shutdown_hangs or loss.name.startswith("Ray's") or "stopped" in loss.what
-        place = self._places.get(loss.name)
-        log = self._logs.get(loss.name)
+        place, log = self._watched.get(loss.name, (None, None))
         kind = PROCESS_LOST if log is None else WORKER_FAILED
         advice = "resume the run" if log is None else f"tail -n 40 {log}"
         if "memory" in loss.what:
