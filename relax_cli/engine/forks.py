@@ -64,34 +64,35 @@ class ForkServer:
     """Seconds without a fork after which it ends."""
     owner: int | None = None
     """A pipe whose end means that the owner is gone."""
+    ending: bool = False
+    """Whether it ends with its last fork."""
     forks: dict[int, socket.socket] = field(default_factory=dict)
     """Process ids, and who waits for them."""
-    waiting: list[socket.socket] = field(default_factory=list)
-    """Who wants to know when this process has ended."""
+    events: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def serve(self) -> str | None:
         """Returns None at the end, and in every fork the Python file that it is to run."""
-        with selectors.DefaultSelector() as events:
-            events.register(self.listener, selectors.EVENT_READ)
-            if self.owner is not None:
-                events.register(self.owner, selectors.EVENT_READ)
-            while self.forks or not self.waiting:
-                ready = events.select(None if self.forks else self.idle)
-                if not ready and not self.forks:
+        self.events.register(self.listener, selectors.EVENT_READ)
+        if self.owner is not None:
+            self.events.register(self.owner, selectors.EVENT_READ)
+        while self.forks or not self.ending:
+            ready = self.events.select(None if self.forks else self.idle)
+            if not ready and not self.forks:
+                return None
+            for key, _ in ready:
+                if key.fileobj is self.listener:
+                    program = self._answer(self.listener.accept()[0])
+                    if program is not None:
+                        return program
+                elif key.fileobj == self.owner:
+                    for pid in self.forks:
+                        os.kill(pid, signal.SIGKILL)
                     return None
-                for key, _ in ready:
-                    if key.fileobj is self.listener:
-                        program = self._answer(self.listener.accept()[0], events)
-                        if program is not None:
-                            return program
-                    elif key.fileobj == self.owner:
-                        self._kill()
-                        return None
-                    else:
-                        self._look(key, events)
+                else:
+                    self._look(key)
         return None
 
-    def _answer(self, channel: socket.socket, events: selectors.BaseSelector) -> str | None:
+    def _answer(self, channel: socket.socket) -> str | None:
         channel.settimeout(PATIENCE)
         files: list[int] = []
         try:
@@ -99,27 +100,21 @@ class ForkServer:
             request = read_line(channel, start)
             refused = None if self.warm is None else self.warm.difference(request)
             if request["do"] == "run" and refused is None:
-                return self._fork(channel, request, files, events)
+                return self._fork(channel, request, files)
             _tell(channel, pid=None if request["do"] == "run" else os.getpid(), runs=[*self.forks], refused=refused)
+            if request["do"] == "end":
+                self.events.unregister(self.listener)
+                self.listener.close()
+                self.ending = True
         except (OSError, ValueError, KeyError):
-            # Whoever asked has gone, or starts without a fork.
-            channel.close()
-            return None
+            pass  # Whoever asked has gone, or starts without a fork.
         finally:
             for file in files:
                 os.close(file)
-        if request["do"] == "end" and not self.waiting:
-            events.unregister(self.listener)
-            self.listener.close()
-        if request["do"] == "end":
-            self.waiting.append(channel)
-        else:
-            channel.close()
+        channel.close()
         return None
 
-    def _fork(
-        self, channel: socket.socket, request: dict[str, Any], files: list[int], events: selectors.BaseSelector
-    ) -> str | None:
+    def _fork(self, channel: socket.socket, request: dict[str, Any], files: list[int]) -> str | None:
         if self.warm is None:
             # The job and the node of every worker of a run are the same.
             os.environ.update(
@@ -129,26 +124,24 @@ class ForkServer:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._let_go(channel)
+            # Whoever waits for this process must see its end.
+            self.events.close()
+            for opened in (self.listener, channel, *self.forks.values()):
+                opened.close()
+            if self.owner is not None:
+                os.close(self.owner)
             become(request, files, server)
             return str(request["argv"][0])
         self.forks[pid] = channel
-        events.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-        events.register(channel, selectors.EVENT_READ, pid)
+        self.events.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        self.events.register(channel, selectors.EVENT_READ, pid)
         _tell(channel, pid=pid)
         return None
 
-    def _let_go(self, own: socket.socket) -> None:
-        """In a fork: whoever waits for this process must see its end."""
-        for channel in (self.listener, own, *self.forks.values(), *self.waiting):
-            channel.close()
-        if self.owner is not None:
-            os.close(self.owner)
-
-    def _look(self, key: selectors.SelectorKey, events: selectors.BaseSelector) -> None:
+    def _look(self, key: selectors.SelectorKey) -> None:
         """A fork has ended, or the process that waits for it."""
         pid: int = key.data
-        events.unregister(key.fileobj)
+        self.events.unregister(key.fileobj)
         if isinstance(key.fileobj, socket.socket):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -158,13 +151,9 @@ class ForkServer:
         _, status = os.waitpid(pid, 0)
         channel = self.forks.pop(pid)
         with suppress(KeyError):
-            events.unregister(channel)
+            self.events.unregister(channel)
         _tell(channel, status=status)
         channel.close()
-
-    def _kill(self) -> None:
-        for pid in self.forks:
-            os.kill(pid, signal.SIGKILL)
 
 
 class Warmth:
@@ -182,9 +171,9 @@ class Warmth:
         for name in ("executable", "prefix", "version", "limits", "cores"):
             if then[name] != now[name]:
                 return f"{name} of this process: not that of relax up"
-        names = sorted(then["environment"].keys() | now["environment"].keys())
-        for name in names:
-            if name.startswith(READ_AT_IMPORT) and then["environment"].get(name) != now["environment"].get(name):
+        set_then, set_now = then["environment"], now["environment"]
+        for name in sorted(set_then.keys() | set_now.keys()):
+            if name.startswith(READ_AT_IMPORT) and set_then.get(name) != set_now.get(name):
                 return f"{name} is set differently from where relax up was typed"
         changed = next((path for path, stamp in self.files.items() if _stamp(path) != stamp), None)
         return None if changed is None else f"{changed} has changed since relax up"
@@ -306,11 +295,10 @@ def _tell(channel: socket.socket, **message: Any) -> None:
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
-    try:
+    with suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size
+        return found.st_mtime_ns, found.st_size
+    return None
 
 
 if __name__ == "__main__":
