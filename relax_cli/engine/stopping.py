@@ -82,20 +82,16 @@ class StopRequest:
         self._request(KeyboardInterrupt(), f"{self.doing}; Ctrl-C again stops now")
 
     def _on_sigterm(self, number: int, _: object) -> None:
-        if number == signal.SIGHUP:
-            self._forget_terminals()
-        if not self.doing:
-            raise Terminated
-        if self.requested_stop is None:
-            self._request(Terminated(), f"{signal.Signals(number).name}: {self.doing}; Ctrl-C stops now")
-
-    def _forget_terminals(self) -> None:
-        """Output to a terminal that has gone goes nowhere: it must not end the run before it has saved."""
-        for stream in self._terminals:
+        # Output to a terminal that has gone goes nowhere: it must not end the run before it has saved.
+        for stream in self._terminals if number == signal.SIGHUP else ():
             if not os.isatty(stream):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream)
                 os.close(nowhere)
+        if not self.doing:
+            raise Terminated
+        if self.requested_stop is None:
+            self._request(Terminated(), f"{signal.Signals(number).name}: {self.doing}; Ctrl-C stops now")
 
     def _request(self, end: KeyboardInterrupt | Terminated, message: str) -> None:
         self.requested_stop = end

@@ -88,7 +88,11 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     if before is not after:
         found = f"mean reward {before.metrics['reward/mean']:.3f} before, {after.metrics['reward/mean']:.3f} after"
     lines = [f"Held-out set `{before.name}`: {found}"]
-    lines += [f"  ({sampling_text(run.config, after)})", *passed_lines(before, after)]
+    lines.append(f"  ({sampling_text(run.config, after)})")
+    names = [name for name in after.metrics if name.startswith(("pass@", "majority@"))]
+    # Where there are several samples of a prompt.
+    for name in names if len(names) > 1 else ():
+        lines.append(f"  {name} {before.metrics.get(name, math.nan):.3f} before, {after.metrics[name]:.3f} after")
     examples = [_examples(run.run_dir, evaluation) for evaluation in (before, after)]
     rows: list[dict[str, Any]] = [
         {"prompt": b["prompt"], "label": b["label"], "before": b["response"], "after": a["response"]}
@@ -108,15 +112,6 @@ def sampling_text(config: Config, evaluation: Evaluation) -> str:
     how = ", greedy" if sampling.rollout_top_k == 1 else f" at temperature {sampling.rollout_temperature:g}"
     interval = evaluation.metrics.get("reward/ci95")
     return f"{evaluation.metrics['samples']} samples{how}" + (f", 95 % interval ±{interval:.3f}" if interval else "")
-
-
-def passed_lines(before: Evaluation, after: Evaluation) -> list[str]:
-    """pass@k and majority@k, where there are several samples of a prompt."""
-    names = [name for name in after.metrics if name.startswith(("pass@", "majority@"))]
-    return [
-        f"  {name} {before.metrics.get(name, math.nan):.3f} before, {after.metrics[name]:.3f} after"
-        for name in (names if len(names) > 1 else ())
-    ]
 
 
 def _examples(run_dir: Path, evaluation: Evaluation) -> list[dict[str, Any]]:

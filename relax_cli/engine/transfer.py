@@ -92,7 +92,11 @@ class TransferQueueStore:
     def put(self, rollout_id: int, rows: Sequence[int], fields: dict[str, list[Tensor]]) -> None:
         from tensordict import TensorDict
 
-        columns = {name: _column(values) for name, values in fields.items()}
+        columns = {
+            # Scalars stacked, 1-D samples jagged.
+            name: torch.nested.as_nested_tensor(values, layout=torch.jagged) if values[0].dim() else torch.stack(values)
+            for name, values in fields.items()
+        }
         self.batch_put(
             keys=[str(row) for row in rows],
             partition_id=partition(rollout_id),
@@ -132,11 +136,3 @@ def open_transfer_queue(keys: QueueKeys) -> None:
     opened = transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": units}}))
     servers = [opened.controller.zmq_info, *opened.backend.SimpleStorage.zmq_info.values()]
     check_protected((server.ip, port) for server in servers for port in server.ports.values())
-
-
-def _column(values: list[Tensor]) -> Tensor:
-    """One TensorDict column: scalars stacked, 1-D samples jagged."""
-    if values[0].dim() == 0:
-        return torch.stack(values)
-    nested: Tensor = torch.nested.as_nested_tensor(values, layout=torch.jagged)
-    return nested

@@ -63,7 +63,7 @@ class Episodes:
         self._loop = started_loop("relax-episodes")
 
     def __call__(self, engine: RolloutEngine, jobs: Sequence[Job], sampling: SamplingParams) -> list[Judged]:
-        """One finished episode for each job. Raises RunError: an environment failed, or the engine did."""
+        """One finished episode for each job."""
         running = [_Running(self, job, sampling) for job in jobs]
         with stdout_as_stderr(), settings_kept():
             try:
@@ -121,12 +121,14 @@ class _Running:
         self.truncated = cut or not step.done
         if step.observation is None or cut or len(trace.turns) == host.section.max_turns:
             return None
+        last, ends = generation.tokens[-1], self.sampling.stop_token_ids
         observed = observation_ids(
             host.tokenizer,
             self.opening,
             step.observation,
             apply_chat_template=host.apply_chat_template,
-            sampled_end=self._sampled_end(generation),
+            # The text of the stop token of the response; the chat template writes it as well.
+            sampled_end=host.tokenizer.decode([last], skip_special_tokens=False) if last in ends else "",
         )
         if len(self.tokens) + len(observed) >= self.sampling.max_new_tokens:
             return None
@@ -162,11 +164,3 @@ class _Running:
             self.job.prompt.source,
             self.sampling.max_new_tokens - len(self.tokens),
         )
-
-    def _sampled_end(self, generation: Generation) -> str:
-        """The text of the stop token of a response; the chat template writes it as well."""
-        last = generation.tokens[-1]
-        if last not in self.sampling.stop_token_ids:
-            return ""
-        text: str = self.host.tokenizer.decode([last], skip_special_tokens=False)
-        return text

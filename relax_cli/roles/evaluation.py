@@ -36,9 +36,12 @@ def eval_metrics(name: str, outcomes: Sequence[Outcome], pass_reward: float) -> 
     for outcome in outcomes:
         by_prompt.setdefault(outcome.prompt, []).append(outcome)
     groups = list(by_prompt.values())
+    # Half the 95 % interval of the mean reward: of means of prompts, since samples of one prompt are alike.
+    means = Spread.of(fsum(o.reward for o in group) / len(group) for group in groups)
+    confidence = {"reward/ci95": NORMAL_95 * means.std / sqrt(len(groups))} if len(groups) > 1 else {}
     found: dict[str, float] = {
         **Spread.of(o.reward for o in outcomes).metrics("reward"),
-        **dict(_confidence(groups)),
+        **confidence,
         **{f"reward/part/{p}": Spread.of(o.parts[p] for o in outcomes if p in o.parts).mean for p in parts},
         **dict(_passed(groups, pass_reward)),
         **Spread.of(o.response_len for o in outcomes).metrics("response_len"),
@@ -47,13 +50,6 @@ def eval_metrics(name: str, outcomes: Sequence[Outcome], pass_reward: float) -> 
         "samples": len(outcomes),
     }
     return {f"eval/{name}/{metric}": value for metric, value in found.items()}
-
-
-def _confidence(groups: Sequence[Sequence[Outcome]]) -> Iterator[tuple[str, float]]:
-    """Half the 95 % interval of the mean reward: of means of prompts, since samples of one prompt are alike."""
-    if len(groups) > 1:
-        means = Spread.of(fsum(o.reward for o in group) / len(group) for group in groups)
-        yield "reward/ci95", NORMAL_95 * means.std / sqrt(len(groups))
 
 
 def _passed(groups: Sequence[Sequence[Outcome]], pass_reward: float) -> Iterator[tuple[str, float]]:

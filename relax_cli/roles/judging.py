@@ -34,7 +34,7 @@ class Sampled:
     row: int
     """Place in the rollout."""
     group: int
-    """Place of its prompt in the rollout."""
+    """Place of its prompt."""
     prompt: Prompt
     prompt_tokens: list[int]
     generation: Generation
@@ -92,7 +92,7 @@ class Judge:
     """What the reward was given before the batch was complete, by the `id` of the response."""
 
     def __call__(self, samples: Sequence[Sampled]) -> list[Judged]:
-        """Judge a batch. Raises RunError: see `RewardFunction`."""
+        """Judge a batch."""
         ahead, self._ahead = self._ahead, {}
         inputs = [ahead[id(s.generation)][1] if id(s.generation) in ahead else self._input(s) for s in samples]
         try:
@@ -153,28 +153,18 @@ class Judge:
 def response_text(tokenizer: PreTrainedTokenizerBase, generation: Generation, stop: Sequence[str]) -> str:
     """A response as others see it: without special tokens, and without the stop string that ended it."""
     text: str = tokenizer.decode(generation.tokens, skip_special_tokens=True)
-    return text if generation.finish_reason == "length" else without_stop(text, stop)
-
-
-def without_stop(response: str, stop: Sequence[str]) -> str:
-    """The response up to the stop string that ended it."""
-    ends = [place for text in stop if (place := response.find(text)) >= 0]
-    return response[: min(ends, default=len(response))]
+    places = (text.find(end) for end in stop if generation.finish_reason != "length")
+    return text[: min((place for place in places if place >= 0), default=None)]
 
 
 def reward_spreads(judged: Iterable[Judged]) -> dict[str, Spread]:
     """`reward`, and `reward/part/NAME` for each part, so that no part replaces another metric."""
-    judged = list(judged)
     # What failed and is left out has no reward.
     results = [sample.result for sample in judged if sample.trains or not sample.result.failed]
-    names = sorted({name for result in results for name in result.parts})
-    return {
-        "reward": Spread.of(result.reward for result in results),
-        **{
-            f"reward/part/{name}": Spread.of(result.parts[name] for result in results if name in result.parts)
-            for name in names
-        },
-    }
+    spreads = {"reward": Spread.of(result.reward for result in results)}
+    for name in sorted({name for result in results for name in result.parts}):
+        spreads[f"reward/part/{name}"] = Spread.of(result.parts[name] for result in results if name in result.parts)
+    return spreads
 
 
 def episode_spreads(judged: Iterable[Judged]) -> dict[str, Spread]:
@@ -205,12 +195,7 @@ def for_training(judged: Judged, config: Config) -> Judged:
 
 
 def queue_fields(samples: Sequence[Judged], *, versions: bool, routes: bool) -> dict[str, list[Tensor]]:
-    """What the rollout role writes of each sample, see `roles/context.py`.
-
-    Args:
-        versions: also the weights that sampled each token.
-        routes: also the experts that it was generated with.
-    """
+    """What the rollout role writes of each sample, see `roles/context.py`; `versions` and `routes` only on request."""
     scalar = torch.tensor
     traces = [j.trace for j in samples if j.trace is not None]
     fields = {

@@ -186,7 +186,16 @@ class TrainingRole(ModelRole):
             # Of the first pass: later ones see what the earlier ones changed.
             self.seen = {row: values for row, values in found.items() if row < self.dumped} | self.seen
         if result.skipped and self.on_nan_grad == "stop":
-            raise self._not_finite(share.rollout_id, step, result.grad_norm)
+            raise RunError(
+                NAN_GRADIENT(
+                    f"the gradient of the {self.name} is not finite; its weights are those of before the step",
+                    where=f"step {share.rollout_id + 1}, optimizer step {step} of {self.batch.steps_per_rollout}",
+                    got=f"gradient norm {result.grad_norm}",
+                    expected="a finite norm",
+                    fix="look at the rewards and log-probabilities of that rollout, or lower the learning rate; "
+                    "--on-nan-grad skip leaves such steps out and counts them",
+                )
+            )
         own = {
             "load_balancing_loss": result.load_balancing_loss,
             "router_mismatch": result.router_mismatch,
@@ -195,18 +204,6 @@ class TrainingRole(ModelRole):
             "skipped_steps": float(result.skipped),
         }
         return result.metrics | {f"{self.name}/{name}": value for name, value in own.items() if value is not None}
-
-    def _not_finite(self, rollout_id: int, step: int, grad_norm: float) -> RunError:
-        return RunError(
-            NAN_GRADIENT(
-                f"the gradient of the {self.name} is not finite; its weights are those of before the step",
-                where=f"step {rollout_id + 1}, optimizer step {step} of {self.batch.steps_per_rollout}",
-                got=f"gradient norm {grad_norm}",
-                expected="a finite norm",
-                fix="look at the rewards and log-probabilities of that rollout, or lower the learning rate; "
-                "--on-nan-grad skip leaves such steps out and counts them",
-            )
-        )
 
     def loss_denominator(self, share: RolloutShare, step: int) -> float:
         return loss_denominator(self.aggregation, self.batch, share.step_tokens[step], self.longest_response)

@@ -122,7 +122,9 @@ class RaySession(Session):
             self.guardian = Guardian()
             with self.guardian.adopting():
                 start_ray(plan)
-            self._watch_ray()
+            node_id = ray.get_runtime_context().get_node_id()
+            for name, pid in children_named(psutil.Process(), "gcs_server", "raylet"):
+                self.watch.add(f"Ray's {name}", Whereabouts(this_node(), node_id, pid))
         check_resources(plan)
         plan.status("starting the workers")
         (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -197,12 +199,6 @@ class RaySession(Session):
         except BaseException:
             disregard(ref for refs in asked.values() for ref in refs)
             raise
-
-    def _watch_ray(self) -> None:
-        """Watch the processes of a Ray of our own: children of this one."""
-        node_id = ray.get_runtime_context().get_node_id()
-        for name, pid in children_named(psutil.Process(), "gcs_server", "raylet"):
-            self.watch.add(f"Ray's {name}", Whereabouts(this_node(), node_id, pid))
 
     def _watch_queue(self) -> None:
         """Watch TransferQueue's processes on every node that has a rank."""

@@ -94,6 +94,8 @@ def start_failed(address: str | None, error: Exception) -> Problem:
     """The problem of a Ray that did not start, by its cause; its address is `local` or that of a cluster."""
     local, folder, said = address == "local", ray_temp_folder(), f"{type(error).__name__}: {error}"
     known = [advice for words, advice in CAUSES if any(word in said for word in words)]
+    lines, marks = said.splitlines(), [word for words, _ in CAUSES for word in words]
+    telling = next((line for line in lines if any(word in line for word in marks)), lines[0])
     if known:
         fix = known[0].format(folder=folder)
     elif local:
@@ -105,17 +107,10 @@ def start_failed(address: str | None, error: Exception) -> Problem:
     return RAY_START_FAILED(
         "Ray did not start" if local else "the Ray cluster of RAY_ADDRESS cannot be joined",
         where="this machine" if local else f"RAY_ADDRESS={address}",
-        got=_telling_line(said),
+        got=telling.strip()[:300],
         expected="a Ray that answers",
         fix=fix,
     )
-
-
-def _telling_line(said: str) -> str:
-    """The line that names the cause, or else the first one."""
-    lines = said.splitlines()
-    telling = [line for line in lines if any(word in line for words, _ in CAUSES for word in words)]
-    return (telling or lines)[0].strip()[:300]
 
 
 def not_local(address: str) -> Problem:
@@ -166,7 +161,10 @@ def start_ray(plan: LaunchPlan) -> None:
     if address:
         _init_ray(address)
         return
-    _give_token()
+    given = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if not given and not os.path.exists(os.path.expanduser("~/.ray/auth_token")):
+        # Ray's processes answer only calls with a token, which it would keep in a home folder that may be read-only.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     config = plan.config
     engine = rollout_engine(config)
     on_cpu = config.parallel.device != "cuda"
@@ -180,13 +178,6 @@ def start_ray(plan: LaunchPlan) -> None:
     at = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(at).is_loopback:
         raise EnvironmentFault(not_local(at))
-
-
-def _give_token() -> None:
-    """Ray's processes answer only calls with a token. Ray keeps one in the home folder, which may not be writable."""
-    given = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-    if not given and not os.path.exists(os.path.expanduser("~/.ray/auth_token")):
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _init_ray(address: str | None, **options: Any) -> None:
