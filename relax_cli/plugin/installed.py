@@ -93,8 +93,7 @@ def broken_references(plugin: Plugin, records: Sequence[Record] | None = None) -
 
 
 def load_all(asked: str) -> None:
-    """The part of `broken_references` that runs in the other process.
-    Raises ConfigError: has one problem for each reference that cannot be loaded."""
+    """The part of `broken_references` in the other process. Raises ConfigError: one problem for each that is broken."""
     path, references = json.loads(asked)
     sys.path[:] = path
     problems: list[Problem] = []

@@ -79,11 +79,8 @@ def load_plugins() -> Plugins:
 
 
 class Plugins:
-    """The installed plugins of this process.
-
-    What plugins provide is looked up by name; where two claim one name, that raises a ConfigError which names both
-    distributions.
-    """
+    """The installed plugins of this process. Where two provide one name, looking it up raises a ConfigError that names
+    both distributions."""
 
     def __init__(self, entries: Iterable[EntryPoint]) -> None:
         self._plugins = sorted(map(_load, entries), key=lambda plugin: (plugin.row.name, plugin.row.distribution))

@@ -36,13 +36,7 @@ def package_files(name: str, kind: Kind = "estimator") -> dict[str, str]:
 
 def write_package(name: str, folder: Path, *, taken: dict[str, str], kind: Kind = "estimator") -> list[Path]:
     """Write a new package into `folder`, which is created when missing; returns the files written.
-
-    Args:
-        taken: names in use to the distribution that provides them.
-
-    Raises:
-        ConfigError: the name cannot be used, or the folder is not empty or cannot be written.
-    """
+    Raises ConfigError: the name is not usable or `taken`, or the folder is not empty or cannot be written."""
     check_name(name, taken, kind)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         got = "a folder with files in it" if folder.is_dir() else "a file"

@@ -45,14 +45,8 @@ class UserCodeError(Exception):
 
 @contextmanager
 def user_code(*, passes: tuple[type[BaseException], ...] = (RelaxError,)) -> Iterator[None]:
-    """Run user code with stdout kept for data.
-
-    Args:
-        passes: errors that pass through as they are; interrupts always do.
-
-    Raises:
-        UserCodeError: it raised anything else, `SystemExit` included.
-    """
+    """Run user code with stdout kept for data; interrupts and errors of the types `passes` pass through.
+    Raises UserCodeError: it raised anything else, `SystemExit` included."""
     try:
         with stdout_as_stderr():
             yield
@@ -146,10 +140,8 @@ class TookTooLong(BaseException):
 
 @contextmanager
 def user_deadline(seconds: float) -> Iterator[None]:
-    """Raise `TookTooLong` in the block after so many seconds.
-
-    Code that cannot be interrupted is ended with its whole process `GRACE` seconds later, after its stack on stderr.
-    """
+    """Raise `TookTooLong` in the block after so many seconds. Code that cannot be interrupted is ended with its whole
+    process `GRACE` seconds later, after its stack on stderr."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -48,14 +48,8 @@ class UserFile:
         )
 
     def find(self, spec: str, is_listed: Callable[[Any], bool]) -> Any:
-        """What `spec` names, after the file was imported.
-
-        Args:
-            is_listed: whether a value of the file could have been meant, for messages.
-
-        Raises:
-            ConfigError: the file is missing or fails to import, or has no such name.
-        """
+        """What `spec` names, after the file was imported. `is_listed` says which values messages offer instead.
+        Raises ConfigError: the file is missing or fails to import, or has no such name."""
         path, separator, name = spec.rpartition(":")
         file = Path(path)
         if not separator or not path or not name.isidentifier():
@@ -73,11 +67,7 @@ class UserFile:
         return module[name]
 
     def check(self, function: str, spec: str) -> list[Problem]:
-        """What is wrong with `spec`, found out in a process of its own: its import may do anything, or never end.
-
-        Args:
-            function: `"module:function"` that raises what is wrong.
-        """
+        """What `"module:function"` raises of `spec`, tried in a process of its own: an import may do anything."""
         try:
             return run_apart(function, spec)
         except Unanswered as error:
@@ -138,12 +128,8 @@ class UserFile:
 def user_file(
     what: str, prefix: str, broken: ProblemKind, noun: str, example: str, expected: str, *, nowhere: str = ""
 ) -> UserFile:
-    """What the option of `broken` takes from a file, with the problems that all such files share.
-
-    Args:
-        prefix: of their ids.
-        nowhere: when a name is unknown; empty where the option takes files alone.
-    """
+    """What the option of `broken` takes from a file, with the problems that all such files share: `prefix` begins their
+    ids, `nowhere` is empty where the option takes files alone."""
     option = broken.option
     name = f"the name of {'an' if what[0] in 'aeiou' else 'a'} {what}, or " if nowhere else ""
     kinds = {

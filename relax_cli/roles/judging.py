@@ -20,7 +20,7 @@ from relax_cli.backends.rollout.protocol import Generation
 from relax_cli.config.schema import Config
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
-from relax_cli.data.rewards.overlong import overlong_penalty
+from relax_cli.data.rewards.text import overlong_penalty
 from relax_cli.data.tokenise import prompt_text
 from relax_cli.errors import RunError
 from relax_cli.plugin.graph import ROUTES, TOKEN_REWARDS, WEIGHT_VERSIONS

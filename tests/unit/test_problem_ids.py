@@ -24,8 +24,7 @@ from relax_cli.backends.megatron import cpu_support
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.prompts import load_prompts
-from relax_cli.data.rewards import RewardInput, load_reward, pool
-from relax_cli.data.rewards.custom import load_custom
+from relax_cli.data.rewards import RewardInput, load_custom, load_reward, pool
 from relax_cli.engine.transfer import LocalQueue
 from relax_cli.errors import Problem, RelaxError
 from relax_cli.models import hf

@@ -19,8 +19,7 @@ import pytest
 
 from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.prompts import load_prompts
-from relax_cli.data.rewards import RewardInput, RewardResult, load_reward
-from relax_cli.data.rewards.custom import check_custom, find_custom
+from relax_cli.data.rewards import RewardInput, RewardResult, check_custom, find_custom, load_reward
 from relax_cli.data.rewards.math_answers import compare, is_usable
 from relax_cli.data.rewards.pool import PooledReward
 from relax_cli.data.rewards.reasoning_gym import extract_answer
@@ -88,8 +87,12 @@ def test_the_nearest_reward_name_is_offered() -> None:
     assert problem_of(ConfigError, load_reward, RewardSection(rm_type="exakt"), {}).fix == "--rm-type exact"
 
 
+def are_twelve(samples: list[RewardInput]) -> list[float]:
+    return [float(sample.response == "12") for sample in samples]
+
+
 def test_a_plugins_reward_is_found_by_name() -> None:
-    reward = load_reward(RewardSection(rm_type="theirs"), {"theirs": "relax_cli.data.rewards.text:exact"})
+    reward = load_reward(RewardSection(rm_type="theirs"), {"theirs": f"{__name__}:are_twelve"})
     assert rewards(reward([sample("12")])) == [1.0]
     reward.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,14 +9,12 @@ from typing import Any
 
 from relax_cli.data.envs.load import EnvFactory
 from relax_cli.data.envs.types import EnvRow, Observation
+from relax_cli.data.rewards.checked import MOST_FRAMES, MOST_REWARD, as_float
 from relax_cli.data.values import Unusable, plain_json, printable, shown, text_of
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.user_calls import UserCalls
 from relax_cli.plugin.user_code import TookTooLong, UserCodeError, from_here
 
-MOST_REWARD = 1e15
-"""The trainer squares rewards in float32."""
-MOST_FRAMES = 4
 ENV_FAILED = problem_kind(
     "env-failed",
     "Episodes",
@@ -41,9 +38,7 @@ class CheckedEnv:
     """Raises `RunError` for whatever goes wrong in its environment."""
 
     def __init__(self, factory: EnvFactory, calls: UserCalls, source: str) -> None:
-        """Args:
-        source: file and line of the episode's row.
-        """
+        """`source` is the file and line of the episode's row."""
         self._factory = factory
         self._calls = calls
         self._source = source
@@ -67,11 +62,12 @@ class CheckedEnv:
             count = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
             raise self._wrong("step", f"{count}: {shown(returned)}", TURN)
         observation, reward, done = returned
-        number = _number(reward)
+        number = None
+        with suppress(ValueError, TypeError, RuntimeError):
+            number = as_float(reward)
         if number is None or not abs(number) <= MOST_REWARD:
-            raise self._wrong(
-                "step", f"the reward {shown(reward)}", f"a finite number, at most {MOST_REWARD:g} in size"
-            )
+            expected = f"a finite number, at most {MOST_REWARD:g} in size"
+            raise self._wrong("step", f"the reward {shown(reward)}", expected)
         if type(done).__name__ not in ("bool", "bool_"):
             raise self._wrong("step", f"done {shown(done)}", "True or False")
         return Step(None if done else self._observation("step", observation), number, bool(done))
@@ -86,7 +82,12 @@ class CheckedEnv:
         try:
             return await self._calls(function)
         except UserCodeError as error:
-            raise self._raised(method, error) from error.__cause__
+            frames = error.frames[-MOST_FRAMES:]
+            got = " → ".join(f"{from_here(f.filename)}:{f.lineno} in {f.name}: {f.line}" for f in frames)
+            what, fix = f"failed: {error.reason}", ""
+            if isinstance(error.__cause__, TookTooLong):
+                what, fix = "did not return within --env-timeout", "make it faster, or raise --env-timeout"
+            raise self._error(method, what, got, fix=fix, at=error.place) from error.__cause__
 
     def _observation(self, method: str, value: Any) -> Observation:
         expected = "text, or a list of messages with role and content"
@@ -101,21 +102,13 @@ class CheckedEnv:
         return messages
 
     def _wrong(self, method: str, got: str, expected: str) -> RunError:
-        return self._error(f"{method} of the environment {self._factory.name} returned something else", got, expected)
+        return self._error(method, "returned something else", got, expected)
 
-    def _raised(self, method: str, error: UserCodeError) -> RunError:
-        frames = error.frames[-MOST_FRAMES:]
-        got = " → ".join(f"{from_here(f.filename)}:{f.lineno} in {f.name}: {f.line}" for f in frames)
-        late = isinstance(error.__cause__, TookTooLong)
-        what = "did not return within --env-timeout" if late else f"failed: {error.reason}"
-        fix = "make it faster, or raise --env-timeout" if late else ""
-        return self._error(f"{method} of the environment {self._factory.name} {what}", got, "", fix, at=error.place)
-
-    def _error(self, what: str, got: str, expected: str, fix: str = "", at: str = "") -> RunError:
+    def _error(self, method: str, what: str, got: str, expected: str = "", *, fix: str = "", at: str = "") -> RunError:
         turn = f", turn {self._turn}" if self._turn else ""
         return RunError(
             ENV_FAILED(
-                printable(what),
+                printable(f"{method} of the environment {self._factory.name} {what}"),
                 where="; ".join(filter(None, (from_here(at), f"the episode of {self._source}{turn}"))),
                 got=printable(got),
                 expected=expected,
@@ -127,13 +120,3 @@ class CheckedEnv:
 def _part(value: Any) -> Any:
     """Of a message: text, or a list such as `tool_calls`."""
     return plain_json(value) if isinstance(value, list) else text_of(value)
-
-
-def _number(value: Any) -> float | None:
-    # float() takes the text "1.0", which is a mistake here.
-    if isinstance(value, str | bytes | bytearray):
-        return None
-    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        number = float(value)
-        return number if math.isfinite(number) else None
-    return None

@@ -37,14 +37,8 @@ class EnvFactory:
 
 
 def load_env(spec: str, named: Mapping[str, str]) -> EnvFactory:
-    """The environment of `--env`.
-
-    Args:
-        named: environments of plugins, name to `"module:Class"`.
-
-    Raises:
-        ConfigError: there is none of that name, or it does not load.
-    """
+    """The environment of `--env`; `named` are those of plugins, name to `"module:Class"`.
+    Raises ConfigError: there is none of that name, or it does not load."""
     if is_file_spec(spec):
         return EnvFactory(spec, find_env(spec))
     if spec not in named:

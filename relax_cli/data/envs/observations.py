@@ -21,15 +21,13 @@ ASSISTANT = "4b7e0c-response-93d1fa"
 def observation_ids(
     tokenizer: Any, opening: Prompt, observation: Observation, *, apply_chat_template: bool, sampled_end: str
 ) -> list[int]:
-    """Token ids between the last sampled token and the next response.
+    """Token ids between the last sampled token and the next response of the episode that `opening` began.
 
     Args:
-        opening: the prompt of the episode.
         sampled_end: the text of the stop token that the response ended with; empty where it ended otherwise.
 
     Raises:
-        ConfigError: the chat template refuses the messages or does not show the assistant's, or there are messages
-            without `--apply-chat-template`.
+        ConfigError: the chat template does not fit, or messages come without `--apply-chat-template`.
     """
     if apply_chat_template:
         text = _behind_the_response(tokenizer, opening, _messages(observation)).removeprefix(sampled_end)

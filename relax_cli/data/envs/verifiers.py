@@ -32,11 +32,7 @@ def verifiers_env(environment: Any) -> Callable[[], VerifiersEpisode]:
 
 
 def write_rows(environment: Any, path: Path, count: int = -1) -> None:
-    """Write the data of an environment as `--prompt-data`, with its tools for the chat template.
-
-    Args:
-        count: how many rows; -1 for all.
-    """
+    """Write `count` rows of an environment (-1: all) as `--prompt-data`, with its tools for the chat template."""
     functions = [{"type": "function", "function": t.model_dump(exclude_none=True)} for t in environment.tool_defs or ()]
     with path.open("w", encoding="utf-8") as file:
         for row in environment.get_dataset(n=count):

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from pkgutil import resolve_name
+from typing import Any
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS, BUILTINS, REMOTE, url_fault
 from relax_cli.data.rewards.types import REWARD, BatchReward, RewardFunction, RewardInput, RewardResult, Score
-from relax_cli.errors import ConfigError, problem_kind
-from relax_cli.plugin.user_code import UserCodeError, user_code
+from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code
+from relax_cli.plugin.user_file import accepts, user_file
 
 __all__ = ["BUILTIN_REWARDS", "BatchReward", "RewardFunction", "RewardInput", "RewardResult", "Score", "load_reward"]
 
+CUSTOM = problem_kind(
+    "custom-reward",
+    "Reward",
+    "The file of the reward fails to import, or what it defines cannot be called with a list of samples.",
+    option="--custom-rm-path",
+)
+EXPECTED = "FILE.py:function, a function of list[RewardInput]"
+USER_FILE = user_file("reward", "custom-rm", CUSTOM, "function", "reward.py:score", EXPECTED)
 REWARD_UNKNOWN = problem_kind(
     "reward-unknown", "Reward", "There is no reward of that name, or it does not load.", option="--rm-type"
 )
 
 
 def load_reward(section: RewardSection, named: Mapping[str, str]) -> RewardFunction:
-    """The reward of `--rm-type` or `--custom-rm-path`.
-
-    Args:
-        section: what the user chose.
-        named: rewards of plugins, name to `"module:function"`, besides the built-in ones.
-
-    Raises:
-        ConfigError: none or both are given, the name is unknown or claimed twice, or it does not load.
-    """
+    """The reward of `--rm-type` or `--custom-rm-path`; `named` are those of plugins, name to `"module:function"`.
+    Raises ConfigError: none or both are given, the name is unknown or claimed twice, or it does not load."""
     # Here, because the rules of a configuration import this package, and have no use for asyncio.
     from relax_cli.data.rewards.checked import CheckedReward
     from relax_cli.data.rewards.chosen import ChosenReward
@@ -52,10 +56,15 @@ def load_reward(section: RewardSection, named: Mapping[str, str]) -> RewardFunct
 def _function(name: str, section: RewardSection, named: Mapping[str, str]) -> tuple[BatchReward, str]:
     """What judges batches, and what it is called in messages."""
     if name == section.custom_rm_path:
-        from relax_cli.data.rewards.custom import load_custom
-
         return load_custom(name), name
-    reference = _find(name, named)
+    if name in named:
+        if name in BUILTINS:
+            raise _error(f"a plugin also calls its reward {name!r}", got=named[name], fix="rename the plugin's reward")
+        return _load(name, named[name]), name
+    if name not in BUILTINS:
+        known = [*BUILTINS, *named]
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        raise _error(f"there is no reward {name!r}", got=name, expected=", ".join(known), fix=f"--rm-type {nearest}")
     if name == REMOTE:
         from relax_cli.data.rewards.remote import RemoteReward
 
@@ -63,23 +72,14 @@ def _function(name: str, section: RewardSection, named: Mapping[str, str]) -> tu
             raise _error("--rm-type remote needs a URL", got="none that is usable", fix="--rm-url URL")
         remote = RemoteReward(section.rm_url)
         return remote, f"{REMOTE} ({remote.shown_url})"
-    if name in BUILTINS and BUILTINS[name].apart:
+    builtin = BUILTINS[name]
+    if builtin.apart:
         from relax_cli.data.rewards.pool import UNJUDGED, PooledReward
 
-        builtin = BUILTINS[name]
         parts = [part for part in builtin.parts or () if part not in (REWARD, UNJUDGED)]
-        return PooledReward(name, reference, parts, deadline=builtin.deadline), name
-    return _load(name, reference), name
-
-
-def _find(name: str, named: Mapping[str, str]) -> str:
-    if name in named and name in BUILTIN_REWARDS:
-        raise _error(f"a plugin also calls its reward {name!r}", got=named[name], fix="rename the plugin's reward")
-    known = {**BUILTIN_REWARDS, **named}
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise _error(f"there is no reward {name!r}", got=name, expected=", ".join(known), fix=f"--rm-type {nearest}")
-    return known[name]
+        return PooledReward(name, builtin.function, parts, deadline=builtin.deadline), name
+    judge = resolve_name(builtin.function)
+    return lambda samples: [judge(sample) for sample in samples], name
 
 
 def _load(name: str, reference: str) -> BatchReward:
@@ -96,3 +96,37 @@ def _load(name: str, reference: str) -> BatchReward:
 
 def _error(message: str, *, got: str, fix: str, expected: str = "") -> ConfigError:
     return ConfigError(REWARD_UNKNOWN(message, got=got, expected=expected, fix=fix))
+
+
+def load_custom(spec: str) -> BatchReward:
+    """The function of `FILE.py:function`, or an instance of its class.
+    Raises ConfigError: the file is missing or fails to import, or has no such function."""
+    target = find_custom(spec)
+    try:
+        with user_code(passes=()), settings_kept():
+            reward: BatchReward = target() if isinstance(target, type) else target
+    except UserCodeError as error:
+        raise USER_FILE.raised(f"{spec} fails to start", error, spec.rpartition(":")[0]) from error
+    return reward
+
+
+def check_custom(spec: str) -> list[Problem]:
+    """What is wrong with a reward of a file."""
+    return USER_FILE.check(f"{__name__}:find_custom", spec)
+
+
+def find_custom(spec: str) -> Any:
+    """What `FILE.py:function` names, once it is known that it takes samples. Raises ConfigError: see `load_custom`."""
+    target = USER_FILE.find(spec, inspect.isfunction)
+    if not _takes_samples(target):
+        name = spec.rpartition(":")[2]
+        raise USER_FILE.unfit(spec, "be called with a list of samples", target, expected=f"def {name}(samples)")
+    return target
+
+
+def _takes_samples(target: Any) -> bool:
+    """Whether a function, or the instance of a class, can be called with one argument."""
+    if isinstance(target, type):
+        method = next((vars(c)["__call__"] for c in target.__mro__ if "__call__" in vars(c)), None)
+        return callable(method) and accepts(method, None, ())
+    return callable(target) and accepts(target, ())

@@ -35,10 +35,8 @@ def _compared(reward: str | None) -> str | None:
 
 
 def comparable_answer(reward: str | None, response: str, label: Label, result: RewardResult) -> str | None:
-    """The answer of a judged response; None where the reward compares none.
-
-    All that the reward finds equal to the same label share one answer, however they are spelled.
-    """
+    """The answer of a judged response, the same for all that the reward finds equal to the same label, however they are
+    spelled; None where the reward compares none."""
     name = _compared(reward)
     if name is None:
         return None

@@ -16,12 +16,12 @@ class Builtin:
     """A reward of relax."""
 
     function: str
-    """`"module:function"`, or a class whose instances are called (and closed, where they have a pool)."""
+    """`"module:function"` that judges one sample; where it is judged apart, or a class whose instances do."""
     parts: tuple[str, ...] | None = ()
     """What `--reward-key` may pick; None: known once it has judged."""
     needs_label: bool = True
     apart: bool = False
-    """Whether the function, or an instance of the class, judges one sample, in worker processes with a deadline."""
+    """Whether it is judged in worker processes with a deadline."""
     deadline: float = 5.0
     """Seconds for a sample, where it is judged apart."""
 

@@ -37,9 +37,7 @@ class CheckedReward:
     """A `RewardFunction` from a function of anybody's."""
 
     def __init__(self, name: str, function: BatchReward, key: str | None, seconds: float = 3600.0) -> None:
-        """Args:
-        seconds: a deadline for each batch.
-        """
+        """`seconds` is the deadline of each batch."""
         self._name = name
         self._function = function
         self._key = key
@@ -106,7 +104,7 @@ class CheckedReward:
         return numbers[key]
 
     def _number(self, value: Any, sample: RewardInput, most: float, name: object = "") -> float:
-        number = _as_float(value)
+        number = as_float(value)
         called = f" as {name}" if name != "" else ""
         if number is None or not isfinite(number):
             raise self._error(
@@ -159,7 +157,9 @@ class CheckedReward:
         )
 
 
-def _as_float(value: Any) -> float | None:
+def as_float(value: Any) -> float | None:
+    """The number that a value of the user's is; None where it is none.
+    Raises RuntimeError or ValueError: it is an array of several."""
     # float() takes the text "1.0", which is a mistake here.
     if isinstance(value, str | bytes | bytearray):
         return None

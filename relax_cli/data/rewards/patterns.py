@@ -21,10 +21,8 @@ def regex(sample: RewardInput) -> float:
 
 
 def json_schema(sample: RewardInput) -> dict[str, float]:
-    """1.0 where the response is JSON by the schema that is the label, else 0.0.
-
-    The JSON is the whole response, or its last fenced block. The part `json` is 1 where it is JSON at all.
-    """
+    """1.0 where the response, or its last fenced block, is JSON by the schema that is the label, else 0.0.
+    The part `json` is 1 where it is JSON at all."""
     from jsonschema.validators import validator_for
     from referencing import Registry
 

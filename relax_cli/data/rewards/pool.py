@@ -12,6 +12,7 @@ import queue
 import signal
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from typing import Literal
@@ -43,8 +44,7 @@ class PooledReward(JudgesAhead):
         """
         self._unjudged = dict.fromkeys(parts, 0.0) | {UNJUDGED: 1.0}
         self._name = name
-        self._function = function
-        self._deadline = deadline
+        self._start = partial(_Worker, name, function, deadline)
         self._size = workers or min(MOST_WORKERS, os.cpu_count() or 1)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
@@ -67,7 +67,7 @@ class PooledReward(JudgesAhead):
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._size, thread_name_prefix=f"{self._name}-reward")
             for _worker in range(self._size):
-                self._idle.put(self._worker())
+                self._idle.put(self._start())
         if id(sample) not in self._begun:
             self._begun[id(sample)] = sample, self._threads.submit(self._judge, sample)
 
@@ -79,20 +79,16 @@ class PooledReward(JudgesAhead):
             for _ in range(self._size):
                 self._idle.get().stop()
 
-    def _worker(self) -> _Worker:
-        return _Worker(self._name, self._function, self._deadline)
-
     def _judge(self, sample: RewardInput) -> Verdict:
         worker = self._idle.get()
         try:
-            verdict = worker.judge(sample)
-            if verdict == "died":
-                worker.stop()
-                worker = self._worker()
+            for _ in range(2):
                 verdict = worker.judge(sample)
-            if verdict in ("died", "timed-out"):
-                worker.stop()
-                worker = self._worker()
+                if verdict in ("died", "timed-out"):
+                    worker.stop()
+                    worker = self._start()
+                if verdict != "died":
+                    break
             return verdict
         finally:
             self._idle.put(worker)
@@ -115,14 +111,19 @@ class _Worker:
         # Forking a process with threads (torch, gloo, Ray) can deadlock the child.
         context = multiprocessing.get_context("spawn")
         self._name = name
+        self._ready = False
         self._pipe, child_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_end, function, deadline), daemon=True)
         self._process.start()
         child_end.close()
-        self._ready = False
 
     def judge(self, sample: RewardInput) -> Verdict:
-        self._await_start()
+        try:
+            self._ready = self._ready or self._pipe.recv() == "ready"
+        except (EOFError, OSError) as error:
+            what = f"the worker process of the reward {self._name} does not start"
+            fix = "see its traceback above; what the reward imports must be installed"
+            raise RunError(WORKER(what, fix=fix)) from error
         try:
             self._pipe.send(sample)
             verdict: Verdict = self._pipe.recv()
@@ -130,15 +131,6 @@ class _Worker:
             self._process.join()
             return "timed-out" if self._process.exitcode == -signal.SIGALRM else "died"
         return verdict
-
-    def _await_start(self) -> None:
-        if not self._ready:
-            try:
-                self._ready = self._pipe.recv() == "ready"
-            except (EOFError, OSError) as error:
-                what = f"the worker process of the reward {self._name} does not start"
-                fix = "see its traceback above; what the reward imports must be installed"
-                raise RunError(WORKER(what, fix=fix)) from error
 
     def stop(self) -> None:
         self._pipe.close()

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -56,7 +57,6 @@ class RemoteReward(JudgesAhead):
             attempts: how often a batch is sent, where the connection fails or the server answers 429 or 5xx.
             deadline: seconds for a batch, all attempts together.
             pause: seconds before the second attempt; doubled before each further one.
-            sleep: waits for so many seconds.
         """
         self.shown_url = scrubbed(url)
         self._url, self._headers = _endpoint(url)
@@ -76,9 +76,7 @@ class RemoteReward(JudgesAhead):
         """Judge a batch.
         Raises RunError: no answer came in time, the server refused, or the answer is not of the form above."""
         try:
-            with self._lock:
-                asking = self._asking
-            if asking is not None:
+            if (asking := self._asking) is not None:
                 asking.result()
             self._judge([sample for sample in samples if id(sample) not in self._judged])
             return [self._judged[id(sample)][1] for sample in samples]
@@ -128,7 +126,11 @@ class RemoteReward(JudgesAhead):
         pause = self._pause
         for attempt in range(1, self._attempts + 1):
             try:
-                return _within(end - time.monotonic(), lambda left: self._post(body, left))
+                if (left := end - time.monotonic()) <= 0:
+                    raise TimeoutError
+                # The time limit of a socket is for each read, and a server may send a byte now and then. A thread that
+                # is late is left behind, for the run ends.
+                return _started(partial(self._post, body, left)).result(left)
             except TimeoutError as error:
                 raise self._error("did not answer in time", f"no answer in {self._deadline:g} s") from error
             except _Refused as refusal:
@@ -184,10 +186,9 @@ class _Refused(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would arrive as a GET, and its password at another host."""
+    """A redirected POST would arrive as a GET, and its password at another host: the answer stays an error."""
 
-    def redirect_request(self, *_: Any) -> None:
-        """Leave the answer as the error that it is."""
+    def redirect_request(self, *_: Any) -> None: ...
 
 
 def _endpoint(url: str) -> tuple[str, dict[str, str]]:
@@ -199,17 +200,6 @@ def _endpoint(url: str) -> tuple[str, dict[str, str]]:
         secret = base64.b64encode(unquote(user).encode()).decode()
         headers["Authorization"] = f"Basic {secret}"
     return urlunsplit(parts._replace(netloc=host, fragment="")), headers
-
-
-def _within(seconds: float, exchange: Callable[[float], bytes]) -> bytes:
-    """What the exchange returns, or a TimeoutError after so many seconds.
-
-    The time limit of a socket is for each read, so a server that sends a byte now and then would never be stopped: the
-    exchange has a thread, which is left behind in that case, for the run ends.
-    """
-    if seconds <= 0:
-        raise TimeoutError
-    return _started(lambda: exchange(seconds)).result(seconds)
 
 
 def _started(work: Callable[[], Result]) -> Future[Result]:

@@ -1,4 +1,4 @@
-"""Rewards that read text only: `exact`, `f1`, `multiple_choice` and `format`.
+"""Rewards that read text only: `exact`, `f1`, `multiple_choice` and `format`, and the penalty of overlong responses.
 
 A label that is a list accepts each of its items.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
 
 from relax_cli.data.rewards.types import RewardInput, Score
 
@@ -26,31 +25,22 @@ LETTER = re.compile(r"\s*\(?([A-Za-z])[).]?\s*")
 """A label of `multiple_choice`."""
 
 
-def exact(samples: Sequence[RewardInput]) -> list[float]:
+def exact(sample: RewardInput) -> float:
     """1.0 where the response equals an answer of the label, white space at both ends aside, else 0.0.
-    Raises RunError: a sample has no label."""
-    return [float(s.response.strip() in {answer.strip() for answer in s.answers("exact")}) for s in samples]
+    Raises RunError: the sample has no label."""
+    return float(sample.response.strip() in {answer.strip() for answer in sample.answers("exact")})
 
 
-def f1(samples: Sequence[RewardInput]) -> list[Score]:
+def f1(sample: RewardInput) -> Score:
     """F1 of the words of response and answer, the best over all answers (Rajpurkar et al. 2016, SQuAD).
 
     With c words in common, of r in the response and a in the answer: F1 = 2c / (r + a). Words are compared in lower
     case, without punctuation and the articles a, an, the. The part `exact` is 1 where all words are equal.
-
-    Raises:
-        RunError: a sample has no label.
+    Raises RunError: the sample has no label.
     """
-    return [_best_f1(sample) for sample in samples]
-
-
-def _best_f1(sample: RewardInput) -> Score:
     given = words_of(sample.response)
     answers = [words_of(answer) for answer in sample.answers("f1")]
-    return {
-        "reward": max(_f1(given, answer) for answer in answers),
-        "exact": float(any(given == answer for answer in answers)),
-    }
+    return {"reward": max(_f1(given, answer) for answer in answers), "exact": float(given in answers)}
 
 
 def _f1(given: list[str], answer: list[str]) -> float:
@@ -63,18 +53,9 @@ def words_of(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_NOT_WORDS)).split()
 
 
-def multiple_choice(samples: Sequence[RewardInput]) -> list[Score]:
-    """1.0 where the letter that the response chooses is the label's, else 0.0.
-
-    The part `answered` is 1 where a letter is found.
-
-    Raises:
-        RunError: a sample has no label.
-    """
-    return [_choice(sample) for sample in samples]
-
-
-def _choice(sample: RewardInput) -> Score:
+def multiple_choice(sample: RewardInput) -> Score:
+    """1.0 where the letter that the response chooses is the label's, else 0.0; `answered` is 1 where a letter is found.
+    Raises RunError: the sample has no label."""
     right = {answer.strip(" ().").upper() for answer in sample.answers("multiple_choice")}
     chosen = chosen_letter(sample.response)
     return {"reward": float(chosen in right), "answered": float(chosen is not None)}
@@ -89,13 +70,15 @@ def chosen_letter(response: str) -> str | None:
     return None if found is None else str(found[-1]).upper()
 
 
-def tagged(samples: Sequence[RewardInput]) -> list[float]:
+def tagged(sample: RewardInput) -> float:
     """`format`: 1.0 for `<think>…</think><answer>…</answer>` and nothing else (DeepSeek-R1), else 0.0."""
-    return [float(_is_tagged(sample.response.strip())) for sample in samples]
-
-
-def _is_tagged(text: str) -> bool:
-    tags = re.findall(r"</?(?:think|answer)>", text)
-    parts = re.split(r"</?(?:think|answer)>", text)
+    tag = r"</?(?:think|answer)>"
+    tags, parts = re.findall(tag, sample.response), [part.strip() for part in re.split(tag, sample.response)]
     inside = tags == ["<think>", "</think>", "<answer>", "</answer>"]
-    return inside and not any(parts[i].strip() for i in (0, 2, 4)) and all(parts[i].strip() for i in (1, 3))
+    return float(inside and not any(parts[0::2]) and all(parts[1::2]))
+
+
+def overlong_penalty(length: int, *, longest: int, buffer: int) -> float:
+    """What a response of `length` tokens loses, from 0 to 1 (Yu et al. 2025, arXiv:2503.14476, eq. 13): 0 up to L − B,
+    then (length − (L − B)) / B, and 1 at L, with L the longest response and B the buffer."""
+    return min(1.0, max(0.0, (length - (longest - buffer)) / buffer))

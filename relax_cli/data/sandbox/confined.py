@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from relax_cli.data.sandbox.channel import NOBODY
+from relax_cli.data.sandbox import NOBODY
 
 SCRATCH = "/scratch"
 ROOT = "/proc"
@@ -130,7 +130,7 @@ def confine() -> None:
     call("prctl", 22, 2, struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer)), 0, 0)
 
 
-def in_program(given: int, writing: int, function: Callable[[], None]) -> None:
+def in_program(given: int, writing: int, function: Callable[[], object]) -> None:
     """Call in this new process, which has nothing open but its input and output, and end it."""
     status = 1
     try:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
 
-from relax_cli.data.sandbox.channel import exactly, receive, tell
 from relax_cli.data.sandbox.confined import NAMESPACES, call, die_with_parent, drop_privileges, enter_root
 from relax_cli.data.sandbox.program import Program, run_on
 
@@ -24,15 +24,20 @@ from relax_cli.data.sandbox.program import Program, run_on
 def main() -> None:
     """Fork a keeper for every grading, without reading a byte, so that no grading leaves anything behind."""
     die_with_parent()
-    while True:
-        select.select([0], [], [])
+    asked, told = Connection(0, writable=False), Connection(1, readable=False)
+    while asked.poll(None):
         if (keeper := os.fork()) == 0:
-            in_child(keep)
+            in_child(told, lambda: keep(asked, told))
         if os.waitpid(keeper, 0)[1]:
             return
 
 
-def in_child(function: Callable[[], None]) -> None:
+def tell(told: Connection, **found: Any) -> None:
+    """Send a finding to the process outside."""
+    told.send_bytes(json.dumps(found).encode())
+
+
+def in_child(told: Connection, function: Callable[[], None]) -> None:
     """Call, report what fails, and end the process."""
     status = 1
     try:
@@ -42,38 +47,38 @@ def in_child(function: Callable[[], None]) -> None:
         pass
     except BaseException as error:  # noqa: BLE001 - it is told
         with suppress(OSError):
-            tell(error=str(error))
+            tell(told, error=str(error))
     finally:
         os._exit(status)
 
 
-def keep() -> None:
+def keep(asked: Connection, told: Connection) -> None:
     """Enter namespaces, which the process outside gives their users, and wait for the grader."""
     die_with_parent()
-    exactly(0, 1)
+    asked.recv_bytes()
     if os.geteuid() == 0:
         # Where this root may not, it has no groups of the machine.
         with suppress(PermissionError):
             os.setgroups([])
     call("unshare", NAMESPACES)
     die_with_parent()
-    tell(pid=os.getpid())
-    paths = json.loads(receive(0))
+    tell(told, pid=os.getpid())
+    paths = json.loads(asked.recv_bytes())
     sys.path += paths["packages"]
     if (grader := os.fork()) == 0:
-        in_child(lambda: grade(paths["visible"]))
+        in_child(told, lambda: grade(asked, told, paths["visible"]))
     os.waitpid(grader, 0)
 
 
-def grade(paths: list[str]) -> None:
+def grade(asked: Connection, told: Connection, paths: list[str]) -> None:
     """Run the response on every input, then the tests, and tell of each."""
     enter_root(paths)
     drop_privileges()
-    job = json.loads(receive(0))
+    job = json.loads(asked.recv_bytes())
     for text in job["inputs"]:
-        tell(output=run_on(job["code"], text))
+        tell(told, output=run_on(job["code"], text))
     # The tests come when the program is a process of its own, which has no copy of them.
     if job["tested"]:
         program = Program(job["code"])
-        for test in json.loads(receive(0)):
-            tell(passed=program.passes(test))
+        for test in json.loads(asked.recv_bytes()):
+            tell(told, passed=program.passes(test))

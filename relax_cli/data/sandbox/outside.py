@@ -5,19 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import os
-import select
 import subprocess
 import sys
 import sysconfig
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from relax_cli.data.sandbox import channel
-from relax_cli.data.sandbox.channel import NOBODY
+from relax_cli.data.sandbox import NOBODY
 
 INSIDE = "relax_cli.data.sandbox.inside"
 PACKAGES = str(Path(__file__).parents[3])
@@ -118,8 +117,10 @@ class Sandbox:
         """End its processes."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
             self._process = None
+            self._asking.close()
+            self._answers.close()
 
     def _begin(self, ends: float) -> None:
         if not sys.platform.startswith("linux"):
@@ -128,29 +129,23 @@ class Sandbox:
             # Without site-packages, whose start-up files would run before anything is confined.
             start = f"import sys; sys.path.append({PACKAGES!r}); from {INSIDE} import main; sys.path.pop(); main()"
             command = [sys.executable, "-s", "-S", "-P", "-c", start]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=ENVIRONMENT, cwd="/", bufsize=0)
-        channel.send_all(self._stdin, b"\n")
+            asked, self._asking = Pipe(duplex=False)
+            self._answers, told = Pipe(duplex=False)
+            with asked, told:
+                reading, writing = asked.fileno(), told.fileno()
+                self._process = subprocess.Popen(command, stdin=reading, stdout=writing, env=ENVIRONMENT, cwd="/")
+        self._asking.send_bytes(b"")
         keeper = self._receive(ends)["pid"]
         _map_users(keeper)
         self._send({"visible": _visible_paths(), "packages": _packages()})
 
-    @property
-    def _stdin(self) -> int:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        return self._process.stdin.fileno()
-
     def _send(self, message: Any) -> None:
-        channel.send(self._stdin, json.dumps(message).encode())
+        self._asking.send_bytes(json.dumps(message).encode())
 
     def _receive(self, ends: float) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        out = self._process.stdout.fileno()
-        if not select.select([out], [], [], max(0.0, ends - time.monotonic()))[0]:
+        if not self._answers.poll(max(0.0, ends - time.monotonic())):
             raise TimeoutError
-        found = json.loads(channel.receive(out))
+        found = json.loads(self._answers.recv_bytes())
         if "error" in found:
             self.close()
             raise SandboxError(found["error"])

@@ -1,26 +1,33 @@
-"""The functions of a response as its tests see them: calls of another process, which return plain data."""
+"""The functions of a response as its tests see them: calls of another process, which return plain data, and numbers for
+other objects."""
 
 from __future__ import annotations
 
 import builtins
+import io
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
-from relax_cli.data.sandbox.channel import MOST_BYTES, receive, send, send_all
 from relax_cli.data.sandbox.confined import in_program
-from relax_cli.data.sandbox.plain import packed, unpacked
+
+MOST_BYTES = 1 << 20
+"""Of one output, and of one answer of a program."""
 
 
 def run_on(code: str, text: str) -> str | None:
     """What the response prints when it reads the text; None where it fails or prints too much."""
     given = os.memfd_create("input")
-    send_all(given, text.encode(errors="surrogatepass"))
+    with open(given, "wb", closefd=False) as file:
+        file.write(text.encode(errors="surrogatepass"))
     os.lseek(given, 0, os.SEEK_SET)
     reading, writing = os.pipe()
     if (program := os.fork()) == 0:
-        in_program(given, writing, lambda: run_main(code))
+        in_program(given, writing, lambda: execute(code, "__main__"))
     os.close(given)
     os.close(writing)
     output = bytearray()
@@ -34,9 +41,11 @@ def run_on(code: str, text: str) -> str | None:
     return None if too_long or failed else output.decode(errors="replace")
 
 
-def run_main(code: str) -> None:
-    """The response as a program."""
-    exec(compile(code, "response.py", "exec"), {"__name__": "__main__"})
+def execute(code: str, name: str) -> dict[str, Any]:
+    """Execute the response as a module of that name, and return its names."""
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(code, "response.py", "exec"), names)
+    return names
 
 
 class Ended(BaseException):
@@ -47,26 +56,20 @@ class Program:
     """A process that has executed the response and does what the tests ask of it, as the grader sees it."""
 
     def __init__(self, code: str) -> None:
-        asked, asking = os.pipe()
-        answers, answering = os.pipe()
-        if os.fork() == 0:
-            in_program(asked, answering, lambda: serve(code))
-        os.close(asked)
-        os.close(answering)
-        self._asking, self._answers = asking, answers
+        asked, self._asking = Pipe(duplex=False)
+        self._answers, answering = Pipe(duplex=False)
+        with asked, answering:
+            if os.fork() == 0:
+                in_program(asked.fileno(), answering.fileno(), lambda: serve(code))
         self._ended = False
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """Let the program do one of `DONE`: plain data come back as they are, other objects as a `Remote`.
-
-        Raises:
-            Ended: the program is no more.
-            Exception: what the program raised, or a RuntimeError for an exception of its own.
-        """
+        Raises Ended: the program is no more; or what it raised, a RuntimeError for an exception of its own."""
         try:
-            send(self._asking, packed((what, *arguments), remote_id))
-            answer = unpacked(receive(self._answers, MOST_BYTES), lambda number: Remote(self, number))
-            raised, value = answer
+            self._asking.send_bytes(packed((what, *arguments), remote_id))
+            answer = self._answers.recv_bytes(MOST_BYTES)
+            raised, value = Unpacker(io.BytesIO(answer), lambda number: Remote(self, number)).load()
         # Whatever the program sends is data of an attacker.
         except Exception as error:
             if isinstance(error, Unsendable):
@@ -146,12 +149,11 @@ class Remote:
 
 def serve(code: str) -> None:
     """Execute the response, then do what the grader asks until it is gone."""
-    asked, answering = os.dup(0), os.dup(1)
+    asked, answering = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     for place, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY)):
         silent = os.open("/dev/null", flags)
         os.dup2(silent, place)
-    names: dict[str, Any] = {"__name__": "response"}
-    exec(compile(code, "response.py", "exec"), names)
+    names = execute(code, "response")
     kept: list[Any] = []
 
     def number_of(value: Any) -> int:
@@ -159,7 +161,7 @@ def serve(code: str) -> None:
         return len(kept) - 1
 
     while True:
-        what, *arguments = unpacked(receive(asked), kept.__getitem__)
+        what, *arguments = Unpacker(io.BytesIO(asked.recv_bytes()), kept.__getitem__).load()
         answer: tuple[str | None, Any]
         try:
             if what == "name" and arguments[0] not in names:
@@ -167,7 +169,7 @@ def serve(code: str) -> None:
             answer = (None, names[arguments[0]] if what == "name" else DONE[what](*arguments))
         except BaseException as error:  # noqa: BLE001 - the grader raises it
             answer = (type(error).__name__, str(error))
-        send(answering, packed(answer, number_of))
+        answering.send_bytes(packed(answer, number_of))
 
 
 DONE: dict[str, Callable[..., Any]] = {
@@ -188,3 +190,55 @@ def remote_id(value: Any) -> int:
     if not isinstance(value, Remote):
         raise Unsendable(f"a {type(value).__name__} cannot be given to the response")
     return value._number
+
+
+PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+
+
+class Packer(pickle.Pickler):
+    """Plain data, also of derived types and arrays; a number for everything else."""
+
+    def __init__(self, file: io.BytesIO, number_of: Callable[[Any], int]) -> None:
+        super().__init__(file)
+        self._number_of = number_of
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Numbers stand for what is not plain."""
+        plain = (
+            value is None
+            or isinstance(value, PLAIN)
+            or hasattr(type(value), "tolist")
+            or any(value is t for t in PLAIN)
+        )
+        return None if plain else self._number_of(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        """The plain value of a derived type."""
+        if hasattr(type(value), "tolist"):
+            plain = value.tolist()
+            return type(plain), (plain,)
+        base = next((base for base in PLAIN if isinstance(value, base) and type(value) is not base), None)
+        return NotImplemented if base is None else (base, (base(value),))
+
+
+class Unpacker(pickle.Unpickler):
+    """Makes plain data, and nothing else."""
+
+    def __init__(self, file: io.BytesIO, found: Callable[[int], Any]) -> None:
+        super().__init__(file)
+        self._found = found
+
+    def persistent_load(self, number: int) -> Any:
+        """What a number stands for."""
+        return self._found(number)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """One of `PLAIN`."""
+        return {base.__name__: base for base in PLAIN}[name]
+
+
+def packed(value: Any, number_of: Callable[[Any], int]) -> bytes:
+    """The value as bytes."""
+    file = io.BytesIO()
+    Packer(file, number_of).dump(value)
+    return file.getvalue()

@@ -66,11 +66,7 @@ def check_estimator(estimator: Estimator, options: Section | None = None) -> lis
 
 def assert_conforms(name: str) -> None:
     """For a plugin's own tests: the installed plugin `name` passes every check.
-
-    Raises:
-        AssertionError: it does not; lists every finding with its fix.
-        ConfigError: no such plugin is installed.
-    """
+    Raises AssertionError: it does not; lists every finding with its fix. Raises ConfigError: it is not installed."""
     results = [result for plugin in load_plugins().named(name) for result in check_plugin(plugin)]
     lines = [f"{r.check}: {finding.message}\n  fix: {finding.fix}" for r in results for finding in r.findings]
     assert not lines, f"{name} breaks {len(lines)} rules\n" + "\n".join(lines)

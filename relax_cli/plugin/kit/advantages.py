@@ -51,10 +51,7 @@ def masked_garbage(subject: Subject) -> list[Finding]:
 
 
 def row_by_row(subject: Subject) -> list[Finding]:
-    """With a critic a row's result is the same to the bit whatever rows are next to it.
-
-    The Critic's ranks have only their own rows, the Advantages service has all of them.
-    """
+    """With a critic a row's result is the same to the bit whatever rows are next to it."""
     for inputs in advantage_cases(subject):
         whole = subject.advantages(inputs)
         for rows in torch.arange(inputs.mask.shape[0])[:, None]:
