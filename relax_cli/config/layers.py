@@ -12,11 +12,10 @@ from pydantic.fields import FieldInfo
 from relax_cli.config.documents import THEME
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.names import meant_option, nearest
-from relax_cli.config.paths import PATH_OPTIONS
 from relax_cli.config.recipes import UNKNOWN_SECTION, Setting, find_recipe, read_recipe, unknown_key
 from relax_cli.config.replaced import ended_options
 from relax_cli.config.schema import Config, Section
-from relax_cli.config.values import ADDED_UP, NULL, UNSET, invalid, prepare, with_expanded_paths
+from relax_cli.config.values import ADDED_UP, NULL, PATH_OPTIONS, UNSET, invalid, prepare, with_expanded_paths
 from relax_cli.errors import ConfigError, Problem, problem_kind
 
 UNKNOWN_ENVIRONMENT = problem_kind(

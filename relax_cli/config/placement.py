@@ -34,6 +34,15 @@ def object_store_bytes(engine: Literal["embedded", "sglang"], weights: int) -> i
     return SERVERS_OBJECT_STORE if engine == "sglang" else max(SMALLEST_OBJECT_STORE, WEIGHT_COPIES * weights)
 
 
+# Limits of the embedded rollout engine, which the memory plan also counts with.
+MOST_ROWS = 256
+"""Most rows that it generates at a time."""
+KV_CACHE_BYTES = 1 << 30
+"""Most bytes of its key/value cache, unless a single row needs more."""
+PREFILL_TOKENS = 512
+"""Prompt tokens that it computes at a time."""
+
+
 def has_counts(config: Config) -> bool:
     """Whether `--resource` says how many processes there are; rules say why not."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,11 +13,10 @@ from pydantic.fields import FieldInfo
 
 from relax_cli.config.documents import THEME, yaml_value
 from relax_cli.config.model import base_type, flag, is_optional
-from relax_cli.config.paths import PATH_OPTIONS, expand_path
 from relax_cli.config.recipes import Setting
 from relax_cli.config.redact import redacted
 from relax_cli.config.text import in_json
-from relax_cli.errors import Problem, problem_kind, problem_kinds
+from relax_cli.errors import Problem, ProblemKind, problem_kind, problem_kinds
 
 declare = problem_kinds(THEME)
 INVALID_VALUE = declare(
@@ -33,18 +33,28 @@ RESOURCE_JSON = declare(
     '`--resource` is not a JSON object `{"role": [services, devices]}` of whole numbers.',
     option="--resource",
 )
-TEMPLATE_JSON = problem_kind(
-    "chat-template-kwargs-json",
-    "Data",
-    "`--chat-template-kwargs` is not a JSON object.",
-    option="--chat-template-kwargs",
-)
-SERVER_OPTIONS_JSON = problem_kind(
-    "sglang-options-json",
-    "SGLang servers",
-    "`--sglang-options` is not a JSON object of server options.",
-    option="--sglang-options",
-)
+_RESOURCE_EXAMPLE = """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
+_TEMPLATE = "--chat-template-kwargs"
+_SERVERS = "--sglang-options"
+JSON_OPTIONS: dict[str, tuple[ProblemKind, str, str]] = {
+    "resource": (RESOURCE_JSON, _RESOURCE_EXAMPLE, 'a JSON object {"role": [services, devices]}'),
+    "chat_template_kwargs": (
+        problem_kind("chat-template-kwargs-json", "Data", f"`{_TEMPLATE}` is not a JSON object.", option=_TEMPLATE),
+        _TEMPLATE + """ '{"enable_thinking": false}'""",
+        "a JSON object",
+    ),
+    "sglang_options": (
+        problem_kind(
+            "sglang-options-json",
+            "SGLang servers",
+            f"`{_SERVERS}` is not a JSON object of server options.",
+            option=_SERVERS,
+        ),
+        _SERVERS + """ '{"attention_backend": "triton"}'""",
+        "a JSON object of server options",
+    ),
+}
+"""The problem of each option that is a JSON object, an example, and what is expected."""
 
 NULL = "null"
 """What unsets an option in any layer: it is as if no layer before had given it."""
@@ -52,7 +62,40 @@ UNSET = object()
 ADDED_UP = frozenset({"sglang_options"})
 """Options whose layers are put together key by key; of all others the last layer wins."""
 MOST_PATH, MOST_NAME = 4095, 255
-_RESOURCE_EXAMPLE = """--resource '{"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1], "advantages": [1, 0]}'"""
+
+PATH_OPTIONS = frozenset(
+    {
+        *("critic_load", "critic_save", "curriculum", "custom_rm_path", "env", "eval_prompt_data", "hf_checkpoint"),
+        *("load", "prompt_data", "ref_load", "run_dir", "save", "sglang_python"),
+    }
+)
+"""Options that are a path, or end in one."""
+
+_VARIABLE = re.compile(r"\$(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)|\{(?P<braced>[A-Za-z_][A-Za-z0-9_]*)\})")
+_HOME = re.compile(r"^(?P<before>[\w.-]+(?:=|\s+))?(?P<home>~[\w.-]*)(?=/|$)")
+
+
+def expand_path(text: str, env: Mapping[str, str], *, braces: bool = True) -> tuple[str, list[str]]:
+    """The text with its variables and home folder, and the names of variables that are not set.
+
+    Args:
+        braces: also `${VAR}`, which a recipe expands by itself.
+    """
+    missing: list[str] = []
+
+    def value(match: re.Match[str]) -> str:
+        name = match["name"] or match["braced"]
+        if match["braced"] and not braces:
+            return match[0]
+        if name not in env:
+            missing.append(name)
+        return env.get(name, "")
+
+    def home(match: re.Match[str]) -> str:
+        known = env.get("HOME") if match["home"] == "~" else None
+        return (match["before"] or "") + (known or os.path.expanduser(match["home"]))
+
+    return _VARIABLE.sub(value, _HOME.sub(home, text)), missing
 
 
 def with_expanded_paths(setting: Setting, env: Mapping[str, str]) -> Setting:
@@ -153,16 +196,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bad_json(setting: Setting, message: str) -> Problem:
-    got = in_json(setting.value)
-    if setting.key == "resource":
-        expected = 'a JSON object {"role": [services, devices]}'
-        return RESOURCE_JSON(message, fix=_RESOURCE_EXAMPLE, where=setting.where, got=got, expected=expected)
-    if setting.key == "chat_template_kwargs":
-        fix = """--chat-template-kwargs '{"enable_thinking": false}'"""
-        return TEMPLATE_JSON(message, fix=fix, where=setting.where, got=got, expected="a JSON object")
-    fix = """--sglang-options '{"attention_backend": "triton"}'"""
-    expected = "a JSON object of server options"
-    return SERVER_OPTIONS_JSON(message, fix=fix, where=setting.where, got=got, expected=expected)
+    kind, example, expected = JSON_OPTIONS[setting.key]
+    return kind(message, fix=example, where=setting.where, got=in_json(setting.value), expected=expected)
 
 
 def _bad_value(setting: Setting, expected: str, fix: str) -> Problem:

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from relax_cli.checkpoint.resume import ResumeReport
 from relax_cli.config.layers import Layers, known, with_paths
@@ -16,14 +16,14 @@ from relax_cli.config.placement import has_counts
 from relax_cli.config.redact import config_dump, hide, secrets_of
 from relax_cli.config.schema import Config
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.data.sources import source_of
 from relax_cli.errors import ConfigError, Problem, ResumeError, is_about_machine
+from relax_cli.models.hub import PREFIX, is_hub_model, model_folder, pinned
 from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.records import Change
-from relax_cli.preflight.from_hub import from_hub
-from relax_cli.preflight.inputs import RunInputs, read_inputs
+from relax_cli.preflight.inputs import RunInputs, read_inputs, read_model
 from relax_cli.preflight.machine import Machine, usable_cores
-from relax_cli.preflight.model_reader import read_model
 from relax_cli.preflight.plan import Plan, build_plan
 from relax_cli.preflight.resolve import Resolved, command_words, resolve
 from relax_cli.preflight.rules import RuleContext, run_rules
@@ -117,7 +117,7 @@ def check_run(
         skip_files: leave out what needs the model and data files, the checkpoints or this machine.
         here: what this machine lacks is a problem, not a note.
         progress: told now and then which file is being read, and the part of it that is read.
-        cluster_gpus: see `device_choice.settle_device`.
+        cluster_gpus: see `settle_device`.
 
     Raises:
         ConfigError: two plugins claim one name, so that there are no options at all.
@@ -196,3 +196,47 @@ def shown(problems: Sequence[Problem], resolved: Resolved, *, is_strict: bool) -
     kept = (p for p in dict.fromkeys(problems) if p.option not in unread or p in resolved.problems)
     judged = (replace(p, severity="error") if is_strict else p for p in kept)
     return [hide(resolved.locate(p), secrets) for p in judged]
+
+
+T = TypeVar("T")
+
+
+def from_hub(config: Config, *, online: bool) -> tuple[Config, list[Change], list[Problem]]:
+    """The configuration with the folder of a model of the hub, and with the commits of its data sets.
+
+    Args:
+        online: download what is not in the cache, and pin data sets; else only look for the model in the cache.
+    """
+    changes: list[Change] = []
+    problems: list[Problem] = []
+
+    def tried(get: Callable[[], T]) -> T | None:
+        try:
+            return get()
+        except ConfigError as error:
+            problems.extend(error.problems)
+        return None
+
+    name = known(lambda: config.model.hf_checkpoint) or ""
+    folder = tried(lambda: model_folder(name, online=online)) if is_hub_model(name) else None
+    if not online:
+        # A rule says that there is no such folder.
+        problems.clear()
+    if folder is not None:
+        changes.append(Change("--hf-checkpoint", name, str(folder), "the model's place in the cache of the hub"))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": str(folder)})})
+    items = known(lambda: config.data.prompt_data) or ()
+    if online and any(item.startswith(PREFIX) for item in items):
+        new = tuple(_pinned(item, tried) for item in items)
+        if new != items:
+            changes.append(Change("--prompt-data", items, new, "every process reads the same commit"))
+            config = config.model_copy(update={"data": config.data.model_copy(update={"prompt_data": new})})
+    return config, changes, problems
+
+
+def _pinned(item: str, tried: Callable[[Callable[[], str]], str | None]) -> str:
+    if not item.startswith(PREFIX):
+        return item
+    place = tried(lambda: source_of(item).place) or item
+    commit = tried(lambda: pinned(place))
+    return item if commit is None else commit + item.removeprefix(place)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
-from relax_cli.config.schema import Config, DataSection
+from relax_cli.config.schema import Config, DataSection, RewardSection
 from relax_cli.data.light_tokenizer import LightTokenizer, load_light
 from relax_cli.data.prompts import Prompt, empty, read_prompts
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.data.sources import source_of
 from relax_cli.data.tokenise import encoded_text, ids_problem, prompt_too_long, stop_token_ids
 from relax_cli.data.tokenizer_trial import load_older
 from relax_cli.data.values import shown
 from relax_cli.errors import MOST_PLACES, ConfigError, Problem, RepeatedProblems, problem_kind
+from relax_cli.models.packages import default_cache_dir
 from relax_cli.models.spec import ModelSpec
-from relax_cli.preflight.data_cache import cache_key, load_summary, store_summary
 from relax_cli.preflight.labels import label_check
 
 CHUNK = 1024
@@ -53,6 +59,69 @@ class PromptSummary:
     """Tokens of the longest of those."""
 
 
+LEAST_BYTES = 1 << 20
+"""A smaller file is checked faster than it is looked up."""
+MOST_ENTRIES = 64
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "special_tokens_map.json"),
+)
+
+
+def cache_key(
+    spec: str, folder: Path | None, section: DataSection, reward: RewardSection, limits: tuple[int | None, str]
+) -> str | None:
+    """Hash of all that the check of a file depends on, its content first; None where it is not worth it."""
+    try:
+        source = source_of(spec)
+        files = [] if source.is_task else source.files()
+        if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) < LEAST_BYTES:
+            return None
+        files += [] if folder is None else [folder / name for name in TOKENIZER_FILES]
+        hashes = [_sha256(file) if file.is_file() else "" for file in files]
+        rest = [
+            section.model_dump(mode="json"),
+            reward.rm_type,
+            reward.custom_rm_path is None,
+            reward.rm_url is None,
+            limits,
+        ]
+        return hashlib.sha256(json.dumps([version("relax-cli"), spec, hashes, rest]).encode()).hexdigest()
+    except (OSError, ConfigError):
+        return None
+
+
+def load_summary(key: str) -> PromptSummary | None:
+    """What was stored under a key."""
+    try:
+        count, lengths, *rest = json.loads((_folder() / key).read_text("utf-8"))
+        return PromptSummary(count, tuple(lengths), *rest)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def store_summary(key: str, summary: PromptSummary) -> None:
+    """Keep it, where the cache folder can be written."""
+    folder = _folder()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f"{key}.{os.getpid()}"
+        new.write_text(json.dumps(astuple(summary)), "utf-8")
+        new.replace(folder / key)
+        oldest_first = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
+        for file in oldest_first[:-MOST_ENTRIES]:
+            file.unlink()
+
+
+def _folder() -> Path:
+    return default_cache_dir(os.environ) / "checked-data"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class DataReader:
     """Reads sets of prompts for the rules, and remembers what it saw."""
 
@@ -87,9 +156,8 @@ class DataReader:
         self._mode = self._config.rollout.overlong_prompts
         self._load_tokenizer()
         key = cache_key(spec, self._folder, section, self._config.reward, (self._limit, self._mode))
-        known = load_summary(key)
-        if known is not None:
-            self.summaries[spec] = PromptSummary(*known)
+        if key is not None and (known := load_summary(key)) is not None:
+            self.summaries[spec] = known
             self._say_overlong(spec, [])
             return
         rows = read_prompts(section, spec, self._progress)
@@ -103,8 +171,8 @@ class DataReader:
         problems = [*seen.problems.all(), *self._too_long(seen)]
         if not seen.count and not problems:
             problems = [empty(spec)]
-        if not problems:
-            store_summary(key, astuple(summary))
+        if key is not None and not problems:
+            store_summary(key, summary)
         self._say_overlong(spec, problems)
 
     def _say_overlong(self, spec: str, problems: list[Problem]) -> None:

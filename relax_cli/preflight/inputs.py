@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from relax_cli.checkpoint.fingerprint import folder_of_model
 from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.layers import known
 from relax_cli.config.schema import BatchSection, Config
@@ -17,14 +18,16 @@ from relax_cli.data.formats import FILE_MISSING
 from relax_cli.data.rewards import check_custom
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.data.sources import SOURCE
+from relax_cli.data.tokenizer_trial import try_tokenizer
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.families import MOE_FAMILIES
-from relax_cli.models.hybrid import language_config
-from relax_cli.models.spec import BRIDGE_FAMILIES, ModelSpec
+from relax_cli.models.files import irregular_files
+from relax_cli.models.headers import weight_problems
+from relax_cli.models.hybrid import language_config, read_any_spec
+from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, ModelSpec, config_of, known_folder
 from relax_cli.plugin.user_file import is_file_spec
 from relax_cli.preflight.data_reader import DataReader
 from relax_cli.preflight.memory.sizes import Lengths
-from relax_cli.preflight.model_reader import read_model
 
 PREPARE = "relax quickstart --prepare-only"
 """What writes the model and the data of the tiny recipes."""
@@ -159,3 +162,50 @@ def _of_option(problem: Problem, option: str) -> Problem:
     if problem.option != "--prompt-data":
         return problem
     return replace(problem, option=option, fix=problem.fix.replace("--prompt-data", option))
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """All fields are empty where there is no model folder."""
+
+    spec: ModelSpec | None = None
+    """What `config.json` means."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """`config.json` as it is; empty where it is missing or broken."""
+    tokenizer: Path | None = None
+    """The folder, where its tokenizer may be loaded into this process."""
+    problems: tuple[Problem, ...] = ()
+
+
+def read_model(config: Config) -> ModelFiles:
+    """Look at `--hf-checkpoint`, and at `--ref-load` where the run has a KL term."""
+    folder = known(lambda: folder_of_model(config.model.hf_checkpoint))
+    problems = list(known(lambda: _reference_problems(config)) or ())
+    if folder is None:
+        described = known(lambda: known_folder(config.model.hf_checkpoint))
+        spec, _ = _spec(described)
+        return ModelFiles(spec, {} if described is None else config_of(described), problems=tuple(problems))
+    spec, found = _spec(folder)
+    chat = bool(known(lambda: config.data.apply_chat_template))
+    harmful = irregular_files(folder) or try_tokenizer(folder, apply_chat_template=chat)
+    problems = [*found, *weight_problems(folder, spec), *harmful, *problems]
+    return ModelFiles(spec, config_of(folder), None if harmful else folder, tuple(problems))
+
+
+def _reference_problems(config: Config) -> list[Problem]:
+    name = config.model.ref_load
+    folder = folder_of_model(name or "")
+    if name in (None, config.model.hf_checkpoint) or folder is None or not config.algorithm.needs_reference:
+        return []
+    spec, found = _spec(folder)
+    return [replace(problem, option="--ref-load") for problem in (*found, *weight_problems(folder, spec))]
+
+
+def _spec(folder: Path | None) -> tuple[ModelSpec | None, list[Problem]]:
+    """What `config.json` means, or why it cannot be used; rules report a broken file and an unsupported family."""
+    if folder is None or config_of(folder).get("model_type") not in (*FAMILIES, *BRIDGE_FAMILIES):
+        return None, []
+    try:
+        return read_any_spec(folder), []
+    except ConfigError as error:
+        return None, list(error.problems)

@@ -57,8 +57,10 @@ def label_check(reward: RewardSection, rewards: Collection[str]) -> LabelCheck:
             names, problem = _of_row(prompt, reward, rewards)
             if problem is not None:
                 return problem
-        found = (CHECKS[name](prompt) for name in names if name in CHECKS)
-        return next((problem for problem in found if problem is not None), None)
+        try:
+            return next(filter(None, (CHECKS[name](prompt) for name in names if name in CHECKS)), None)
+        except Unusable as error:
+            return _bad_label(prompt, f"the label {error}", "a text, a number, or a list with at least one of them")
 
     return check
 
@@ -97,22 +99,40 @@ def share_faults(shares: Sequence[tuple[str, str]], rewards: Collection[str]) ->
     return "", ""
 
 
-def _words(prompt: Prompt) -> Problem | None:
-    answers = _answers(prompt)
-    if isinstance(answers, Problem) or all(answer.strip() for answer in answers):
-        return answers if isinstance(answers, Problem) else None
-    return _bad_label(prompt, "the label is empty, so an empty response would be right", "a label that is not blank")
+def _bad_label(prompt: Prompt, message: str, expected: str) -> Problem:
+    return LABEL_UNUSABLE(
+        message,
+        where=prompt.source,
+        got=repr(prompt.label)[:80],
+        expected=expected,
+        fix="correct or remove the row, or choose another --rm-type",
+    )
 
 
-def _answers(prompt: Prompt) -> list[str] | Problem:
+def _answers(prompt: Prompt) -> list[str]:
     """What is right by a label, which may be a list."""
-    try:
-        answers = answers_of(prompt.label)
-    except Unusable as error:
-        return _bad_label(prompt, f"the label {error}", "a text, a number or a list of them")
+    answers = answers_of(prompt.label)
     if prompt.label is not None and not answers:
-        return _bad_label(prompt, "the label is a list without an answer", "at least one answer")
+        raise Unusable("is a list without an answer")
     return answers
+
+
+def _each_answer(fault: Callable[[str], str], expected: str) -> LabelCheck:
+    """The check of a label by what is wrong with one of its answers."""
+
+    def check(prompt: Prompt) -> Problem | None:
+        found = next(filter(None, map(fault, _answers(prompt))), "")
+        return _bad_label(prompt, found, expected) if found else None
+
+    return check
+
+
+def _blank_fault(answer: str) -> str:
+    return "" if answer.strip() else "the label is empty, so an empty response would be right"
+
+
+def _letter_fault(answer: str) -> str:
+    return "" if LETTER.fullmatch(answer) else "the label is not the letter of a choice"
 
 
 def _reasoning_gym(prompt: Prompt) -> Problem | None:
@@ -129,10 +149,7 @@ def _reasoning_gym(prompt: Prompt) -> Problem | None:
 
 
 def _math(prompt: Prompt) -> Problem | None:
-    answers = _answers(prompt)
-    if isinstance(answers, Problem):
-        return answers
-    label = next((answer for answer in answers if not NUMBER.fullmatch(answer)), "1")
+    label = next((answer for answer in _answers(prompt) if not NUMBER.fullmatch(answer)), "1")
     if not is_usable(label):
         return _bad_label(prompt, "there is no mathematics in the label", "a number, LaTeX or a word")
     # A letter may be a variable.
@@ -147,57 +164,30 @@ def _math(prompt: Prompt) -> Problem | None:
     return None
 
 
-def _bad_label(prompt: Prompt, message: str, expected: str) -> Problem:
-    return LABEL_UNUSABLE(
-        message,
-        where=prompt.source,
-        got=repr(prompt.label)[:80],
-        expected=expected,
-        fix="correct or remove the row, or choose another --rm-type",
-    )
-
-
-def _letters(prompt: Prompt) -> Problem | None:
-    answers = _answers(prompt)
-    if isinstance(answers, Problem):
-        return answers
-    if all(LETTER.fullmatch(answer) for answer in answers):
-        return None
-    return _bad_label(prompt, "the label is not the letter of a choice", "a letter, such as B or (B)")
-
-
-def _pattern(prompt: Prompt) -> Problem | None:
-    answers = _answers(prompt)
-    if isinstance(answers, Problem):
-        return answers
-    fault = next(filter(None, map(pattern_fault, answers)), "")
-    return _bad_label(prompt, fault, "a regular expression of Python") if fault else None
-
-
 def _schema(prompt: Prompt) -> Problem | None:
     fault = "" if prompt.label is None else schema_fault(prompt.label)
     return _bad_label(prompt, fault, "a JSON schema: an object, or its text") if fault else None
 
 
 def _tests(prompt: Prompt) -> Problem | None:
-    expected = "tests in a form of docs/rewards.md"
+    # A run whose --rm-type is code is refused by a rule, before rows are read.
+    fault = sandbox_fault() if prompt.reward else ""
+    fault = fault and f"the row is judged by code, but {fault}"
     try:
         if prompt.label is not None:
             suite_of(prompt.label)
     except ValueError as error:
-        return _bad_label(prompt, str(error), expected)
-    # A run whose --rm-type is code is refused by a rule, before rows are read.
-    fault = sandbox_fault() if prompt.reward else ""
-    return _bad_label(prompt, f"the row is judged by code, but {fault}", expected) if fault else None
+        fault = str(error)
+    return _bad_label(prompt, fault, "tests in a form of docs/rewards.md") if fault else None
 
 
 CHECKS: dict[str, LabelCheck] = {
     "code": _tests,
-    "exact": _words,
-    "f1": _words,
+    "exact": _each_answer(_blank_fault, "a label that is not blank"),
+    "f1": _each_answer(_blank_fault, "a label that is not blank"),
     "json_schema": _schema,
     "math": _math,
-    "multiple_choice": _letters,
+    "multiple_choice": _each_answer(_letter_fault, "a letter, such as B or (B)"),
     "reasoning_gym": _reasoning_gym,
-    "regex": _pattern,
+    "regex": _each_answer(pattern_fault, "a regular expression of Python"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from relax_cli.config.placement import needed_cpus, processes_of, ranks_of, shared_bundles, takes_bundles, threads_of
@@ -68,7 +68,7 @@ class StepsPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole plan."""
+    """The whole plan. What has a default is only known where the model is."""
 
     roles: tuple[RolePlan, ...]
     device: str
@@ -79,21 +79,20 @@ class Plan:
     gpus: int
     gpus_here: int
     steps: StepsPlan
-    memory: tuple[RoleMemory, ...]
-    """Empty where the model is not known."""
-    parameters: dict[str, int]
-    phases: dict[str, int]
-    """Bytes in each phase: of all processes together on a CPU, of one GPU on GPUs."""
-    peak: int
-    """Peak bytes of all processes of a CPU run; 0 on GPUs, or where the model is not known."""
-    gpu: GpuMemory | None
-    """How the phases fit GPUs; None on a CPU, or where the model is not known."""
-    checkpoint: int
-    """Bytes of one checkpoint (of the pair); 0 where nothing is saved or the model is not known."""
-    checkpoints_kept: int
     disk_free: int | None
     memory_here: int | None
     assumptions: tuple[str, ...]
+    memory: tuple[RoleMemory, ...] = ()
+    parameters: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, int] = field(default_factory=dict)
+    """Bytes in each phase: of all processes together on a CPU, of one GPU on GPUs."""
+    peak: int = 0
+    """Peak bytes of all processes of a CPU run; 0 on GPUs."""
+    gpu: GpuMemory | None = None
+    """How the phases fit GPUs; None on a CPU."""
+    checkpoint: int = 0
+    """Bytes of one checkpoint (of the pair); 0 where nothing is saved."""
+    checkpoints_kept: int = 0
 
     @property
     def parked(self) -> int:
@@ -127,32 +126,36 @@ def build_plan(
     first_rollout: int = 0,
 ) -> Plan:
     """The plan of a configuration whose roles are all in `--resource`."""
-    parallel = config.parallel
-    names = tuple(role.name for role in graph)
-    memory = (
-        () if inputs.model is None else tuple(roles_memory(config, names, inputs.model, inputs.lengths_for(config)))
-    )
+    parallel, spec = config.parallel, inputs.model
+    names, bundles = tuple(role.name for role in graph), shared_bundles(parallel, config.sglang)
     on_gpu = parallel.device == "cuda"
-    saves = config.checkpoint.save is not None and inputs.model is not None
-    return Plan(
+    plan = Plan(
         roles=tuple(_role(config, role, cores) for role in graph),
         device=parallel.device,
         launcher=parallel.launcher,
-        bundles=shared_bundles(parallel, config.sglang),
+        bundles=bundles,
         logical_cpus=needed_cpus(parallel, config.sglang),
-        gpus=shared_bundles(parallel, config.sglang) if on_gpu else 0,
+        gpus=bundles if on_gpu else 0,
         gpus_here=machine.gpus,
         steps=_steps(config, inputs, "critic" in names, first_rollout),
-        memory=memory,
-        parameters={} if inputs.model is None else _parameters(config, inputs.model, has_critic="critic" in names),
-        phases=phase_bytes(config, memory) if memory else {},
-        peak=host_peak(config, memory) if memory and not on_gpu else 0,
-        gpu=_gpu(config, inputs, machine, memory) if on_gpu else None,
-        checkpoint=checkpoint_bytes(config, inputs.model) if saves and inputs.model is not None else 0,
-        checkpoints_kept=kept_checkpoints(config.checkpoint, inputs.rollouts(config)) if saves else 0,
         disk_free=machine.free_disk(config.checkpoint.save or "."),
         memory_here=machine.memory,
         assumptions=tuple(_assumptions(config, inputs)),
+    )
+    if spec is None:
+        return plan
+    lengths, saves = inputs.lengths_for(config), config.checkpoint.save is not None
+    memory = tuple(roles_memory(config, names, spec, lengths))
+    gpu_size = machine.gpu_memory() if on_gpu and machine.gpus else None
+    return replace(
+        plan,
+        memory=memory,
+        parameters=_parameters(config, spec, has_critic="critic" in names),
+        phases=phase_bytes(config, memory),
+        peak=0 if on_gpu else host_peak(config, memory),
+        gpu=gpu_memory(config, spec, memory, lengths, gpu_size, machine.gpus) if on_gpu else None,
+        checkpoint=checkpoint_bytes(config, spec) if saves else 0,
+        checkpoints_kept=kept_checkpoints(config.checkpoint, inputs.rollouts(config)) if saves else 0,
     )
 
 
@@ -206,13 +209,6 @@ def _parameters(config: Config, spec: ModelSpec, *, has_critic: bool) -> dict[st
     if spec.untrained_parameters:
         found["vision tower, not trained"] = spec.untrained_parameters
     return found
-
-
-def _gpu(config: Config, inputs: RunInputs, machine: Machine, memory: Sequence[RoleMemory]) -> GpuMemory | None:
-    if inputs.model is None:
-        return None
-    size = machine.gpu_memory() if machine.gpus else None
-    return gpu_memory(config, inputs.model, memory, inputs.lengths_for(config), size, machine.gpus)
 
 
 def _gpu_dict(gpu: GpuMemory) -> dict[str, Any]:
@@ -284,12 +280,11 @@ def _assumptions(config: Config, inputs: RunInputs) -> list[str]:
         found.append(_recomputation(config.parallel))
     if config.parallel.pipeline_model_parallel_size > 1:
         found.append(f"of {config.parallel.pipeline_model_parallel_size} pipeline stages the one that needs the most")
-    if inputs.model is not None and inputs.model.expert_parameters:
+    spec, ranks = inputs.model, config.parallel.tensor_model_parallel_size
+    if spec is not None and spec.expert_parameters:
         found.append("experts get equally many tokens")
-    ranks = config.parallel.tensor_model_parallel_size
-    if inputs.model is not None and inputs.model.vocab_size % ranks:
-        rows = inputs.model.vocabulary_of_rank(ranks) * ranks
-        found.append(f"vocabulary of {inputs.model.vocab_size}, padded to {rows}")
+    if spec is not None and spec.vocab_size % ranks:
+        found.append(f"vocabulary of {spec.vocab_size}, padded to {spec.vocabulary_of_rank(ranks) * ranks}")
     if config.parallel.device == "cuda":
         return found + assumptions(config)
     found.append("sleeping roles keep weights, gradients and moments")

@@ -39,8 +39,23 @@ class Condition:
     """What to type to make them work."""
 
 
+def _condition(
+    rule: str,
+    options: Collection[str],
+    works: Callable[[Config, Estimator], bool],
+    needs: str,
+    fix: str,
+    summary: str = "",
+) -> Condition:
+    return Condition(_kind(rule, summary or _sentence(options, needs)), tuple(options), works, needs, fix)
+
+
 def _kind(id: str, summary: str) -> ProblemKind:
     return problem_kind(id, THEME, summary, severity="warning")
+
+
+def _sentence(options: Collection[str], needs: str) -> str:
+    return f"{' and '.join(f'`{flag(name)}`' for name in options)} only work{_s(options)} {needs}."
 
 
 def _s(options: Collection[str]) -> str:
@@ -49,14 +64,16 @@ def _s(options: Collection[str]) -> str:
 
 def _by_option(need: Need) -> Condition:
     """The condition that another option has a value beside which they matter."""
-    names = {each: " and ".join(f"`{flag(name)}`" for name in each.ended) for each in NEEDS if each.rule == need.rule}
-    sentences = (f"{text} only work{_s(each.ended)} {each.needs}." for each, text in names.items())
-    kind = _kind(need.rule, " ".join(sentences))
+    summary = " ".join(_sentence(each.ended, each.needs) for each in NEEDS if each.rule == need.rule)
 
     def works(config: Config, _: Estimator) -> bool:
         return not need.when(option_value(config, need.option))
 
-    return Condition(kind, need.ended, works, need.needs, need.fix)
+    return _condition(need.rule, need.ended, works, need.needs, need.fix, summary)
+
+
+def _on_servers(config: Config, _: Estimator) -> bool:
+    return rollout_engine(config) == "sglang"
 
 
 ESTIMATOR_OPTION_UNUSED = _kind(
@@ -64,54 +81,52 @@ ESTIMATOR_OPTION_UNUSED = _kind(
     "An option of another estimator: clip ranges with `sapo`, GAE options or temperatures of SAPO with `grpo`.",
 )
 CONDITIONS: tuple[Condition, ...] = (
-    Condition(
-        _kind("critic-option-unused", "Options of the critic, and an estimator without one."),
-        tuple(CriticSection.model_fields),
-        lambda config, estimator: estimator.needs_critic,
+    _condition(
+        "critic-option-unused",
+        CriticSection.model_fields,
+        lambda _, estimator: estimator.needs_critic,
         "with an estimator that has a critic",
         PPO_RECIPE,
+        "Options of the critic, and an estimator without one.",
     ),
-    Condition(
-        _kind("ref-load-unused", "`--ref-load` only works with a KL term, which compares with the reference model."),
-        ("ref_load",),
+    _condition(
+        "ref-load-unused",
+        ["ref_load"],
         lambda config, _: config.algorithm.needs_reference,
         "with a KL term, which compares with the reference model",
         "--use-kl-loss --kl-loss-type low_var_kl, or --kl-coef 0.001",
     ),
-    Condition(
-        _kind("lora-option-unused", "`--lora-alpha` and `--lora-targets` only work with low-rank adapters."),
-        ("lora_alpha", "lora_targets"),
+    _condition(
+        "lora-option-unused",
+        ["lora_alpha", "lora_targets"],
         lambda config, _: bool(config.model.lora_rank or config.critic.critic_lora_rank),
         "with low-rank adapters",
         "--lora-rank 16",
     ),
-    Condition(
-        _kind("sglang-option-unused", "Options of SGLang servers, and the embedded engine generates."),
-        (*SglangSection.model_fields, "rollout_request_timeout"),
-        lambda config, _: rollout_engine(config) == "sglang",
+    _condition(
+        "sglang-option-unused",
+        [*SglangSection.model_fields, "rollout_request_timeout"],
+        _on_servers,
         "with SGLang servers",
         "--rollout-engine sglang",
+        "Options of SGLang servers, and the embedded engine generates.",
     ),
-    Condition(
-        _kind(
-            "over-sampling-unused",
-            "`--over-sampling-batch-size` only works with `--dynamic-sampling` or `--partial-rollout`.",
-        ),
-        ("over_sampling_batch_size",),
+    _condition(
+        "over-sampling-unused",
+        ["over_sampling_batch_size"],
         lambda config, _: config.batch.dynamic_sampling or config.rollout.partial_rollout,
         "with dynamic sampling or partial rollouts",
         "--dynamic-sampling",
+        "`--over-sampling-batch-size` only works with `--dynamic-sampling` or `--partial-rollout`.",
     ),
-    Condition(
-        _kind(
-            "partial-rollout-unused",
-            "`--partial-rollout` only works where more prompts are in flight than a batch takes "
-            "(`--over-sampling-batch-size`), or with SGLang servers, which may abort responses.",
-        ),
-        ("partial_rollout",),
-        lambda config, _: config.carries_over or rollout_engine(config) == "sglang",
+    _condition(
+        "partial-rollout-unused",
+        ["partial_rollout"],
+        lambda config, estimator: config.carries_over or _on_servers(config, estimator),
         "with an --over-sampling-batch-size above --rollout-batch-size, or with SGLang servers",
         "--rollout-engine sglang",
+        "`--partial-rollout` only works where more prompts are in flight than a batch takes "
+        "(`--over-sampling-batch-size`), or with SGLang servers, which may abort responses.",
     ),
     *map(_by_option, NEEDS),
 )

@@ -11,10 +11,10 @@ import pytest
 from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config, ParallelSection, SglangSection
 from relax_cli.plugin.manager import load_plugins
-from relax_cli.preflight import device_choice
+from relax_cli.preflight import resolve as resolving
 from relax_cli.preflight.check_run import check_run
-from relax_cli.preflight.device_choice import choose_device, installed_torch_has_cuda, settle_device
 from relax_cli.preflight.machine import Machine
+from relax_cli.preflight.resolve import choose_device, installed_torch_has_cuda, settle_device
 
 TWO = ParallelSection(resource={"actor": (1, 2), "rollout": (1, 2)})
 
@@ -87,7 +87,7 @@ def test_the_build_of_torch_is_read_from_its_version_file(
     class Found:
         origin = str(tmp_path / "torch" / "__init__.py")
 
-    monkeypatch.setattr(device_choice.importlib.util, "find_spec", lambda name: Found)
+    monkeypatch.setattr(resolving.importlib.util, "find_spec", lambda name: Found)
     assert installed_torch_has_cuda() is has_cuda
 
 

@@ -95,7 +95,7 @@ import json, sys
 from relax_cli.config.schema import Config
 from relax_cli.data.prompts import load_prompts
 from relax_cli.errors import ConfigError
-from relax_cli.preflight.from_hub import from_hub
+from relax_cli.preflight.check_run import from_hub
 model, *items = sys.argv[1:]
 config = Config.model_validate({"model": {"hf_checkpoint": model}, "data": {"prompt_data": items}})
 config, changes, problems = from_hub(config, online=True)

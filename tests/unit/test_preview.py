@@ -249,7 +249,7 @@ def test_long_prompts_are_dropped_before_and_in_the_run(tmp_path: Path) -> None:
 
 def test_cut_prompts_are_counted_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("relax_cli.preflight.data_cache.LEAST_BYTES", 0)
+    monkeypatch.setattr("relax_cli.preflight.data_reader.LEAST_BYTES", 0)
     rows = [{"input": "hello " * words, "label": "1"} for words in (1, 5)]
     for _ in range(2):
         # The second time from the cache.
@@ -357,7 +357,7 @@ def test_padding_and_truncation_of_the_file_are_off(tmp_path: Path) -> None:
 
 def test_a_large_file_without_faults_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("relax_cli.preflight.data_cache.LEAST_BYTES", 0)
+    monkeypatch.setattr("relax_cli.preflight.data_reader.LEAST_BYTES", 0)
     rows = [{"input": "hello world", "label": "1"}, {"input": "hello", "label": "2"}]
     first, _ = read_all(tmp_path, rows)
     reads = []

@@ -10,9 +10,9 @@ import pytest
 
 from relax_cli.config.layers import Layers, Loaded, load_config
 from relax_cli.config.model import base_type, flag, option_value, options_by_name
-from relax_cli.config.paths import PATH_OPTIONS, expand_path
 from relax_cli.config.replaced import EVALUATED, REPLACEMENTS
 from relax_cli.config.schema import Config
+from relax_cli.config.values import PATH_OPTIONS, expand_path
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relax_cli.config.engine_limits import KV_CACHE_BYTES, MOST_ROWS, PREFILL_TOKENS
-from relax_cli.config.placement import ranks_of, rollout_engine
+from relax_cli.config.placement import KV_CACHE_BYTES, MOST_ROWS, PREFILL_TOKENS, ranks_of, rollout_engine
 from relax_cli.config.schema import CheckpointSection, Config
 from relax_cli.models.lora import lora_of
 from relax_cli.models.spec import ModelSpec

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.kv_cache import CachedLayer, KVCache, Prefix, in_blocks
 from relax_cli.backends.rollout.embedded.weights import Layer, Weights, load_weights
-from relax_cli.config.engine_limits import PREFILL_TOKENS
+from relax_cli.config.placement import PREFILL_TOKENS
 from relax_cli.models.hf import inverse_frequencies
 from relax_cli.models.spec import ModelSpec, MoeSpec
 

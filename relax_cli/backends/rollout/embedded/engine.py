@@ -14,7 +14,7 @@ from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix, in_blo
 from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Ended, Generation, Opening, Request, SamplingParams, Then
 from relax_cli.backends.rollout.waves import in_waves
-from relax_cli.config.engine_limits import KV_CACHE_BYTES, MOST_ROWS
+from relax_cli.config.placement import KV_CACHE_BYTES, MOST_ROWS
 from relax_cli.models.hf import read_weights
 from relax_cli.models.spec import ModelSpec, read_spec
 
