@@ -1,14 +1,12 @@
-"""Everything that differs between a CPU run and a CUDA run: process-group backend, peak memory, parking memory."""
+"""What differs between a CPU run and a CUDA run: process-group backend, type of parameters, parking memory."""
 
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -60,36 +58,6 @@ def select_device(kind: Literal["auto", "cpu", "cuda"]) -> Device:
     return Device("cuda", torch.device("cuda", 0), "nccl", torch.bfloat16, shared_memory=True)
 
 
-def peak_memory_bytes(device: Device) -> int:
-    """Most memory used so far: resident memory of the process on a CPU, allocated memory on a CUDA device.
-
-    On CUDA since `forget_peak_memory`, where that was called.
-    """
-    if device.kind == "cuda":
-        return torch.cuda.max_memory_allocated(device.torch_device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def used_memory_bytes(device: Device) -> int:
-    """Memory in use now: allocated by this process on a CUDA device, resident memory of the process on a CPU."""
-    if device.kind == "cuda":
-        return torch.cuda.memory_allocated(device.torch_device)
-    return int(psutil.Process().memory_info().rss)
-
-
-def forget_peak_memory(device: Device) -> None:
-    """Count the peak on a CUDA device from now on; the peak of a CPU process cannot be forgotten."""
-    if device.kind == "cuda":
-        torch.cuda.reset_peak_memory_stats(device.torch_device)
-
-
-def free_unused_memory(device: Device) -> None:
-    """Give memory that the allocator keeps for later back to the device, for other processes."""
-    if device.kind == "cuda":
-        torch.cuda.synchronize(device.torch_device)
-        torch.cuda.empty_cache()
-
-
 def host_buffer(like: Tensor) -> Tensor:
     """Uninitialised host memory in the shape and type of `like`; page-locked where that speeds up copies."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
@@ -133,6 +101,7 @@ class Parking:
         _wait_for(storage for storage, _, _ in self._parked)
         for storage, _, _ in self._parked:
             storage.resize_(0)
+        torch.cuda.empty_cache()  # for other processes; without CUDA this does nothing
         self._buffers = {(i, size): copy for i, (_, size, copy) in enumerate(self._parked) if copy is not None}
 
     def restore(self) -> None:

@@ -183,15 +183,8 @@ class RoleBuilder:
             # NCCL chooses once in a process, and external servers may be on another machine.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_DEVICE)
         device = self._device()
-        parallel.initialize(
-            parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port),
-            section.tensor_model_parallel_size,
-            device,
-            self.config.run.seed,
-            pipeline_parallel=section.pipeline_model_parallel_size,
-            context_parallel=section.context_parallel_size,
-            expert_parallel=section.expert_model_parallel_size,
-        )
+        rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)
+        parallel.initialize(rank, section, device, self.config.run.seed)
         if section.cpu_matmul_precision == "bf16" and device.backend == "gloo":
             products.install_bf16()
         return Build(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
 from relax_cli.algorithms.kl import kl_estimate
@@ -224,10 +225,10 @@ class LogProbGap:
 
     def metrics(self) -> dict[str, float]:
         """Mean and maximum over all data-parallel ranks."""
-        total, count = parallel.sum_over_data_parallel([self.total, float(self.count)])
+        total, count = parallel.all_reduce([self.total, float(self.count)])
         found = {
             "train_rollout_logprob_diff/mean": total / max(count, 1.0),
-            "train_rollout_logprob_diff/max": parallel.max_over_data_parallel(self.largest),
+            "train_rollout_logprob_diff/max": parallel.all_reduce([self.largest], dist.ReduceOp.MAX)[0],
         }
         if self.router_mismatch is not None:
             found["router_mismatch_frac"] = self.router_mismatch

@@ -115,7 +115,7 @@ def explained_variance(share: RolloutShare) -> dict[str, float]:
         sums += torch.stack(
             [keep.sum().double(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
         )
-    n, return_sum, return_square, error_sum, error_square = parallel.sum_over_data_parallel(sums.tolist())
+    n, return_sum, return_square, error_sum, error_square = parallel.all_reduce(sums.tolist())
     n = max(n, 1.0)
     return_var, error_var = return_square / n - (return_sum / n) ** 2, error_square / n - (error_sum / n) ** 2
     return {

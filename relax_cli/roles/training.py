@@ -85,7 +85,7 @@ class ModelRole:
     def fetch_share(self, rollout_id: int, names: Sequence[str]) -> RolloutShare:
         """Read `SAMPLE` and the named fields of this rank's samples; lengths of all samples are read to plan."""
         assert self.awake, f"{self.name} works only while awake"
-        ranks, rank = parallel.data_parallel_size(), parallel.data_parallel_rank()
+        ranks, rank = parallel.DATA.size, parallel.DATA.rank
         wanted = list(dict.fromkeys([*SAMPLE, *names]))
         # Every request and every value has its price: what is read to plan is not read twice.
         first = ["prompt_lens", "response_lens"] if ranks > 1 else wanted
@@ -97,7 +97,7 @@ class ModelRole:
         self.add_fields(share, [name for name in wanted if name not in first])
         masks = share.columns["response_mask"]
         counts = [float(sum(int(masks[row].sum()) for row in rows)) for rows in step_rows]
-        return replace(share, step_tokens=parallel.sum_over_data_parallel(counts))
+        return replace(share, step_tokens=parallel.all_reduce(counts))
 
     def add_fields(self, share: RolloutShare, names: Sequence[str]) -> None:
         """Read further fields of this rank's samples."""

@@ -29,7 +29,7 @@ from relax_cli.backends.megatron import bridge
 from relax_cli.backends.megatron.layers import block_spec
 from relax_cli.backends.megatron.model import transformer_config
 from relax_cli.config.schema import ParallelSection
-from relax_cli.errors import ConfigError, EnvironmentFault
+from relax_cli.errors import EnvironmentFault
 from relax_cli.models.convert import hf_to_megatron, megatron_to_hf
 from relax_cli.models.hf import HfWeights
 from relax_cli.models.spec import read_spec
@@ -231,11 +231,3 @@ def test_a_missing_bridge_is_named(folders: tuple[Path, Path], monkeypatch: pyte
         build(Run("policy", folders[1]))
     assert caught.value.problems[0].id == "bridge-missing"
     assert "relax-cli[bridge]" in caught.value.problems[0].fix
-
-
-def test_sequence_parallelism_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        bridge.refuse_sequence_parallel(ParallelSection(sequence_parallel=True, tensor_model_parallel_size=2))
-    assert caught.value.problems[0].id == "bridge-sequence-parallel"
-    bridge.refuse_sequence_parallel(ParallelSection(sequence_parallel=True))
-    bridge.refuse_sequence_parallel(ParallelSection(tensor_model_parallel_size=2))

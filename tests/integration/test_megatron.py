@@ -14,6 +14,7 @@ from relax_cli.backends.megatron import cpu_support, layers, parallel, products
 from relax_cli.backends.megatron.heads import ValueHead
 from relax_cli.backends.megatron.model import PolicyModel, ValueModel
 from relax_cli.backends.megatron.trainer import MicroBatch
+from relax_cli.config.schema import ParallelSection
 from relax_cli.errors import EnvironmentFault
 from relax_cli.models.hf import HfWeights
 from tests.support.tiny_models import VOCAB, on_ranks, save_tiny_model
@@ -291,10 +292,10 @@ def test_an_empty_response_has_no_columns_and_no_gradient(qwen3: Path) -> None:
 
 def test_a_second_initialisation_must_agree() -> None:
     device = build_device()
-    parallel.initialize(parallel.Rank(0, 1), 1, device, seed=1)
-    parallel.initialize(parallel.Rank(0, 1), 1, device, seed=1)
+    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), device, seed=1)
+    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), device, seed=1)
     with pytest.raises(AssertionError, match="already is"):
-        parallel.initialize(parallel.Rank(1, 2), 1, device, seed=1)
+        parallel.initialize(parallel.Rank(1, 2), ParallelSection(), device, seed=1)
 
 
 def build_device():  # type: ignore[no-untyped-def]

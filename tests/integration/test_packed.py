@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def test_packed_positions_restart_and_count_no_padding() -> None:
 
 
 def test_context_parallel_ranks_get_pieces_from_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "context_parallel_size", lambda: 2)
+    monkeypatch.setattr(parallel, "CONTEXT", SimpleNamespace(size=2))
     assert context.places_by_rank([8, 4], torch.device("cpu")).tolist() == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
     tokens, response = replace(samples(ROWS), packed=True).laid_out(context.pieces())
     assert response.lengths == (8, 8, 8, 8, 8, 8)

@@ -329,7 +329,7 @@ def work_of_a_rank(rank: int, ranks: int, port: int, folder: Path, old_logp: Any
         one = Variant.of(variant)
         share = run_formulas(one, batch, layout, advantages_of(one, batch, list(batch.rows), 0, False), mode)
         total = torch.cat((torch.tensor([share.loss], dtype=torch.float64), share.gradient))
-        dist.all_reduce(total, group=parallel.data_parallel_group())
+        dist.all_reduce(total, group=parallel.DATA.group)
         formulas.append(total.numpy())
     parallel.shutdown()
     return {"steps": steps, "formulas": formulas}

@@ -18,6 +18,7 @@ from relax_cli.algorithms.value_loss import clipped_value_loss
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.heads import log_probs_and_entropy
+from relax_cli.config.schema import ParallelSection
 from tests.support.estimators import LENGTH, ROWS, SEEDS, Variant, random_inputs, some
 from tests.support.tiny_models import on_ranks
 
@@ -58,7 +59,8 @@ def logits_NV() -> Tensor:
 
 def entropy_run(rank: int, ranks: int, port: int) -> dict[str, np.ndarray]:
     """Values and gradients on the vocabulary slice of `rank`."""
-    parallel.initialize(parallel.Rank(rank, ranks, "127.0.0.1", port), ranks, select_device("cpu"), seed=1)
+    layout = ParallelSection(tensor_model_parallel_size=ranks)
+    parallel.initialize(parallel.Rank(rank, ranks, "127.0.0.1", port), layout, select_device("cpu"), seed=1)
     slice_NV = logits_NV().chunk(ranks, dim=-1)[rank].clone().requires_grad_()
     log_probs_N, entropy_N = log_probs_and_entropy(slice_NV, torch.tensor(TOKENS), entropy_grad=True)
     weight_N = torch.linspace(0.5, 2.0, len(TOKENS))

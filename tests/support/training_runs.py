@@ -82,23 +82,17 @@ def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableMo
     device = replace(select_device("cpu"), shared_memory=run.parks)
     if run.bf16:
         device = replace(device, training_dtype=torch.bfloat16)
-    where, stages = parallel.Rank(rank, ranks, "127.0.0.1", port), run.pipeline_parallel
-    parallel.initialize(
-        where,
-        run.tensor_parallel,
-        device,
-        seed=5,
-        pipeline_parallel=stages,
-        context_parallel=run.layout.get("context_parallel_size", 1),
-        expert_parallel=run.layout.get("expert_model_parallel_size", 1),
+    layout = ParallelSection(
+        tensor_model_parallel_size=run.tensor_parallel,
+        pipeline_model_parallel_size=run.pipeline_parallel,
+        **run.layout,
     )
+    parallel.initialize(parallel.Rank(rank, ranks, "127.0.0.1", port), layout, device, seed=5)
     return TrainableModel(
         run.kind,
         run.model,
         Build(
-            layout=ParallelSection(
-                tensor_model_parallel_size=run.tensor_parallel, pipeline_model_parallel_size=stages, **run.layout
-            ),
+            layout=layout,
             device=device,
             seed=7,
             temperature=run.temperature,
@@ -155,7 +149,7 @@ def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, T
 
 def rows_of_rank(run: Run) -> list[int]:
     """Rows that this data-parallel rank trains on."""
-    ranks, rank = parallel.data_parallel_size(), parallel.data_parallel_rank()
+    ranks, rank = parallel.DATA.size, parallel.DATA.rank
     every_row = list(range(len(RESPONSE_LENS)))
     if run.idle_second_rank:
         return every_row if rank == 0 else []

@@ -18,13 +18,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from relax_cli.backends.device import Device
-from relax_cli.backends.megatron.heads import ValueHead, policy_output
+from relax_cli.backends.megatron.heads import ValueHead, token_statistics
 from relax_cli.backends.megatron.micro_batch import Build, ModelKind, ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, as_buckets
 from relax_cli.config.schema import ParallelSection
-from relax_cli.errors import ConfigError, EnvironmentFault
+from relax_cli.errors import EnvironmentFault
 from relax_cli.models.spec import ModelSpec
-from relax_cli.preflight.rules.layers import SEQUENCE_PARALLEL_BRIDGE, bridge_sequence_parallel
 from relax_cli.preflight.rules.model import bridge_missing
 from relax_cli.preflight.rules.registry import Finding
 
@@ -50,16 +49,13 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
 
     def __init__(self, kind: ModelKind, folder: Path, spec: ModelSpec, build: Build) -> None:
         """Build, and load the weights of the Hugging Face folder.
-
-        Raises:
-            ConfigError: sequence parallelism, which selecting response states does not know here.
-            EnvironmentFault: Megatron-Bridge does not import.
-        """
-        device = build.device
-        refuse_sequence_parallel(build.layout)
+        Raises EnvironmentFault: Megatron-Bridge does not import."""
+        device, layout = build.device, build.layout
+        # Selecting response states does not know it.
+        assert not layout.sequence_parallel or layout.tensor_model_parallel_size == 1, "refused before the launch"
         self.bridge = auto_bridge().from_hf_pretrained(str(folder), trust_remote_code=False)
         provider = self.bridge.to_megatron_provider(load_weights=False)
-        configure(provider, build.layout, device)
+        configure(provider, layout, device)
         (inner,) = provider.provide_distributed_model(
             wrap_with_ddp=False,
             mixed_precision_wrapper=None,
@@ -110,9 +106,14 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         out_NV = out_1NV.squeeze(0)
         if self.kind == "value":
             return ModelOutput(values=response.to_grid(out_NV.squeeze(-1)))
-        return policy_output(
-            out_NV, response, vocab_size=self.vocab_size, temperature=self.temperature, entropy_grad=self.entropy_grad
+        of_tokens = token_statistics(
+            out_NV,
+            response.tokens_N,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            entropy_grad=self.entropy_grad,
         )
+        return ModelOutput(*map(response.to_grid, of_tokens))
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:
         """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time."""
@@ -187,9 +188,3 @@ def recompute_settings(layout: ParallelSection) -> dict[str, Any]:
         # Megatron's name of an MLP with experts is another.
         "recompute_modules": [*(layout.recompute_modules or ["core_attn"]), *experts] if selective else None,
     }
-
-
-def refuse_sequence_parallel(layout: ParallelSection) -> None:
-    """Raises ConfigError where sequence parallelism would split what response states are picked from."""
-    if layout.sequence_parallel and layout.tensor_model_parallel_size > 1:
-        raise ConfigError(bridge_sequence_parallel.problem(SEQUENCE_PARALLEL_BRIDGE))

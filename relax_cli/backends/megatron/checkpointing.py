@@ -85,17 +85,30 @@ def prepare(state: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], l
     return write
 
 
-def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def load(state: dict[str, Any], folder: Path, *, only_weights: bool = False) -> dict[str, Any]:
     """Read what `state` requests, and what the checkpoint contains once.
-    Raises ResumeError: the checkpoint is damaged, belongs to another model, or contains code."""
-    return _load(state, folder, lambda: safe_load.load_common(folder))
 
+    The steps are those of Megatron's own `load`, whose ways to give it other readers change between versions.
 
-def load_weights(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Read the tensors that `state` asks for and nothing else, also from a checkpoint that another program wrote.
-    Raises ResumeError: see `load`."""
-    # Another program keeps its own objects next to the shards.
-    return _load(state, folder, dict, padded_vocabulary=True)
+    Args:
+        only_weights: read nothing else, also from a checkpoint of another program, which keeps its own objects next to
+            the shards; the caller has seen to it that no row of the vocabulary is missing.
+
+    Raises:
+        ResumeError: the checkpoint is damaged, belongs to another model, or contains code.
+    """
+    safe_load.refuse_strays(folder)
+    with taken_over_from(folder):
+        if maybe_load_config(str(folder)) is None:
+            raise CheckpointingException(f"{folder} is not a distributed checkpoint")
+        loaded = {} if only_weights else safe_load.load_common(folder)
+        requested, local, factories = load_preprocess(state)
+        merge(loaded, local)
+        sharded, _ = extract_sharded_base(requested)
+        validate_sharding_integrity(determine_global_metadata(sharded)[1])
+        merge(loaded, _ReadSafely(only_weights).load(sharded, str(folder)))
+        result: dict[str, Any] = apply_factory_merges(loaded, factories)
+    return result
 
 
 def taken_over_from(folder: Path) -> AbstractContextManager[None]:
@@ -123,15 +136,11 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def parallel_layout() -> dict[str, int]:
-    """Sizes that decide which rank has what."""
-    layout = {"tensor_parallel": parallel.tensor_parallel_size(), "data_parallel": parallel.data_parallel_size()}
-    # Older checkpoints know nothing of the others.
-    others = {
-        "pipeline_parallel": parallel.stages(),
-        "context_parallel": parallel.context_parallel_size(),
-        "expert_parallel": parallel.expert_parallel_size(),
-    }
-    return layout | {name: size for name, size in others.items() if size > 1}
+    """Sizes of the groups that a model is spread over: they decide which rank has what."""
+    # Older checkpoints know nothing of the last three.
+    others = {"pipeline": parallel.STAGE, "context": parallel.CONTEXT, "expert": parallel.EXPERT}
+    layout = {"tensor_parallel": parallel.TENSOR.size, "data_parallel": parallel.DATA.size}
+    return layout | {f"{name}_parallel": split.size for name, split in others.items() if split.size > 1}
 
 
 def _save_common(common: dict[str, Any], folder: Path) -> None:
@@ -140,28 +149,6 @@ def _save_common(common: dict[str, Any], folder: Path) -> None:
     # torch reports a full disk as an error of its own kind, Python as an OSError.
     (folder / safe_load.COMMON_FILE).write_bytes(content.getbuffer())
     save_config(CheckpointingConfig(*FORMAT), str(folder))
-
-
-def _load(
-    state: dict[str, Any],
-    folder: Path,
-    read_common: Callable[[], dict[str, Any]],
-    *,
-    padded_vocabulary: bool = False,
-) -> dict[str, Any]:
-    """The steps of Megatron's own `load`, whose ways to give it other readers change between versions."""
-    safe_load.refuse_strays(folder)
-    with taken_over_from(folder):
-        if maybe_load_config(str(folder)) is None:
-            raise CheckpointingException(f"{folder} is not a distributed checkpoint")
-        loaded = read_common()
-        asked_for, local, factories = load_preprocess(state)
-        merge(loaded, local)
-        sharded, _ = extract_sharded_base(asked_for)
-        validate_sharding_integrity(determine_global_metadata(sharded)[1])
-        merge(loaded, _ReadSafely(padded_vocabulary).load(sharded, str(folder)))
-        result: dict[str, Any] = apply_factory_merges(loaded, factories)
-    return result
 
 
 class _ReadSafely(TorchDistLoadShardedStrategy):  # type: ignore[misc]
@@ -196,14 +183,8 @@ class _PlainObjects(MCoreLoadPlanner):  # type: ignore[misc]
         name = read_item.dest_index.fqn
         place = Path(name)
         loaded = safe_load.load_plain(value.getvalue(), place)
-        if EXTRA_STATE in name and any(_is_something(part) for part in _parts(loaded)):
+        parts = loaded if isinstance(loaded, list) else [loaded]
+        is_empty = all(part is None or (isinstance(part, Tensor) and part.numel() == 0) for part in parts)
+        if EXTRA_STATE in name and not is_empty:
             raise safe_load.unsafe(place, f"{name} is not empty, and would be unpickled by the layer it is for")
         self.original_state_dict[name] = loaded
-
-
-def _parts(loaded: Any) -> list[Any]:
-    return loaded if isinstance(loaded, list) else [loaded]
-
-
-def _is_something(part: Any) -> bool:
-    return part is not None and not (isinstance(part, Tensor) and part.numel() == 0)

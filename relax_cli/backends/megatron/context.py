@@ -21,13 +21,13 @@ from relax_cli.backends.megatron import parallel
 
 def pieces() -> int:
     """Into how many pieces a sample is cut: its length has to be a multiple."""
-    ranks = parallel.context_parallel_size()
+    ranks = parallel.CONTEXT.size
     return 2 * ranks if ranks > 1 else 1
 
 
 def places_by_rank(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Places in a row of samples that each rank has, ascending, `[R, S / R]`."""
-    cut = 2 * parallel.context_parallel_size()
+    cut = 2 * parallel.CONTEXT.size
     piece = torch.arange(cut, device=device)
     sizes = torch.tensor(lengths, device=device).div(cut, rounding_mode="floor").repeat_interleave(cut)
     owner_S = (
@@ -38,18 +38,18 @@ def places_by_rank(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 def own_places(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Places in a row of samples that this rank has, ascending."""
-    return places_by_rank(lengths, device)[parallel.context_parallel_rank()]
+    return places_by_rank(lengths, device)[parallel.CONTEXT.rank]
 
 
 def from_all_ranks(x: Tensor, lengths: Sequence[int]) -> Tensor:
     """The parts of all ranks, `[S / R, ..]` each, joined in the order of the samples; the gradient is summed up."""
-    joined = gather_from_sequence_parallel_region(x, group=parallel.context_parallel_group())
+    joined = gather_from_sequence_parallel_region(x, group=parallel.CONTEXT.group)
     return joined.index_select(0, places_by_rank(lengths, x.device).flatten().argsort())  # type: ignore[no-any-return]
 
 
 def attention(q_BnSd: Tensor, k_BnSd: Tensor, v_BnSd: Tensor, **options: Any) -> Tensor:
     """Causal attention of this rank's queries, two pieces of each sample, to the keys and values of whole samples."""
-    rank, size = parallel.context_parallel_rank(), q_BnSd.size(2) // 2
+    rank, size = parallel.CONTEXT.rank, q_BnSd.size(2) // 2
     parts = []
     for q, piece in zip(torch.split(q_BnSd, size, dim=2), (rank, pieces() - 1 - rank), strict=True):
         seen = (piece + 1) * size
@@ -65,4 +65,4 @@ def attention(q_BnSd: Tensor, k_BnSd: Tensor, v_BnSd: Tensor, **options: Any) ->
 def whole(grid_BT: Tensor) -> Tensor:
     """The cells of all ranks, each of which has filled its own; each rank's loss is that of whole samples, so its own
     cells get the whole gradient."""
-    return reduce_from_tensor_model_parallel_region(grid_BT, group=parallel.context_parallel_group())  # type: ignore[no-any-return]
+    return reduce_from_tensor_model_parallel_region(grid_BT, group=parallel.CONTEXT.group)  # type: ignore[no-any-return]

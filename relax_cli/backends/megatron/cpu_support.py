@@ -42,8 +42,6 @@ RANDOM_MODULE = "megatron.core.tensor_parallel.random"
 DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
 """Copies counts of tokens from the CUDA device to the host, on a stream of its own."""
 
-_NO_STREAM = object()
-
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
 """Functions of torch these modules call with `device="cuda"`."""
 
@@ -61,16 +59,18 @@ def install() -> None:
                 expected=" or ".join(CPU_MEGATRON),
             )
         )
-    view = _TorchOnCpu("torch")
+    cuda = _view(torch.cuda, current_device=lambda: torch.device("cpu"), synchronize=_nothing, current_stream=_nothing)
+    view = _view(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
     for name in PATCHED_MODULES:
         module = importlib.import_module(name)
         if module.torch is torch:
             module.torch = view  # type: ignore[attr-defined]
     random = importlib.import_module(RANDOM_MODULE)
-    random._get_cuda_rng_state = _no_state  # type: ignore[attr-defined]
-    random._set_cuda_rng_state = _set_nothing  # type: ignore[attr-defined]
+    # Models here draw nothing in training.
+    random._get_cuda_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = _nothing  # type: ignore[attr-defined]
     dispatcher = importlib.import_module(DISPATCHER_MODULE).MoEAlltoAllTokenDispatcher
-    dispatcher.cuda_dtoh_stream = _NO_STREAM
+    dispatcher.cuda_dtoh_stream = object()
     dispatcher._maybe_dtoh_and_synchronize = _counts_as_lists
     products.install_fp32()
     # The tracker for inference has no states of its own, so that "with the generator of this region" means nothing.
@@ -86,42 +86,15 @@ def _counts_as_lists(self: Any, _: str, tokens_per_expert: torch.Tensor | None =
     return tokens_per_expert
 
 
-def _no_state(*_: Any, **__: Any) -> torch.Tensor:
-    """The state of the generator of a CUDA device that is not there. Models here draw nothing in training."""
-    return torch.empty(0, dtype=torch.uint8)
+def _nothing(*_: Any, **__: Any) -> None:
+    """No work of a device is under way, and it has no generator."""
 
 
-def _set_nothing(*_: Any, **__: Any) -> None:
-    """Sets the generator of a CUDA device that is not there."""
-
-
-class _CudaOnCpu(types.ModuleType):
-    """`torch.cuda` whose current device is the CPU."""
-
-    @staticmethod
-    def current_device() -> torch.device:
-        return torch.device("cpu")
-
-    @staticmethod
-    def synchronize() -> None:
-        """Nothing runs on its own here."""
-
-    @staticmethod
-    def current_stream() -> None:
-        """Asked for by megatron-core 0.19, which then waits only for events of CUDA graphs."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-
-class _TorchOnCpu(types.ModuleType):
-    """`torch` whose CUDA device is the CPU."""
-
-    cuda = _CudaOnCpu("torch.cuda")
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(torch, name)
-        return _on_cpu(value) if name in FACTORIES else value
+def _view(module: types.ModuleType, **changed: Any) -> types.ModuleType:
+    """A module with some of its names changed."""
+    view = types.ModuleType(module.__name__)
+    vars(view).update(vars(module) | changed)
+    return view
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

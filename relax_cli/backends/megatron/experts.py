@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -132,7 +133,7 @@ def accept_routes(decoder: torch.nn.Module) -> None:
         if carried is None or carried.dim() == 2:
             return args, given
         if layer.config.sequence_parallel:
-            carried = carried.chunk(parallel.tensor_parallel_size(), 1)[parallel.tensor_parallel_rank()]
+            carried = carried.chunk(parallel.TENSOR.size, 1)[parallel.TENSOR.rank]
         first = 1 + layer.router.topk * (layer.layer_number - 1)
         routes_BSk = carried[..., first : first + layer.router.topk]
         layer.router.routes_Nk = routes_BSk.transpose(0, 1).flatten(0, 1).long()
@@ -165,9 +166,8 @@ def picked_routes(carried: Tensor | None, states_N: Tensor) -> Tensor | None:
 def other_routes(model: torch.nn.Module) -> float:
     """Part of the routes since the last call, over layers and ranks, that the model's routers would not have chosen."""
     routers = _routers(model)
-    other, replayed = parallel.sum_over_all(
-        [float(sum(r.other_routes for r in routers)), float(sum(r.replayed for r in routers))]
-    )
+    counts = [float(sum(r.other_routes for r in routers)), float(sum(r.replayed for r in routers))]
+    other, replayed = parallel.all_reduce(counts, group=dist.group.WORLD)
     for router in routers:
         router.other_routes = router.replayed = 0.0
     return other / max(replayed, 1.0)
@@ -189,7 +189,7 @@ class Balance:
     def __init__(self, model: torch.nn.Module, batches: Sequence[MicroBatch]) -> None:
         """Every rank makes one, where any does."""
         self._routers = _routers(model)
-        self._total = max(1.0, parallel.sum_over_data_parallel([sum(map(_tokens, batches))])[0])
+        self._total = max(1.0, parallel.all_reduce([sum(map(_tokens, batches))])[0])
         for router in self._routers:
             router.reported = 0.0
 
@@ -229,7 +229,7 @@ def of_an_expert_here(name: str, spec: ModelSpec) -> str:
 def owner_of(name: str, spec: ModelSpec) -> int | None:
     """The expert-parallel rank that has a parameter, by its name over all ranks; None where each has it."""
     _, number, _ = _of_expert(name)
-    ranks = parallel.expert_parallel_size()
+    ranks = parallel.EXPERT.size
     return None if number is None or ranks == 1 else number * ranks // _experts(spec)
 
 
@@ -240,7 +240,7 @@ def _of_expert(name: str) -> tuple[str, int | None, str]:
 
 
 def _first_expert(spec: ModelSpec) -> int:
-    return parallel.expert_parallel_rank() * _experts(spec) // parallel.expert_parallel_size()
+    return parallel.EXPERT.rank * _experts(spec) // parallel.EXPERT.size
 
 
 def _experts(spec: ModelSpec) -> int:

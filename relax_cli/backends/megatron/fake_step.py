@@ -131,7 +131,7 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is torch.ops.c10d.recv_.default:
             # Stages tell each other the shapes of hidden states, and of their gradients.
             (shape,), _, source, _ = args
-            shape.copy_(torch.tensor(next(self.arriving[source > parallel.stage()])))
+            shape.copy_(torch.tensor(next(self.arriving[source > parallel.STAGE.rank])))
         self._work = found[-1] if isinstance(found, tuple) else found
         return found
 
@@ -223,7 +223,7 @@ class FakeModel(LoadedModel):
         config = self.model.config
         ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         pieces = ranks * context.pieces()
-        here = -(-positions // pieces) * pieces // (ranks * parallel.context_parallel_size())
+        here = -(-positions // pieces) * pieces // (ranks * parallel.CONTEXT.size)
         return here, rows, config.hidden_size
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.micro_batch import ModelOutput, ResponseIndex
 
 NEVER = -1e30
 """Logit of a token that does not exist: finite, so that probability times logit is 0."""
@@ -23,26 +22,16 @@ ROWS_BYTES = 64 << 20
 """Memory of the rows of fp32 logits that are reduced at a time."""
 
 
-def policy_output(
-    logits_NV: Tensor, response: ResponseIndex, *, vocab_size: int, temperature: float, entropy_grad: bool
-) -> ModelOutput:
-    """Log-probabilities and entropies of the response tokens at a sampling temperature; changes fp32 logits in place.
+def token_statistics(
+    logits_NV: Tensor, tokens_N: Tensor, *, vocab_size: int, temperature: float, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of tokens at a sampling temperature, fp32 `[N]`; changes fp32 logits in place.
 
     Args:
         vocab_size: of all ranks; rows after it only make their slices equally long.
     """
-    log_probs_N, entropy_N = token_statistics(
-        logits_NV, response.tokens_N, vocab_size=vocab_size, temperature=temperature, entropy_grad=entropy_grad
-    )
-    return ModelOutput(log_probs=response.to_grid(log_probs_N), entropy=response.to_grid(entropy_N))
-
-
-def token_statistics(
-    logits_NV: Tensor, tokens_N: Tensor, *, vocab_size: int, temperature: float, entropy_grad: bool
-) -> tuple[Tensor, Tensor]:
-    """As `policy_output`, for tokens in any order: log-probabilities and entropies, fp32 `[N]`."""
     logits_NV = logits_NV.float()
-    tokens_here = vocab_size - parallel.tensor_parallel_rank() * logits_NV.size(1)
+    tokens_here = vocab_size - parallel.TENSOR.rank * logits_NV.size(1)
     if tokens_here < logits_NV.size(1):
         filler_V = torch.arange(logits_NV.size(1), device=logits_NV.device) >= tokens_here
         logits_NV = logits_NV.masked_fill(filler_V, NEVER)
@@ -108,7 +97,7 @@ def log_probs_and_entropy(logits_NV: Tensor, tokens_N: Tensor, *, entropy_grad: 
         tokens_N: ids in the whole vocabulary.
         entropy_grad: let gradients also flow through the entropy; it costs memory of the size of the logits.
     """
-    if parallel.tensor_parallel_size() == 1:
+    if parallel.TENSOR.size == 1:
         all_NV = logits_NV.log_softmax(-1)
         log_probs_N = all_NV.gather(-1, tokens_N[:, None]).squeeze(-1)
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
@@ -118,12 +107,12 @@ def log_probs_and_entropy(logits_NV: Tensor, tokens_N: Tensor, *, entropy_grad: 
 
 def _vocab_parallel(logits_NV: Tensor, tokens_N: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
     largest_N = logits_NV.detach().amax(-1)
-    dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=parallel.tensor_parallel_group())
+    dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=parallel.TENSOR.group)
     shifted_NV = logits_NV - largest_N[:, None]
     weights_NV = shifted_NV.exp()
     total_N = _sum_over_ranks(weights_NV.sum(-1))
     log_total_N = total_N.log()
-    local_N = tokens_N - parallel.tensor_parallel_rank() * logits_NV.size(-1)
+    local_N = tokens_N - parallel.TENSOR.rank * logits_NV.size(-1)
     mine_N = (local_N >= 0) & (local_N < logits_NV.size(-1))
     picked_N = shifted_NV.gather(-1, torch.where(mine_N, local_N, 0)[:, None]).squeeze(-1)
     log_probs_N = _sum_over_ranks(torch.where(mine_N, picked_N, 0.0)) - log_total_N

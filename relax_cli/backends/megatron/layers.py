@@ -205,7 +205,7 @@ class RotaryTable:
         """
         if packed is not None and packed.tables is not None:
             return packed.tables
-        length = x_SBnd.size(0) * parallel.context_parallel_size() if packed is None else packed.max_seqlen_q
+        length = x_SBnd.size(0) * parallel.CONTEXT.size if packed is None else packed.max_seqlen_q
         if self._cos.size(0) < length or self._cos.device != x_SBnd.device:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self._inv_freq)[:, None, None, :]
             self._cos = torch.cat([angles.cos(), angles.cos()], -1).to(x_SBnd.device)
@@ -257,7 +257,7 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
         query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)  # type: ignore[no-untyped-call]
         if self.inner is not None:
             return self.inner(query, key, value, attention_mask, packed_seq_params=packed, **kwargs)  # type: ignore[no-any-return]
-        ranks = parallel.context_parallel_size()
+        ranks = parallel.CONTEXT.size
         if ranks > 1:
             lengths = [query.size(0) * ranks] if packed is None else packed.lengths
             key, value = (context.from_all_ranks(x, lengths) for x in (key, value))

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from relax_cli.backends.device import Parking, free_unused_memory
+from relax_cli.backends.device import Parking
 from relax_cli.backends.megatron import context, parallel
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput
 from relax_cli.backends.megatron.model import build_model
@@ -32,14 +33,8 @@ class LoadedModel:
             ConfigError: the folder is unreadable, unsupported, or does not divide by the tensor-parallel size.
             EnvironmentFault: TransformerEngine was requested and does not import.
         """
-        layout = build.layout
-        ranks = (
-            layout.tensor_model_parallel_size,
-            layout.pipeline_model_parallel_size,
-            layout.context_parallel_size,
-        )
-        here = parallel.tensor_parallel_size(), parallel.stages(), parallel.context_parallel_size()
-        assert ranks == here, "parallel.initialize made other groups"
+        ranks = parallel.TENSOR.size * parallel.STAGE.size * parallel.CONTEXT.size
+        assert build.layout.grid == ranks, "parallel.initialize made other groups"
         self.kind = kind
         self.device = build.device
         self.spec = read_any_spec(model_folder)
@@ -58,7 +53,7 @@ class LoadedModel:
         batches = [*micro_batches, *[idle_batch(self.device.torch_device)] * idle]
         with torch.no_grad():
             moved = [batch.to(self.device.torch_device) for batch in batches]
-            if parallel.stages() == 1 or not moved:
+            if parallel.STAGE.size == 1 or not moved:
                 outputs = [run_batch(self.model, batch) for batch in moved]
             else:
                 of_last = run_stages(self.model, moved, _as_reported, passes=len(moved), forward_only=True)
@@ -74,7 +69,7 @@ class LoadedModel:
         else:
             shape = batch.tokens_BS.size(0), int(batch.response_lens_B.max())
             grids = torch.empty(len(names), *shape, device=self.device.torch_device)
-        parallel.tensor_from_stage(grids, parallel.stages() - 1)
+        parallel.tensor_from_stage(grids, parallel.STAGE.size - 1)
         return ModelOutput(**dict(zip(names, grids, strict=True)))
 
     def sleep(self) -> None:
@@ -87,9 +82,9 @@ class LoadedModel:
         self._parking.restore()
 
     def _park(self, others: Iterable[Tensor] = (), scratch: Iterable[Tensor] = ()) -> None:
+        # Megatron keeps a buffer on the device for gathering under sequence parallelism.
+        mpu.get_global_memory_buffer().buffer.clear()
         self._parking.park([*self.model.parameters(), *self.model.buffers(), *others], scratch)
-        parallel.drop_scratch_memory()
-        free_unused_memory(self.device)
 
 
 def run_stages(

@@ -151,11 +151,11 @@ def freeze_all_but_adapters(model: Module, seed: int, global_name: Callable[[str
     for name, layer in model.named_modules():
         if isinstance(layer, _Adapted):
             generator = torch.Generator().manual_seed(seed ^ zlib.crc32(global_name(name).encode()))
-            ranks = parallel.tensor_parallel_size() if layer.split == 1 else 1
+            ranks = parallel.TENSOR.size if layer.split == 1 else 1
             inputs = layer.lora_a.size(1) * ranks
             a = torch.empty(layer.lora.rank, inputs).uniform_(-1, 1, generator=generator) / inputs**0.5
             with torch.no_grad():
-                layer.lora_a.copy_(a.chunk(ranks, 1)[parallel.tensor_parallel_rank() % ranks])
+                layer.lora_a.copy_(a.chunk(ranks, 1)[parallel.TENSOR.rank % ranks])
 
 
 def is_adapter(name: str) -> bool:

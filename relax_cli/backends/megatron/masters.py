@@ -62,7 +62,7 @@ class Masters:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_host: bool, shared_out: bool) -> None:
         self.on_host = on_host
         self.parameters = list(parameters)
-        self.shared_out = shared_out and parallel.data_parallel_size() * parallel.context_parallel_size() > 1
+        self.shared_out = shared_out and parallel.DATA.size * parallel.CONTEXT.size > 1
         self.owners = _owners(self.parameters, shared_out=self.shared_out)
         self.held = [
             self._master(index, parameter)

@@ -96,7 +96,7 @@ def pipeline_settings(layout: ParallelSection, dtype: torch.dtype) -> dict[str, 
 
 def stage_of(layout: ParallelSection, layers: int) -> range:
     """The layers of this rank's pipeline stage."""
-    counts, stage = layout.stage_layers(layers), parallel.stage()
+    counts, stage = layout.stage_layers(layers), parallel.STAGE.rank
     return range(sum(counts[:stage]), sum(counts[: stage + 1]))
 
 
@@ -122,7 +122,7 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
             block,
             vocab_size=padded_vocab(spec, config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
-            pre_process=parallel.stage() == 0,
+            pre_process=parallel.STAGE.rank == 0,
             post_process=parallel.is_last_stage(),
             # Rotary positions are applied inside the attention of the layer spec.
             position_embedding_type="none",
@@ -199,7 +199,7 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
 
     def load_hf(self, weights: Any, spec: ModelSpec) -> None:
         """Copy this rank's part of the Hugging Face tensors `weights` (a mapping) into the parameters."""
-        ranks, rank = parallel.tensor_parallel_size(), parallel.tensor_parallel_rank()
+        ranks, rank = parallel.TENSOR.size, parallel.TENSOR.rank
         parameters = self.parameters_by_name()
         left = set(parameters)
         # The last stage of a pipeline has a tied matrix a second time.
@@ -291,7 +291,6 @@ def build_model(
     """A model on its device, to be filled by `load_hf`, which reads the Hugging Face folder `folder`, or a checkpoint.
 
     Raises:
-        ConfigError: a model of Megatron-Bridge under sequence parallelism.
         EnvironmentFault: TransformerEngine was requested, or Megatron-Bridge is needed, and does not import.
     """
     if spec.family in BRIDGE_FAMILIES:

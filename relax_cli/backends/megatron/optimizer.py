@@ -165,7 +165,7 @@ class Optimizer:
         ]
         dense = [parameter for parameter in mine if not parallel.is_shared_out(parameter)]
         squared = _squared_norm(dense, mpu.get_model_parallel_group())
-        if self.model.config.num_moe_experts and parallel.expert_parallel_size() * parallel.tensor_parallel_size() > 1:
+        if self.model.config.num_moe_experts and parallel.EXPERT.size * parallel.TENSOR.size > 1:
             experts = [parameter for parameter in mine if parallel.is_shared_out(parameter)]
             squared += _squared_norm(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
         return math.sqrt(squared)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import random
 from typing import Any
 
@@ -60,11 +59,11 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def _twister(words: np.ndarray[Any, Any], position: int, gauss: float | None) -> dict[str, Any]:
-    return {"words": _encode_bytes(words.astype("<u4").tobytes()), "position": int(position), "gauss": gauss}
+    return {"words": _text(words.astype("<u4").tobytes()), "position": int(position), "gauss": gauss}
 
 
 def _read_twister(state: dict[str, Any]) -> tuple[list[int], int, float | None]:
-    words = np.frombuffer(_decode_bytes(state["words"]), "<u4").tolist()
+    words = np.frombuffer(base64.b64decode(state["words"], validate=True), "<u4").tolist()
     position, gauss = state["position"], state["gauss"]
     # numpy believes the position, and would read beyond its words.
     if len(words) != TWISTER_WORDS or type(position) is not int or not 0 <= position <= TWISTER_WORDS:
@@ -75,19 +74,12 @@ def _read_twister(state: dict[str, Any]) -> tuple[list[int], int, float | None]:
 
 
 def _encode(state: Tensor) -> str:
-    return _encode_bytes(state.cpu().numpy().tobytes())
+    return _text(state.cpu().numpy().tobytes())
 
 
 def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(_decode_bytes(text)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
 
 
-def _encode_bytes(content: bytes) -> str:
+def _text(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
-
-
-def _decode_bytes(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"not base64: {error}") from error

@@ -35,11 +35,11 @@ def partly_used(model: Module, config: Any) -> list[Parameter]:
 
 def sum_gradients(parameters: Sequence[Parameter]) -> None:
     """Add up their gradients over tensor-parallel ranks; every rank calls this with the same parameters."""
-    if not parameters or parallel.tensor_parallel_size() == 1:
+    if not parameters or parallel.TENSOR.size == 1:
         return
     grads = [parameter.main_grad for parameter in parameters]  # type: ignore[attr-defined]
     flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat, group=parallel.tensor_parallel_group())
+    dist.all_reduce(flat, group=parallel.TENSOR.group)
     for grad, total in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
 

@@ -52,7 +52,7 @@ def load_into(model: Any, folder: Path, *, with_head: bool) -> None:
         saved = {name: shape for name, shape in shapes_in(folder).items() if with_head or not name.startswith(HEAD)}
     wanted, resizable = _of_all_ranks(state)
     refuse_other_shapes(wanted, saved, resizable, folder)
-    loaded = checkpointing.load_weights({"model": state}, folder)
+    loaded = checkpointing.load({"model": state}, folder, only_weights=True)
     with checkpointing.taken_over_from(folder):
         model.load_state_dict(loaded["model"], strict=False)
 

@@ -18,12 +18,12 @@ from megatron.core.distributed import (
 )
 from torch import Tensor
 
-from relax_cli.backends.device import forget_peak_memory, peak_memory_bytes
-from relax_cli.backends.megatron import checkpointing, parallel, random_state, replicated, start_weights
+from relax_cli.backends.megatron import checkpointing, parallel, replicated, start_weights
 from relax_cli.backends.megatron.experts import Balance, other_routes
 from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_batch, run_stages
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
 from relax_cli.backends.megatron.optimizer import Optimizer
+from relax_cli.backends.megatron.random_state import capture, restore
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.checkpoint.layout import FileEntry
 from relax_cli.checkpoint.store import Group, is_first_rank
@@ -74,7 +74,7 @@ class TrainableModel(LoadedModel):
 
         Left to the step where stages have to take it together, or experts to be told what they see.
         """
-        if parallel.stages() == 1 and not self.balanced:
+        if parallel.STAGE.size == 1 and not self.balanced:
             if self.kind == "policy":
                 self.model.entropy_grad = need_entropy_grad
             self._begun = run_batch(self.ddp, batch.to(self.device.torch_device))
@@ -154,17 +154,9 @@ class TrainableModel(LoadedModel):
         start_weights.load_into(self.model, folder, with_head=self.kind == "policy")
         self.optimizer.reload_parameters()
 
-    def random_state(self) -> dict[str, Any]:
-        """State of this rank's random generators, as plain JSON."""
-        return random_state.capture()
-
-    def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Undo `random_state`."""
-        random_state.restore(state)
-
-    def parallel_layout(self) -> dict[str, int]:
-        """Sizes of the groups that this model is spread over."""
-        return checkpointing.parallel_layout()
+    random_state = staticmethod(capture)
+    restore_random_state = staticmethod(restore)
+    parallel_layout = staticmethod(checkpointing.parallel_layout)
 
     def sleep(self) -> None:
         """Leave the device's memory to others, where roles share it."""
@@ -175,12 +167,15 @@ class TrainableModel(LoadedModel):
 
     def wake(self) -> None:
         """Undo `sleep`, and reset the peak of memory."""
-        forget_peak_memory(self.device)
+        if self.device.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device.torch_device)
         super().wake()
 
     def memory_metrics(self) -> dict[str, float]:
         """Most device memory since waking, in GB; nothing on a CPU, where the process's peak is not this model's."""
-        return {"peak_memory_gb": peak_memory_bytes(self.device) / 1e9} if self.device.kind == "cuda" else {}
+        if self.device.kind == "cpu":
+            return {}
+        return {"peak_memory_gb": torch.cuda.max_memory_allocated(self.device.torch_device) / 1e9}
 
     @property
     def parked_bytes(self) -> int:

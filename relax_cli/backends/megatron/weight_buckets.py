@@ -82,9 +82,9 @@ def hf_buckets(
     names = megatron_names(spec)
     # Experts of other ranks have the shape of those here.
     alike = {name: name if owner_of(name, spec) is None else of_an_expert_here(name, spec) for name in names}
-    mine = {name: (parallel.stage(), _outline(name, shards[key])) for name, key in alike.items() if key in shards}
+    mine = {name: (parallel.STAGE.rank, _outline(name, shards[key])) for name, key in alike.items() if key in shards}
     # A tied matrix that two stages have is taken from the first.
-    outlines = {name: owned for part in reversed(gather(mine, parallel.stage_group())) for name, owned in part.items()}
+    outlines = {name: owned for part in reversed(gather(mine, parallel.STAGE.group)) for name, owned in part.items()}
     sizes = {key: hf.nbytes for name in names for key, hf in hf_tensors(name, outlines[name][1], spec)}
 
     def on_stage(name: str) -> Tensor:
@@ -92,15 +92,14 @@ def hf_buckets(
         if owner is None:
             return unsharded(name, value(name))
         whole = value(name).contiguous() if name in shards else torch.empty_like(shards[alike[name]])
-        group = parallel.expert_parallel_group()
-        dist.broadcast(whole, dist.get_global_rank(group, owner), group=group)
+        dist.broadcast(whole, group=parallel.EXPERT.group, group_src=owner)
         return whole
 
     def everywhere(name: str) -> Tensor:
         stage, outline = outlines[name]
-        if parallel.stages() == 1:
+        if parallel.STAGE.size == 1:
             return on_stage(name)
-        here = stage == parallel.stage()
+        here = stage == parallel.STAGE.rank
         whole = on_stage(name) if here else torch.empty_like(outline, device=next(iter(shards.values())).device)
         return parallel.tensor_from_stage(whole.contiguous(), stage)
 
@@ -110,18 +109,18 @@ def hf_buckets(
 
 def unsharded(name: str, shard: Tensor) -> Tensor:
     """The whole parameter, on every rank of the tensor-parallel group."""
-    ranks = parallel.tensor_parallel_size()
+    ranks = parallel.TENSOR.size
     if ranks == 1 or not is_sharded(name):
         return shard
     parts = shard.new_empty((ranks, *shard.shape))
-    dist.all_gather(list(parts.unbind()), shard.contiguous(), group=parallel.tensor_parallel_group())
+    dist.all_gather(list(parts.unbind()), shard.contiguous(), group=parallel.TENSOR.group)
     return merge_shards(name, parts.unbind())
 
 
 def _outline(name: str, shard: Tensor) -> Tensor:
     """Shape and type of the whole parameter, without memory."""
     part = torch.empty_like(shard, device="meta")
-    return merge_shards(name, [part] * parallel.tensor_parallel_size())
+    return merge_shards(name, [part] * parallel.TENSOR.size)
 
 
 class RoleRanks:

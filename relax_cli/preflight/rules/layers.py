@@ -143,7 +143,8 @@ def lora_bridge(model: ModelSection, critic: CriticSection, inputs: RunInputs) -
 def bridge_sequence_parallel(parallel: ParallelSection, inputs: RunInputs) -> Found:
     """A model that goes through Megatron-Bridge with `--sequence-parallel`, which is not supported for it."""
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 and inputs.needs_bridge:
-        yield SEQUENCE_PARALLEL_BRIDGE
+        message = "models of Megatron-Bridge are not trained with sequence parallelism"
+        yield Finding(message, "drop --sequence-parallel", "on", "off")
 
 
 @rule("bridge-log-probs-chunk", "Model", option="--log-probs-chunk-size", needs="files")
@@ -161,8 +162,3 @@ def bridge_pack_sequences(batch: BatchSection, inputs: RunInputs) -> Found:
     if batch.pack_sequences and inputs.needs_bridge:
         message = "models of Megatron-Bridge, with gated-delta layers, are trained on padded samples"
         yield Finding(message, "--no-pack-sequences")
-
-
-SEQUENCE_PARALLEL_BRIDGE = Finding(
-    "models of Megatron-Bridge are not trained with sequence parallelism", "drop --sequence-parallel", "on", "off"
-)
