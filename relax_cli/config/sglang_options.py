@@ -6,10 +6,14 @@ import ast
 import difflib
 import importlib.util
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from relax_cli.config.names import nearest
 
 RESERVED: dict[str, str] = {
     "model": "--hf-checkpoint says which model",
@@ -33,6 +37,8 @@ RESERVED: dict[str, str] = {
     "skip_tokenizer_init": "stop strings need the server's tokenizer",
 }
 """Options that the run sets itself, with the reason."""
+OWN_PARSER = re.compile(r"\b(type_parser|action|nargs)=")
+"""In the source of an option that SGLang reads in a way of its own."""
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
@@ -45,21 +51,54 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
+@dataclass(frozen=True)
+class ServerOption:
+    """What the command line of a server takes for one option, as far as its source says it in one place."""
+
+    kind: str = ""
+    """`bool` for an option without a value, `int`, `float`, `str`; empty where that is not known."""
+    choices: tuple[str, ...] = ()
+    is_open: bool = False
+    """A plugin of sglang may add choices, so only what is spelt like one of them is wrong."""
+
+    def expected(self, value: Any) -> str:
+        """What it takes instead of `value`; empty if the value is right, or nothing is known."""
+        if not self.kind or value is None or value is False:
+            return ""
+        if self.kind == "bool":
+            return "" if value is True else "no value: the option turns it on"
+        if value is True or isinstance(value, list | tuple):
+            return "one value"
+        if self.choices:
+            word = _word(value)
+            is_right = word in self.choices or (self.is_open and not nearest(word, self.choices))
+            return "" if is_right else ", ".join(self.choices)
+        try:
+            {"int": int, "float": float, "str": str}[self.kind](_word(value))
+        except ValueError:
+            return {"int": "a whole number", "float": "a number"}[self.kind]
+        return ""
+
+
 @cache
-def installed_options(python: str | None = None) -> frozenset[str] | None:
-    """Names of the server options of the installed sglang, `_` for `-`; None where there is none.
+def installed_options(python: str | None = None) -> Mapping[str, ServerOption] | None:
+    """The server options of the installed sglang by name, `_` for `-`; None where there is none.
 
     Read from its source: importing it takes many seconds and a GPU.
 
     Args:
         python: interpreter of the environment to look into; None for this one.
     """
-    names: set[str] = set()
+    options: dict[str, ServerOption] = {}
     for folder in _package_here() if python is None else _package_of(Path(python)):
-        for path in (folder / "srt" / "server_args.py", *(folder / "srt" / "arg_groups" / "fields").glob("*.py")):
-            if path.is_file():
-                names.update(_options_in(ast.parse(path.read_text("utf-8"))))
-    return frozenset(names) if names else None
+        groups = folder / "srt" / "arg_groups"
+        paths = [folder / "srt" / "server_args.py", groups / "choices.py", *(groups / "fields").glob("*.py")]
+        trees = [ast.parse(path.read_text("utf-8")) for path in paths if path.is_file()]
+        assigned = (node for tree in trees for node in tree.body if isinstance(node, ast.Assign))
+        lists = {target.id: node.value for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+        for name, option in (pair for tree in trees for pair in _options_in(tree, lists)):
+            options[name] = option or options.get(name, ServerOption())
+    return options or None
 
 
 def _package_here() -> list[Path]:
@@ -80,7 +119,7 @@ def misspelt(name: str, own: Collection[str]) -> str:
     return next(iter(difflib.get_close_matches(name, own, n=1, cutoff=0.85)), "")
 
 
-def _options_in(tree: ast.Module) -> Iterator[str]:
+def _options_in(tree: ast.Module, lists: Mapping[str, ast.expr]) -> Iterator[tuple[str, ServerOption | None]]:
     """Annotated fields of classes, unless they are kept off the command line, and every spelt-out `--name`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -90,11 +129,32 @@ def _options_in(tree: ast.Module) -> Iterator[str]:
                     and isinstance(field.target, ast.Name)
                     and "no_cli=True" not in ast.unparse(field.annotation)
                 ):
-                    yield field.target.id
+                    yield field.target.id, _option(field.annotation, lists)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
             name = node.value.removeprefix("--").replace("-", "_")
             if name.isidentifier():
-                yield name
+                yield name, None
+
+
+def _option(annotation: ast.expr, lists: Mapping[str, ast.expr]) -> ServerOption:
+    """What `A[int, "help"]` or `A[Optional[str], Arg(help="…", choices=["a", "b"])]` says."""
+    text = ast.unparse(annotation)
+    found = re.match(r"A\[(?:Optional\[)?(bool|int|float|str|Literal)\b", text)
+    if not found or OWN_PARSER.search(text):
+        return ServerOption()
+    given = [node.value for node in ast.walk(annotation) if isinstance(node, ast.keyword) and node.arg == "choices"]
+    given += [node.slice for node in ast.walk(annotation) if isinstance(node, ast.Subscript) and _is_literal(node)]
+    listed = given[0] if given else ast.Tuple([])
+    try:
+        choices = ast.literal_eval(lists.get(listed.id, listed) if isinstance(listed, ast.Name) else listed)
+    except ValueError:
+        return ServerOption()
+    is_open = isinstance(listed, ast.Name)
+    return ServerOption("str" if found[1] == "Literal" else found[1], tuple(map(str, choices)), is_open)
+
+
+def _is_literal(node: ast.Subscript) -> bool:
+    return ast.unparse(node.value) == "Literal"
 
 
 def _word(value: Any) -> str:

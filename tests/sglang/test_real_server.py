@@ -18,6 +18,7 @@ import pytest
 from relax_cli.backends.rollout.sglang.client import API_KEY, SglangClient
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
 from relax_cli.config.schema import SglangSection
+from relax_cli.config.sglang_options import as_arguments, installed_options
 from relax_cli.errors import EnvironmentFault, RunError
 from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import Finished, train
@@ -127,6 +128,37 @@ def wait_for_steps(run_dir: Path, count: int, run: subprocess.Popen[bytes] | Non
 def servers() -> list[psutil.Process]:
     """Processes of SGLang that this one has started."""
     return started_by(os.getpid(), "sglang")
+
+
+PARSER = """
+import argparse, contextlib, io, json, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+for line in sys.stdin:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        parser.parse_args(["--model-path", "m", *json.loads(line)])
+        print("taken", line, end="")
+"""
+
+
+def test_no_option_that_the_real_parser_takes_is_refused() -> None:
+    options = installed_options(PYTHON)
+    assert options is not None
+    values = (True, "true", "zzz", "1.5", 3, ["a", "b"])
+    cases = [(name, value) for name in options for value in (*values, *options[name].choices)]
+    refused = [json.dumps(as_arguments({name: value})) for name, value in cases if options[name].expected(value)]
+    assert len(refused) > 1000
+    env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(
+        [PYTHON, "-c", PARSER],
+        input="\n".join([*refused, "[]", ""]),
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("taken")] == ["taken []"], done.stderr
 
 
 def test_ppo_learns_on_a_server_that_crashes_once(task: Path, tmp_path: Path) -> None:

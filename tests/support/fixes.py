@@ -112,6 +112,10 @@ def _set(flags: Flags, words: list[str], model: type[Config]) -> None:
         if name.startswith("no_") and name not in fields:
             flags[name.removeprefix("no_")] = False
             continue
+        if name.startswith("sglang_") and name not in fields:
+            options = json.loads(flags["sglang_options"]) | {name.removeprefix("sglang_"): " ".join(values) or True}
+            flags["sglang_options"] = json.dumps(options)
+            continue
         kind = base_type(fields[name][1])
         assert bool(values) != (kind is bool), f"{flag(name)} {values}"
         flags[name] = True if kind is bool else ["=".join(values)] if kind is tuple else " ".join(values)

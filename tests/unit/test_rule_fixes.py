@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from relax_cli.config.layers import Layers
+from relax_cli.config.sglang_options import ServerOption
 from relax_cli.errors import Problem, is_about_machine
 from relax_cli.plugin.config_model import config_model
 from relax_cli.preflight import check_run as checks
@@ -42,6 +43,11 @@ PPO: Flags = {
 }
 EXTERNAL: Flags = {"rollout_external": True, "rollout_external_engine_addrs": ["a:1"]}
 ON_GPUS: Flags = {"device": "cuda", "resource": json.dumps({"actor": [1, 2], "rollout": [1, 2]})}
+SERVER_OPTIONS = {
+    "mem_fraction_static": ServerOption(),
+    "quiet": ServerOption("bool"),
+    "mode": ServerOption("str", ("auto", "slow")),
+}
 MORE: list[tuple[str, Flags]] = [
     ("ppo-needs-critic", PPO | {"resource": json.dumps({"actor": [1, 2], "rollout": [1, 1], "advantages": [1, 0]})}),
     ("ppo-needs-advantages", PPO | {"resource": json.dumps({"actor": [1, 1], "critic": [1, 1], "rollout": [1, 1]})}),
@@ -60,6 +66,9 @@ MORE: list[tuple[str, Flags]] = [
     ("sglang-gpus-per-engine", ON_GPUS | {"rollout_num_gpus_per_engine": "3"}),
     ("sglang-option-reserved", ON_GPUS | {"sglang_options": '{"tp_size": 2}'}),
     ("sglang-option-unknown", ON_GPUS | {"sglang_options": '{"zzz": 2}'}),
+    ("sglang-option-value", ON_GPUS | {"sglang_options": '{"quiet": "true"}'}),
+    ("sglang-option-value", ON_GPUS | {"sglang_options": '{"quiet": "no"}'}),
+    ("sglang-option-value", ON_GPUS | {"sglang_options": '{"mode": "slwo"}'}),
     ("sglang-option-unknown", ON_GPUS | {"sglang_options": '{"mem_fraction_statik": 0.5}'}),
     ("sglang-python-relative", ON_GPUS | {"sglang_python": "sgl/bin/python"}),
     ("sglang-greedy-temperature", ON_GPUS | {"rollout_top_k": "1", "rollout_temperature": "0.5"}),
@@ -125,7 +134,7 @@ SITUATIONS = [
 def _a_folder_with_a_model_and_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "Machine", lambda: UNKNOWN)
-    monkeypatch.setattr(sglang_rules, "installed_options", lambda python: frozenset({"mem_fraction_static"}))
+    monkeypatch.setattr(sglang_rules, "installed_options", lambda python: SERVER_OPTIONS)
     config = {
         "model_type": "qwen3",
         "num_attention_heads": 4,

@@ -11,7 +11,7 @@ import pytest
 from relax_cli.config import sglang_options
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.schema import Config
-from relax_cli.config.sglang_options import as_arguments, installed_options
+from relax_cli.config.sglang_options import ServerOption, as_arguments, installed_options
 from relax_cli.preflight.rules import RULES
 from relax_cli.preflight.rules import sglang as sglang_checks
 from tests.support.rules import problems_by, problems_of
@@ -113,7 +113,8 @@ def test_gpus_are_shared_out_evenly_over_servers(gpus: int, size: int, ids: list
 def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, str]]]:
     """Ids and fixes of what is said of server options."""
 
-    def ask(given: dict[str, Any], installed: set[str] | None) -> list[tuple[str, str]]:
+    def ask(given: dict[str, Any], names: set[str] | None) -> list[tuple[str, str]]:
+        installed = None if names is None else dict.fromkeys(names, ServerOption())
         monkeypatch.setattr(sglang_checks, "installed_options", lambda python: installed)
         problems = problems_of(config(sglang={"sglang_options": given}), skip_files=True)
         return [(p.id, p.fix) for p in problems if p.id.startswith("sglang-option-")]
@@ -152,7 +153,7 @@ def test_servers_are_started_only_where_sglang_is(monkeypatch: pytest.MonkeyPatc
     assert found(rule, wanted) == ["sglang-missing"]
     assert found(rule, external("a:1")) == []
     assert found(rule, config()) == []
-    monkeypatch.setattr(sglang_checks, "installed_options", lambda python: frozenset({"port"}))
+    monkeypatch.setattr(sglang_checks, "installed_options", lambda python: {"port": ServerOption()})
     assert found(rule, wanted) == []
 
 
@@ -214,7 +215,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "class Parallel:\n"
         "    tp_size: A[int, Arg(help='x', aliases=['--tensor-parallel-size'])] = 1\n"
         "    hidden: A[int, Arg(no_cli=True)] = 1\n"
+        "    quiet: A[bool, 'x'] = False\n"
+        "    rate: A[Optional[float], 'x'] = None\n"
+        "    mode: A[str, Arg(choices=['auto', 'slow'])] = 'auto'\n"
+        "    level: A[Literal[1, 2], 'x'] = 1\n"
+        "    backend: A[Optional[str], Arg(choices=BACKENDS)] = None\n"
+        "    length: A[int, Arg(type_parser=human_readable_int)] = 1\n"
+        "    path: A[Optional[str], 'x'] = None\n"
     )
+    (fields.parent / "choices.py").write_text("BACKENDS = ['triton', 'fa3']\n")
     (fields.parent.parent / "server_args.py").write_text("class ServerArgs:\n    port: int = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     sglang_options.installed_options.cache_clear()
@@ -223,7 +232,47 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_installed_options_are_read_without_an_import(package: Path) -> None:
-    assert installed_options() == {"tp_size", "tensor_parallel_size", "port"}
+    assert installed_options() == {
+        "tp_size": ServerOption("int"),
+        "tensor_parallel_size": ServerOption(),
+        "port": ServerOption(),
+        "quiet": ServerOption("bool"),
+        "rate": ServerOption("float"),
+        "mode": ServerOption("str", ("auto", "slow")),
+        "level": ServerOption("str", ("1", "2")),
+        "backend": ServerOption("str", ("triton", "fa3"), is_open=True),
+        "length": ServerOption(),
+        "path": ServerOption("str"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "fix", "expected"),
+    [
+        ({"quiet": "true"}, "--sglang-quiet", "no value: the option turns it on"),
+        ({"quiet": "false"}, "drop --sglang-quiet false", "no value: the option turns it on"),
+        ({"rate": "1,5"}, "drop --sglang-rate 1,5", "a number"),
+        ({"rate": True}, "drop --sglang-rate", "one value"),
+        ({"path": ["a", "b"]}, "drop --sglang-path a b", "one value"),
+        ({"mode": "fast"}, "drop --sglang-mode fast", "auto, slow"),
+        ({"mode": "slwo"}, "--sglang-mode slow", "auto, slow"),
+        ({"level": 3}, "drop --sglang-level 3", "1, 2"),
+        ({"backend": "tritn"}, "--sglang-backend triton", "triton, fa3"),
+    ],
+)
+def test_values_the_server_would_refuse_are_refused(
+    given: dict[str, Any], fix: str, expected: str, package: Path
+) -> None:
+    problems = problems_of(config(sglang={"sglang_options": given}), skip_files=True)
+    about = [(p.fix, p.expected) for p in problems if p.id == "sglang-option-value"]
+    assert about == [(fix, expected)]
+
+
+def test_values_the_server_may_take_are_left_to_it(package: Path) -> None:
+    given = {"quiet": True, "rate": "1e-1", "mode": "slow", "level": 2, "backend": "mine", "length": "4k", "path": "x"}
+    for options in (given, {"quiet": False, "mode": None}):
+        problems = problems_of(config(sglang={"sglang_options": options}), skip_files=True)
+        assert "sglang-option-value" not in [p.id for p in problems]
 
 
 def test_a_folder_of_that_name_is_no_package(package: Path) -> None:

@@ -8,7 +8,7 @@ from relax_cli.config.model import flag
 from relax_cli.config.names import nearest
 from relax_cli.config.placement import ranks_of, rollout_engine
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
-from relax_cli.config.sglang_options import RESERVED, installed_options, misspelt
+from relax_cli.config.sglang_options import RESERVED, ServerOption, as_arguments, installed_options, misspelt
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
@@ -120,6 +120,20 @@ def sglang_option_unknown(sglang: SglangSection) -> Found:
             typed, meant = f"--sglang-{_dashed(name)}", f"--sglang-{_dashed(guess)}" if guess else ""
             fix = f"use {meant}" if meant else f"drop {typed}"
             yield Finding(f"sglang has no option --{_dashed(name)}", fix, typed, meant)
+
+
+@rule("sglang-option-value", THEME, option="--sglang-options")
+def sglang_option_value(sglang: SglangSection) -> Found:
+    """The installed version of sglang does not take this value of its option. Its own source is read."""
+    installed = installed_options(sglang.sglang_python) or {}
+    for name, value in sglang.sglang_options.items():
+        option = installed.get(name, ServerOption())
+        if name not in RESERVED and (expected := option.expected(value)):
+            typed = " ".join(as_arguments({f"sglang_{name}": value}))
+            guess = nearest(str(value), option.choices)
+            is_on = option.kind == "bool" and str(value).lower() in ("1", "on", "true", "yes")
+            fix = f"--sglang-{_dashed(name)} {'' if is_on else guess}".strip() if is_on or guess else f"drop {typed}"
+            yield Finding(f"sglang's --{_dashed(name)} does not take this value", fix, typed, expected)
 
 
 def _dashed(name: str) -> str:
