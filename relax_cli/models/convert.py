@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relax_cli.errors import ConfigError
+from relax_cli.models import headers
 from relax_cli.models.headers import HEAD, ROUTER, shape_problems, tied_mismatch
 from relax_cli.models.hf import HfWeights
 from relax_cli.models.spec import ModelSpec, indivisible_sizes
@@ -26,7 +27,7 @@ LAYERS = "decoder.layers."
 EXPERTS = "experts.local_experts."
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 
-_OUTSIDE_LAYERS = {EMBEDDING: "model.embed_tokens.weight", FINAL_NORM: "model.norm.weight", OUTPUT: "lm_head.weight"}
+_OUTSIDE_LAYERS = {EMBEDDING: headers.EMBEDDING, FINAL_NORM: headers.FINAL_NORM, OUTPUT: HEAD}
 _IN_LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -60,20 +61,16 @@ def rank_tensors(
     shapes = weights.shapes if isinstance(weights, HfWeights) else {n: tuple(t.shape) for n, t in weights.items()}
     if problems := shape_problems(shapes, spec):
         raise ConfigError(problems)
-    for name in (EMBEDDING,) if spec.tied else (EMBEDDING, OUTPUT):
-        matrix = weights[_OUTSIDE_LAYERS[name]]
-        if spec.tied and HEAD in weights and not _equal(matrix, weights[HEAD]):
+    filler = padded_vocab(spec, tp_size) - spec.vocab_size
+    for name in megatron_names(spec):
+        if name.startswith(LAYERS) and only is not None and name not in only:
+            continue
+        full = _fused([weights[hf] for hf in _hf_names(name)], spec)
+        if name == EMBEDDING and spec.tied and HEAD in weights and not _equal(full, weights[HEAD]):
             raise ConfigError(tied_mismatch())
-        filler = padded_vocab(spec, tp_size) - spec.vocab_size
-        yield name, shard_for_rank(name, F.pad(matrix, (0, 0, 0, filler)) if filler else matrix, tp_size, tp_rank)
-    yield FINAL_NORM, weights[_OUTSIDE_LAYERS[FINAL_NORM]]
-    for layer in range(spec.num_layers):
-        for part in _layer_parts(spec, layer):
-            name = f"{LAYERS}{layer}.{part}"
-            if only is not None and name not in only:
-                continue
-            tensor = _read_part(weights, spec, f"model.layers.{layer}", part)
-            yield name, shard_for_rank(name, tensor, tp_size, tp_rank)
+        if name in (EMBEDDING, OUTPUT) and filler:
+            full = F.pad(full, (0, 0, 0, filler))
+        yield name, shard_for_rank(name, full, tp_size, tp_rank)
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
@@ -97,21 +94,17 @@ def hf_tensors(name: str, full: Tensor, spec: ModelSpec) -> Iterator[tuple[str, 
 
     They may be views of it. Also works on tensors of the `meta` device.
     """
-    if name in _OUTSIDE_LAYERS:
-        yield _OUTSIDE_LAYERS[name], full if name == FINAL_NORM else full[: spec.vocab_size]
-        return
-    layer, part = name.removeprefix(LAYERS).split(".", 1)
-    hf = f"model.layers.{layer}"
-    if part.startswith("self_attention.linear_qkv."):
-        yield from _write_qkv(full, spec, hf, part.rpartition(".")[2])
-    elif part.endswith(_FC1):
-        gate, up = full.chunk(2)
-        yield f"{hf}.{_hf_mlp(part)}gate_proj.weight", gate.contiguous()
-        yield f"{hf}.{_hf_mlp(part)}up_proj.weight", up.contiguous()
-    elif part.endswith(_FC2):
-        yield f"{hf}.{_hf_mlp(part)}down_proj.weight", full
-    else:
-        yield f"{hf}.{_IN_LAYER[part]}", full
+    names = _hf_names(name)
+    match len(names):
+        case 1:
+            parts = [full[: spec.vocab_size] if name in (EMBEDDING, OUTPUT) else full]
+        case 2:
+            parts = [half.contiguous() for half in full.chunk(2)]
+        case _:
+            tail, heads = full.shape[1:], (spec.num_heads // spec.num_kv_heads, 1, 1)
+            grouped = full.reshape(spec.num_kv_heads, sum(heads), spec.head_dim, *tail).split_with_sizes(heads, 1)
+            parts = [part.reshape(-1, *tail).contiguous() for part in grouped]
+    yield from zip(names, parts, strict=True)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -122,33 +115,19 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def shard_for_rank(name: str, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     """The part of an unsharded Megatron tensor of one tensor-parallel rank."""
-    if tp_size == 1:
+    dim = _split_dimension(name)
+    if tp_size == 1 or dim is None:
         return full
-    match _partition_of(name):
-        case "none":
-            return full
-        case "columns":
-            return full.chunk(tp_size, 1)[tp_rank].contiguous()
-        case "gate_up":
-            return torch.cat([half.chunk(tp_size)[tp_rank] for half in full.chunk(2)])
-        case _:
-            return full.chunk(tp_size)[tp_rank].contiguous()
+    return torch.cat([half.chunk(tp_size, dim)[tp_rank] for half in _halves(name, full)], dim)
 
 
 def merge_shards(name: str, shards: Sequence[Tensor]) -> Tensor:
     """Undo `shard_for_rank`: the unsharded tensor from all ranks' parts, in rank order."""
-    if len(shards) == 1:
+    dim = _split_dimension(name)
+    if len(shards) == 1 or dim is None:
         return shards[0]
-    match _partition_of(name):
-        case "none":
-            return shards[0]
-        case "columns":
-            return torch.cat(list(shards), 1)
-        case "gate_up":
-            halves = [shard.chunk(2) for shard in shards]
-            return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
-        case _:
-            return torch.cat(list(shards))
+    halves = zip(*(_halves(name, shard) for shard in shards), strict=True)
+    return torch.cat([part for half in halves for part in half], dim)
 
 
 def padded_vocab(spec: ModelSpec, tp_size: int) -> int:
@@ -158,38 +137,43 @@ def padded_vocab(spec: ModelSpec, tp_size: int) -> int:
 
 def is_sharded(name: str) -> bool:
     """Whether tensor-parallel ranks have different parts of a parameter; else each has all of it."""
-    return _partition_of(name) != "none"
+    return _split_dimension(name) is not None
 
 
-def _partition_of(name: str) -> str:
+def _split_dimension(name: str) -> int | None:
     if EXPERTS in name:
-        return "none"
+        return None
     if name.endswith(("linear_proj.weight", _FC2)):
-        return "columns"
-    if name.endswith(_FC1):
-        return "gate_up"
-    if "linear_qkv" in name or name in (EMBEDDING, OUTPUT):
-        return "rows"
-    return "none"
+        return 1
+    return 0 if name.endswith(_FC1) or "linear_qkv" in name or name in (EMBEDDING, OUTPUT) else None
 
 
-def _read_part(weights: Mapping[str, Tensor], spec: ModelSpec, hf: str, part: str) -> Tensor:
-    """The unsharded Megatron parameter `part` of a layer, from its Hugging Face tensors."""
-    if part.endswith(_FC1):
-        return torch.cat([weights[f"{hf}.{_hf_mlp(part)}{half}_proj.weight"] for half in ("gate", "up")])
-    if part.endswith(_FC2):
-        return weights[f"{hf}.{_hf_mlp(part)}down_proj.weight"]
+def _halves(name: str, tensor: Tensor) -> Sequence[Tensor]:
+    """Gate and up, of each of which a rank has its own slice; the whole of other parameters."""
+    return tensor.chunk(2) if name.endswith(_FC1) else (tensor,)
+
+
+def _hf_names(name: str) -> list[str]:
+    """The Hugging Face tensors of the Megatron parameter `name`: one, gate and up, or query, key and value."""
+    if name in _OUTSIDE_LAYERS:
+        return [_OUTSIDE_LAYERS[name]]
+    layer, part = name.removeprefix(LAYERS).split(".", 1)
+    prefix = f"model.layers.{layer}."
     if part.startswith("self_attention.linear_qkv."):
-        kind = part.rpartition(".")[2]
-        parts = [weights[f"{hf}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
-        tail = parts[0].shape[1:]
-        return torch.cat([x.reshape(spec.num_kv_heads, -1, *tail) for x in parts], dim=1).reshape(-1, *tail)
-    return weights[f"{hf}.{_IN_LAYER[part]}"]
+        return [f"{prefix}self_attn.{x}_proj.{part.rpartition('.')[2]}" for x in "qkv"]
+    if part.endswith((_FC1, _FC2)):
+        # mlp.experts.local_experts.3.linear_fc1.weight to mlp.experts.3.
+        mlp = part.rpartition("linear_fc")[0].replace("local_experts.", "")
+        return [f"{prefix}{mlp}{x}_proj.weight" for x in (("gate", "up") if part.endswith(_FC1) else ("down",))]
+    return [prefix + _IN_LAYER[part]]
 
 
-def _hf_mlp(part: str) -> str:
-    """`mlp.experts.local_experts.3.linear_fc1.weight` to `mlp.experts.3.`."""
-    return part.rpartition("linear_fc")[0].replace("local_experts.", "")
+def _fused(parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+    """The unsharded Megatron parameter that consists of Hugging Face tensors, see `_hf_names`."""
+    if len(parts) < 3:
+        return torch.cat(list(parts)) if len(parts) == 2 else parts[0]
+    tail = parts[0].shape[1:]
+    return torch.cat([x.reshape(spec.num_kv_heads, -1, *tail) for x in parts], dim=1).reshape(-1, *tail)
 
 
 def _layer_parts(spec: ModelSpec, layer: int) -> list[str]:
@@ -205,11 +189,3 @@ def _layer_parts(spec: ModelSpec, layer: int) -> list[str]:
         *(["mlp.router.weight"] if experts else []),
         *(mlp + matrix for mlp in mlps for matrix in (_FC1, _FC2)),
     ]
-
-
-def _write_qkv(fused: Tensor, spec: ModelSpec, hf: str, kind: str) -> Iterator[tuple[str, Tensor]]:
-    tail = fused.shape[1:]
-    queries = spec.num_heads // spec.num_kv_heads
-    grouped = fused.reshape(spec.num_kv_heads, queries + 2, spec.head_dim, *tail)
-    for part, heads in (("q", slice(0, queries)), ("k", slice(queries, queries + 1)), ("v", slice(queries + 1, None))):
-        yield f"{hf}.self_attn.{part}_proj.{kind}", grouped[:, heads].reshape(-1, *tail).contiguous()
