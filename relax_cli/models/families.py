@@ -120,15 +120,6 @@ _HARMLESS = frozenset(
 )
 _HARMLESS_PREFIXES = ("_", "unsloth_")
 
-SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
-LINEAR_SIZES = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)
-EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 LARGEST = 1 << 31
 MOST_LAYERS = 10_000
 
@@ -145,9 +136,8 @@ def completed(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         _refuse_unknown(path, config)
     full = {**DEFAULTS[family], **config}
     full["num_key_value_heads"] = full["num_key_value_heads"] or full["num_attention_heads"]
-    require_counts(path, full, [*SIZES, "num_key_value_heads", "max_position_embeddings"])
-    if family in BRIDGE_FAMILIES:
-        require_counts(path, full, LINEAR_SIZES)
+    sizes = [key for key, default in DEFAULTS[family].items() if type(default) is int and key != "head_dim"]
+    require_counts(path, full, [*sizes, "num_key_value_heads"])
     if family in MOE_FAMILIES:
         _check_experts(path, full)
     heads, groups = full["num_attention_heads"], full["num_key_value_heads"]
@@ -176,7 +166,6 @@ def _with_num_experts(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_experts(path: Path, full: dict[str, Any]) -> None:
-    require_counts(path, full, EXPERT_SIZES)
     experts, layers, dense = full["num_experts"], full["num_hidden_layers"], full["mlp_only_layers"]
     if full["num_experts_per_tok"] > experts:
         raise unsupported(path, "num_experts_per_tok", full["num_experts_per_tok"], f"at most num_experts ({experts})")
