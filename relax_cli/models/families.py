@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_cli.config.text import in_json
-from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.errors import ConfigError
+from relax_cli.models.files import declare
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` that our own exact converter covers."""
@@ -21,13 +22,11 @@ MOE_FAMILIES = ("qwen3_moe",)
 BRIDGE_FAMILIES = ("qwen3_5", "qwen3_5_text")
 """Values of `model_type` that go through Megatron-Bridge (`backends/megatron/bridge.py`)."""
 
-UNSUPPORTED = problem_kind(
+UNSUPPORTED = declare(
     "model-unsupported",
-    "Model",
     "`config.json` has a value that cannot be right, asks for a feature that is not implemented (quantised weights, a"
     " sliding window, biases, another activation, YaRN), or has a key that relax does not know and that may change what"
     " the model computes.",
-    option="--hf-checkpoint",
 )
 
 _COMMON = {

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from relax_cli.errors import ConfigError, Problem, problem_kinds
-from relax_cli.models.files import check_regular, read_json
+from relax_cli.errors import ConfigError, Problem
+from relax_cli.models.files import check_regular, declare, read_json
 from relax_cli.models.spec import FAMILIES, ModelSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -36,7 +36,6 @@ ROUTER = "mlp.gate.weight"
 
 Shape = tuple[int, ...]
 
-declare = problem_kinds("Model", option="--hf-checkpoint")
 MISSING = declare("model-weights-missing", "The folder has no weights.")
 UNREADABLE = declare(
     "model-weights-unreadable",

@@ -16,15 +16,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.errors import ConfigError
+from relax_cli.models.files import declare
 
 log = logging.getLogger(__name__)
 
-UNUSABLE = problem_kind(
+UNUSABLE = declare(
     "package-model",
-    "Model",
     "The package with the model is unknown or not installed, or the converted model cannot be written to the cache.",
-    option="--hf-checkpoint",
 )
 
 PREFIX = "package:"

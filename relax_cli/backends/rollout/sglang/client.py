@@ -15,11 +15,11 @@ from collections.abc import Callable
 from socket import socket
 from typing import Any, Literal, TypeVar
 
-from relax_cli.errors import RunError, problem_kind
+from relax_cli.errors import RunError, problem_kinds
 
-SGLANG_REQUEST = problem_kind(
+declare = problem_kinds("SGLang servers")
+SGLANG_REQUEST = declare(
     "sglang-request",
-    "SGLang servers",
     "A request to a server failed: no connection, no answer in time, or an HTTP error, in the server's own words.",
 )
 
@@ -74,10 +74,7 @@ class SglangClient:
     """Talks to the server at `address`; safe to share between threads, a connection per request."""
 
     def __init__(self, address: str) -> None:
-        """
-        Args:
-            address: `HOST:PORT`; an IPv6 host in brackets.
-        """
+        """`address`: `HOST:PORT`; an IPv6 host in brackets."""
         self.address = address
         host, _, port = address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
@@ -91,23 +88,14 @@ class SglangClient:
         timeout: float,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Any:
-        """Send one request and read its reply.
+        """Send one request; what the JSON of its reply says, its text where it is not JSON, None where it is empty.
 
         Args:
-            path: with its leading slash, and a query if there is one.
-            payload: sent as JSON.
             timeout: seconds for the whole exchange, connecting included.
             cancelled: asked now and then while waiting for the reply; true ends the wait.
 
-        Returns:
-            what the JSON of the reply says; its text where it is not JSON; None for an empty reply.
-
         Raises:
-            ConnectionFault: no connection, or it broke before the reply was complete.
-            DeadlineFault: the reply was not complete after `timeout` seconds.
-            StatusFault: the server answered 400 or above.
-            ReplyFault: a reply that claims to be JSON and is not.
-            CancelledFault: `cancelled` became true first.
+            SglangError: of the subclass that says why there is no such reply.
         """
         deadline = time.monotonic() + timeout
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)

@@ -5,33 +5,38 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from relax_cli.backends.rollout.sglang.client import API_KEY, CONTROL_SECONDS, SglangClient, SglangError, StatusFault
+from relax_cli.backends.rollout.sglang.client import (
+    API_KEY,
+    CONTROL_SECONDS,
+    SglangClient,
+    SglangError,
+    StatusFault,
+    declare,
+)
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
 from relax_cli.backends.rollout.sglang.replies import folder_of, no_routes
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.config.schema import ParallelSection, RolloutSection, SglangSection
-from relax_cli.errors import EnvironmentFault, RelaxError, problem_kind
+from relax_cli.errors import EnvironmentFault, RelaxError
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import ModelSpec, MoeSpec
 
 log = logging.getLogger(__name__)
 
-UNREACHABLE = problem_kind(
+UNREACHABLE = declare(
     "sglang-external-unreachable",
-    "SGLang servers",
     "A server of `--rollout-external-engine-addrs` does not answer, wants a key (`SGLANG_API_KEY` in the environment), "
     "or is something else than SGLang.",
     option="--rollout-external-engine-addrs",
 )
-OTHER_MODEL = problem_kind(
+OTHER_MODEL = declare(
     "sglang-external-model",
-    "SGLang servers",
     "An external server serves another model than the one of `--hf-checkpoint`: every key of its `config.json` is "
     "compared where this machine can read its folder, else its type.",
     option="--rollout-external-engine-addrs",
@@ -64,59 +69,39 @@ def open_engine(
         EnvironmentFault: an external server does not answer, or serves another kind of model.
     """
     spec = read_any_spec(model_folder)
-    options = EngineOptions(
-        concurrency=section.sglang_server_concurrency,
-        request_timeout=rollout.rollout_request_timeout,
-        partial=rollout.partial_rollout,
-        release_memory=releases_memory(section, parallel),
-    )
+    release_memory = parallel.offload or parallel.offload_rollout
+    servers: list[LocalServer] = []
     if section.rollout_external:
-        targets = [
-            _attach(address, spec, routes=parallel.router_replay)
-            for address in section.rollout_external_engine_addrs[rank::workers]
-        ]
-        return _engine(targets, spec, options)
-    size = section.rollout_num_gpus_per_engine
-    command = launch_command(
-        model_folder,
-        section,
-        host=host,
-        seed=rollout.rollout_seed + rank,
-        memory_saver=options.release_memory,
-        routes=parallel.router_replay,
-    )
-    log_file = run_dir / "logs" / f"sglang-{rank}.log"
-    server = LocalServer(
-        command,
-        log_file,
-        host=host,
-        environment=server_environment(environment, other_python=section.sglang_python is not None),
-    )
-    server.start()
-    target = WeightTarget(server.address, this_node(), rank * size, size)
-    return _engine([target], spec, options, [server])
-
-
-def releases_memory(section: SglangSection, parallel: ParallelSection) -> bool:
-    """Whether servers give up memory while they sleep.
-
-    A server of the run without a GPU cannot: it refuses to start with a memory saver.
-    """
-    requested = parallel.offload or parallel.offload_rollout
-    return requested if section.rollout_external else parallel.device == "cuda" and (requested or parallel.colocate)
-
-
-def _engine(
-    targets: Sequence[WeightTarget], spec: ModelSpec, options: EngineOptions, servers: Sequence[LocalServer] = ()
-) -> SglangEngine:
-    """The engine, with the smallest of the servers' own limits."""
+        addresses = section.rollout_external_engine_addrs[rank::workers]
+        targets = [_attach(address, spec, routes=parallel.router_replay) for address in addresses]
+    else:
+        # Without a GPU a server refuses to start with a memory saver.
+        release_memory = parallel.device == "cuda" and (release_memory or parallel.colocate)
+        command = launch_command(
+            model_folder,
+            section,
+            host=host,
+            seed=rollout.rollout_seed + rank,
+            memory_saver=release_memory,
+            routes=parallel.router_replay,
+        )
+        environment = server_environment(environment, other_python=section.sglang_python is not None)
+        servers = [LocalServer(command, run_dir / "logs" / f"sglang-{rank}.log", host=host, environment=environment)]
+        servers[0].start()
+        size = section.rollout_num_gpus_per_engine
+        targets = [WeightTarget(servers[0].address, this_node(), rank * size, size)]
     limits = [limits_of(target.address) for target in targets]
     return SglangEngine(
         targets,
         vocab_size=spec.vocab_size,
         max_positions=min([spec.max_positions, *(context for context, _ in limits if context is not None)]),
         max_prompt=min((prompt for _, prompt in limits if prompt is not None), default=None),
-        options=options,
+        options=EngineOptions(
+            concurrency=section.sglang_server_concurrency,
+            request_timeout=rollout.rollout_request_timeout,
+            partial=rollout.partial_rollout,
+            release_memory=release_memory,
+        ),
         servers=servers,
         experts=spec if isinstance(spec, MoeSpec) else None,
     )
@@ -149,12 +134,12 @@ def _attach(address: str, spec: ModelSpec, *, routes: bool) -> WeightTarget:
     try:
         model = client.request("GET", "/model_info", timeout=CONTROL_SECONDS)
         server = client.request("GET", "/server_info", timeout=CONTROL_SECONDS)
-    except StatusFault as fault:
-        if fault.status in (401, 403):
-            raise _unreachable(address, "wants an API key", fault.got or str(fault.status), KEY_FIX) from fault
-        raise _unreachable(address, "does not answer", fault.got or str(fault.status)) from fault
     except SglangError as fault:
-        raise _unreachable(address, "does not answer", fault.got or fault.problems[0].message) from fault
+        status = fault.status if isinstance(fault, StatusFault) else None
+        got = fault.got or str(status or fault.problems[0].message)
+        if status in (401, 403):
+            raise _unreachable(address, "wants an API key", got, KEY_FIX) from fault
+        raise _unreachable(address, "does not answer", got) from fault
     if not isinstance(model, dict) or not isinstance(server, dict):
         raise _unreachable(address, "is no SGLang server: something else listens there", str(model)[:80])
     _check_model(address, model, spec)

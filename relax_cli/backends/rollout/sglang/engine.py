@@ -26,17 +26,17 @@ from relax_cli.backends.rollout.sglang.client import (
     DeadlineFault,
     SglangClient,
     SglangError,
+    declare,
 )
 from relax_cli.backends.rollout.sglang.memory import MEMORY_SECONDS, ServerMemory
 from relax_cli.backends.rollout.sglang.replies import Part, check_served, generate_payload, read_part
 from relax_cli.backends.rollout.sglang.server import LocalServer
 from relax_cli.backends.rollout.targets import WeightTarget
-from relax_cli.errors import RunError, problem_kind
+from relax_cli.errors import RunError
 from relax_cli.models.spec import MoeSpec
 
-ABORTED = problem_kind(
+ABORTED = declare(
     "sglang-aborted",
-    "SGLang servers",
     "A server aborted one sample again and again. Aborted responses are never trained on as if they were complete.",
 )
 

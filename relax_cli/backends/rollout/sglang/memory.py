@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient, StatusFault
-from relax_cli.errors import RunError, problem_kind
+from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient, StatusFault, declare
+from relax_cli.errors import RunError
 
-CHANGED_WEIGHTS = problem_kind(
+CHANGED_WEIGHTS = declare(
     "sglang-weights-changed",
-    "SGLang servers",
     "A server was woken, and the checksum of its weights is not the one from after they were sent: something has "
     "written to its GPU memory, or it reads weights from memory that the actor has given back.",
 )
@@ -30,10 +29,7 @@ class ServerMemory:
     """What the servers of one engine have given up; all of them do the same."""
 
     def __init__(self, clients: Sequence[SglangClient], tell: Tell) -> None:
-        """
-        Args:
-            tell: sends a request to a server; raises where the server did not do it.
-        """
+        """`tell`: sends a request to a server; raises where the server did not do it."""
         self._clients = clients
         self._tell = tell
         self._sums: list[str | None] = []

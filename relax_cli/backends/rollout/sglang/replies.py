@@ -13,32 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_cli.backends.rollout.protocol import SamplingParams
-from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient
-from relax_cli.errors import Problem, RunError, problem_kind
+from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient, declare
+from relax_cli.errors import Problem, RunError
 from relax_cli.models.files import CONFIG_FILE
 from relax_cli.models.spec import MoeSpec
 
-CUT_SHORT = problem_kind(
+CUT_SHORT = declare(
     "sglang-cut-short",
-    "SGLang servers",
     "A server ended a response at a limit of its own (context length, size of its KV cache) below "
     "`--rollout-max-response-len`. Responses that are cut short in silence would be trained on as truncated ones.",
     option="--rollout-max-response-len",
 )
-BAD_REPLY = problem_kind(
+BAD_REPLY = declare(
     "sglang-reply",
-    "SGLang servers",
     "A reply of a server contradicts itself or the request, so it is not trained on.",
 )
-STALE_WEIGHTS = problem_kind(
+STALE_WEIGHTS = declare(
     "sglang-stale-weights",
-    "SGLang servers",
     "A sample was generated with other weights than the last published ones, or a server does not have the weights "
     "that it was sent. Something else updated or restarted the server.",
 )
-NO_ROUTES = problem_kind(
+NO_ROUTES = declare(
     "sglang-no-routes",
-    "SGLang servers",
     "`--router-replay` needs servers that say which experts a token went to (`--enable-return-routed-experts`, which "
     "servers of the run get).",
     option="--router-replay",

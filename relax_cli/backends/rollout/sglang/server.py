@@ -13,18 +13,17 @@ from pathlib import Path
 from relax_cli.backends.ports import lasting_port
 from relax_cli.backends.rollout.protocol import ServerDied
 from relax_cli.backends.rollout.sglang import guard
-from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault
+from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault, declare
 from relax_cli.config.schema import SglangSection
 from relax_cli.config.sglang_options import as_arguments
-from relax_cli.errors import Problem, ProblemKind, RunError, problem_kind
+from relax_cli.errors import Problem, ProblemKind, RunError
 
-DIED = problem_kind(
+DIED = declare(
     "sglang-server-died",
-    "SGLang servers",
     "A server that the run started ended while it was loading, or twice in one step (the first time it is restarted). "
     "The last lines of its log are shown, and where the whole log is.",
 )
-SLOW = problem_kind("sglang-server-slow", "SGLang servers", "A server did not answer within half an hour of its start.")
+SLOW = declare("sglang-server-slow", "A server did not answer within half an hour of its start.")
 
 START_SECONDS = 1800.0
 """Deadline of loading a model; large ones come slowly from a network disk."""
@@ -92,8 +91,7 @@ def server_environment(environment: Mapping[str, str], *, other_python: bool = F
     """A worker's environment without what is meant for the training processes alone, and without what would make the
     server another one than its command line says; crash dumps only where it asks.
 
-    Args:
-        other_python: the server runs in a Python environment of its own.
+    `other_python`: the server runs in a Python environment of its own.
     """
     left_out = {*OTHER_ALLOCATOR, *OTHER_SERVER, *(PACKAGES_OF_HERE if other_python else ())}
     kept = {n: v for n, v in environment.items() if n not in left_out and not n.startswith(MEMORY_SAVER)}
@@ -112,13 +110,7 @@ class LocalServer:
         environment: Mapping[str, str],
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """
-        Args:
-            command: the command line for a port.
-            log_file: gets everything the server prints, appended.
-            host: address of this machine where it listens.
-            environment: of the server, complete.
-        """
+        """`command` makes the command line for a port; to `log_file` everything the server prints is appended."""
         self._host = host
         self._choose_port()
         self._command = command
@@ -131,10 +123,7 @@ class LocalServer:
 
     def start(self) -> None:
         """Start the server and wait until it generates; `address` is settled once it has.
-
-        Raises:
-            RunError: it ended while it was starting, or is not ready in time.
-        """
+        Raises RunError: it ended while it was starting, or is not ready in time."""
         for tries_left in reversed(range(PORT_TRIES)):
             try:
                 return self._start()

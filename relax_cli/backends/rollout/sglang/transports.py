@@ -23,14 +23,12 @@ from torch.distributed import distributed_c10d as c10d
 from relax_cli.backends.meeting import choose_interface, open_store
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.backends.ports import free_port
-from relax_cli.backends.rollout.sglang.client import SglangError
+from relax_cli.backends.rollout.sglang.client import SglangError, declare
 from relax_cli.backends.rollout.sglang.flattened_bucket import flatten, serialise
 from relax_cli.backends.rollout.targets import WeightTarget, own_address
-from relax_cli.errors import RunError, problem_kind
+from relax_cli.errors import RunError
 
-GROUP_BROKE = problem_kind(
-    "sglang-update-group", "SGLang servers", "The process group of the actor and the servers did not form, or broke."
-)
+GROUP_BROKE = declare("sglang-update-group", "The process group of the actor and the servers did not form, or broke.")
 
 TransportName = Literal["tensor", "distributed", "disk"]
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from relax_cli.backends.device import Device
 from relax_cli.backends.megatron.weight_buckets import Bucket, RoleRanks
 from relax_cli.backends.rollout.protocol import WeightsNotSent
-from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient, SglangError, StatusFault
+from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient, SglangError, StatusFault, declare
 from relax_cli.backends.rollout.sglang.replies import check_served, folder_of
 from relax_cli.backends.rollout.sglang.transports import (
     GROUP_BROKE,
@@ -32,34 +32,30 @@ from relax_cli.backends.rollout.sglang.transports import (
     fail_fast,
 )
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
-from relax_cli.errors import RelaxError, RunError, problem_kind
+from relax_cli.errors import RelaxError, RunError
 from relax_cli.models.headers import HEAD, ROTARY_TABLE, stored_tensors
 from relax_cli.models.hf import write_hf
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import FAMILIES
 
-NOT_SENT = problem_kind(
+NOT_SENT = declare(
     "sglang-weights",
-    "SGLang servers",
     "New weights did not reach a server. The message names the server and says how far they got; that server has a "
     "mixture of old and new weights until the next update is complete.",
 )
-NO_TRANSPORT = problem_kind(
+NO_TRANSPORT = declare(
     "sglang-transport",
-    "SGLang servers",
     "A server cannot be reached in the way that `--update-weight-transport` names: shared memory needs one machine and "
     "the same GPUs, and NCCL takes one rank per GPU.",
     option="--update-weight-transport",
 )
-OTHER_NAMES = problem_kind(
+OTHER_NAMES = declare(
     "sglang-weight-names",
-    "SGLang servers",
     "The names of the actor's weights are not those of the model that a server has loaded. They are compared before "
     "anything is sent: a server answers 200 to a name it does not know, and keeps the old numbers of a missing one.",
 )
-DISK_FAILED = problem_kind(
+DISK_FAILED = declare(
     "sglang-weights-disk",
-    "SGLang servers",
     "With `--update-weight-transport disk` weights are written to the run folder first, and that failed.",
     option="--update-weight-transport",
 )
@@ -84,10 +80,7 @@ class WeightSender:
     """Sends to the same servers again and again. One instance per rank; all ranks make the same calls."""
 
     def __init__(self, targets: Sequence[WeightTarget], ranks: RoleRanks, device: Device, options: SendOptions) -> None:
-        """
-        Raises:
-            RunError: a server cannot be reached by the requested transport.
-        """
+        """Raises RunError: a server cannot be reached by the requested transport."""
         self.targets = tuple(targets)
         self._mine = self.targets if ranks.rank == 0 else ()
         """Those that this rank speaks to."""
@@ -245,12 +238,8 @@ class WeightSender:
 def names_of(client: SglangClient, template: Path) -> tuple[set[str], Path]:
     """The names of the weights that a server takes, and the model folder that says so; none of a bridged model.
 
-    Args:
-        template: read where this machine does not see the folder of the server.
-
-    Raises:
-        RunError: the server does not answer.
-        ConfigError: the folder has weights that cannot be read.
+    `template` is read where this machine does not see the folder of the server.
+    Raises RelaxError: the server does not answer, or the folder has weights that cannot be read.
     """
     folder = folder_of(client.request("GET", "/model_info", timeout=CONTROL_SECONDS)) or template
     spec = read_any_spec(folder)
@@ -261,14 +250,8 @@ def names_of(client: SglangClient, template: Path) -> tuple[set[str], Path]:
 def choose_transport(
     target: WeightTarget, wanted: Literal["auto", "tensor", "distributed", "disk"], device: Device, nodes: Sequence[str]
 ) -> TransportName:
-    """How weights reach a server.
-
-    Args:
-        nodes: `this_node()` of every rank of the actor.
-
-    Raises:
-        RunError: the requested transport cannot reach it.
-    """
+    """How weights reach a server; `nodes` has `this_node()` of every rank of the actor.
+    Raises RunError: the requested transport cannot reach it."""
     if wanted == "disk":
         return "disk"
     shares_gpus = target.first_rank is not None and target.first_rank + target.ranks <= len(nodes)
