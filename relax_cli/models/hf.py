@@ -41,10 +41,7 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 class HfWeights(Mapping[str, Tensor]):
     """The tensors of a model folder by name, read from disk on request, as fp32.
-
-    Raises:
-        ConfigError: the folder has no readable weights; on reading, that numbers are not finite.
-    """
+    Raises ConfigError: the folder has no readable weights; on reading, that numbers are not finite."""
 
     def __init__(self, folder: Path) -> None:
         self._stored = stored_tensors(folder)

@@ -20,7 +20,6 @@ from relax_cli.backends.rollout.embedded import weights
 from relax_cli.backends.rollout.embedded.decoder import _attend
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.embedded.kv_cache import CachedLayer
-from relax_cli.backends.rollout.embedded.linear import Linear
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams
 from relax_cli.errors import ConfigError, RunError
@@ -143,7 +142,7 @@ def test_logits_of_prompt_and_step_equal_hugging_face(family: tuple[Any, Embedde
 def test_plain_and_packed_products_agree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests([5, 8])
     packed = EmbeddedEngine(folder, decode=None).generate(requests, PLAIN)
-    monkeypatch.setattr(weights, "linear", Linear)
+    monkeypatch.setattr(weights, "linear", weights.Linear)
     same_responses(packed, EmbeddedEngine(folder, decode=None).generate(requests, PLAIN))
 
 

@@ -106,12 +106,9 @@ class RolloutEngine(Protocol):
     ) -> list[Generation]:
         """Continue every prompt; results are in the order of `requests`.
 
-        Args:
-            ended: called with the place of each request and its response as soon as that has ended, from any thread.
-
-        Raises:
-            RunError: a prompt this model cannot take (ids outside its vocabulary, empty, too long), or an engine that
-                cannot complete a response with its newest weights.
+        `ended` is called with the place of each request and its response as soon as that has ended, from any thread.
+        Raises RunError: a prompt this model cannot take (ids outside its vocabulary, empty, too long), or an engine
+        that cannot complete a response with its newest weights.
         """
 
     def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
@@ -123,8 +120,7 @@ class RolloutEngine(Protocol):
             openings: the first prompt of each conversation, once it is known.
             then: called with the number of a conversation and its response; from several threads at a time.
 
-        Raises:
-            RunError: see `generate`; also what an opening or an answer raised.
+        Raises RunError: see `generate`; also what an opening or an answer raised.
         """
 
     def sleep(self) -> None:
@@ -140,10 +136,7 @@ class LoadingEngine(RolloutEngine, Protocol):
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; `named` yields Hugging Face names and tensors, which are copied, not kept.
-
-        Raises:
-            RunError: a name is unknown, missing or given twice, or a shape is wrong.
-        """
+        Raises RunError: a name is unknown, missing or given twice, or a shape is wrong."""
 
 
 @runtime_checkable
@@ -159,11 +152,7 @@ class ServerEngine(RolloutEngine, Protocol):
         """Whether weights have to be sent before anything is generated: a sleeping server does not keep them."""
 
     def weights_updated(self, version: int) -> None:
-        """The weights `version` have been sent to every target.
-
-        Raises:
-            RunError: a target does not serve them.
-        """
+        """The weights `version` have been sent to every target. Raises RunError: one does not serve them."""
 
     def wake_for_weights(self) -> None:
         """Be ready to take new weights, with as little memory as that needs; `wake` or `sleep` follows."""
@@ -191,14 +180,8 @@ class WeightSender(Protocol):
         """The servers."""
 
     def send(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> None:
-        """Replace the weights of every server.
-
-        Args:
-            buckets: all weights, once, at most so many bytes at a time; iterating is a collective of all ranks.
-
-        Raises:
-            RunError: names the server and the bucket; that server's weights are a mixture now.
-        """
+        """Replace the weights of every server; iterating over `buckets(most_bytes)` is a collective of all ranks.
+        Raises RunError: names the server and the bucket; that server's weights are a mixture now."""
 
 
 OpenSender = Callable[[Sequence[WeightTarget], "Device"], WeightSender]

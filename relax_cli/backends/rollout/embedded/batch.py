@@ -6,10 +6,9 @@ Legend: `B` rows, `T` new tokens, `V` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_cli.backends.rollout.embedded.decoder import Decoder
@@ -101,22 +100,15 @@ class Batch:
             return []
         stops = [False] * self._ended if stopped_B is None else stopped_B[ended].tolist()
         states = (ended, self._counts_B[ended], self._tokens_BT[ended], self._log_probs_BT[ended])
-        return [
-            (
-                self.numbers[row],
-                row,
-                Generation(
-                    tokens[:count],
-                    log_probs[:count],
-                    "stop" if stopped else "length",
-                    routes=self._routes(row, len(self._requests[row].prompt_tokens) + count - 1),
-                ),
-            )
-            for stopped, row, count, tokens, log_probs in zip(stops, *(s.tolist() for s in states), strict=True)
-        ]
-
-    def _routes(self, row: int, positions: int) -> NDArray[np.int16] | None:
-        return None if self.cache.routes is None else self.cache.routes[row, :positions].numpy().copy()
+        generations = []
+        for stopped, row, count, tokens, log_probs in zip(stops, *(s.tolist() for s in states), strict=True):
+            routes = None
+            if self.cache.routes is not None:
+                routes = self.cache.routes[row, : len(self._requests[row].prompt_tokens) + count - 1].numpy().copy()
+            reason: Literal["stop", "length"] = "stop" if stopped else "length"
+            generation = Generation(tokens[:count], log_probs[:count], reason, routes=routes)
+            generations.append((self.numbers[row], row, generation))
+        return generations
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -138,9 +130,8 @@ class Batch:
         moved = running + self._ended_B[running:].logical_not().nonzero().flatten()
         if len(holes):
             self.cache.copy_rows(moved, holes)
-            for state in (self._tokens_BT, self._log_probs_BT, self._uniforms_BT):
-                state[holes] = state[moved]
-            for state in (self._counts_B, self._limits_B, self._newest_B):
+            tables = self._tokens_BT, self._log_probs_BT, self._uniforms_BT
+            for state in (*tables, self._counts_B, self._limits_B, self._newest_B):
                 state[holes] = state[moved]
         for hole, source in zip(holes.tolist(), moved.tolist(), strict=True):
             self.numbers[hole], self._requests[hole] = self.numbers[source], self._requests[source]

@@ -99,19 +99,14 @@ class EmbeddedEngine:
     ) -> list[Generation]:
         """Responses in the order of the requests.
 
-        Args:
-            kept: the prefix of each conversation, used and replaced; None where nothing is to be kept.
-            ended: see `generate`.
+        `kept` has the prefix of each conversation, which is used and replaced; None where nothing is to be kept.
         """
         assert self._awake, "the rollout engine sleeps; wake it before generating"
         assert not sampling.stop or self._decode is not None, "stop strings need a decoder"
         spec = self.decoder.spec
         check_prompts(list(requests.values()), sampling, spec.vocab_size, spec.max_positions)
-        prefixes: dict[int, Prefix] = {}
-        for number, request in requests.items() if kept else ():
-            prefix = kept.pop(number, None) if kept else None
-            if prefix is not None and prefix.begins(request.prompt_tokens):
-                prefixes[number] = prefix
+        old = {number: kept.pop(number) for number in requests if number in kept} if kept else {}
+        prefixes = {number: p for number, p in old.items() if p.begins(requests[number].prompt_tokens)}
 
         def new_tokens(number: int) -> int:
             known = len(prefixes[number].tokens) if number in prefixes else 0
@@ -140,25 +135,19 @@ class EmbeddedEngine:
                 if kept is not None:
                     # The last token was not computed.
                     tokens = (*requests[number].prompt_tokens, *generation.tokens[:-1])
-                    if self._fits(kept, len(tokens)):
+                    total = len(tokens) + sum(len(prefix.tokens) for prefix in kept.values())
+                    if total * cache_bytes_per_token(spec) <= KEPT_BYTES:
                         kept[number] = batch.cache.take(row, tokens)
             batch.step()
         return [generations[number] for number in requests]
 
-    def _fits(self, kept: dict[int, Prefix], length: int) -> bool:
-        tokens = length + sum(len(prefix.tokens) for prefix in kept.values())
-        return tokens * cache_bytes_per_token(self.decoder.spec) <= KEPT_BYTES
-
     def _sized_cache(self, rows: int, columns: int, routes: bool) -> KVCache:
-        cache = self._cache
-        if (
-            cache is None
-            or min(cache.capacity[0] - rows, cache.capacity[1] - columns) < 0
-            or routes == (cache.routes is None)
-        ):
-            cache = self._cache = None
-            cache = self._cache = KVCache(self.decoder.spec, rows, columns, routes=routes)
+        cache, self._cache = self._cache, None
+        if cache is None or cache.capacity[0] < rows or cache.capacity[1] < columns or routes == (cache.routes is None):
+            cache = None  # Two caches never exist side by side.
+            cache = KVCache(self.decoder.spec, rows, columns, routes=routes)
         cache.used = 0
+        self._cache = cache
         return cache
 
     def _ends_with_stop(self, tokens: list[int], stop: tuple[str, ...]) -> bool:

@@ -3,6 +3,10 @@
 Rotary embeddings become one complex product: rows of the query and key matrices are stored with the two
 halves that Hugging Face rotates against each other interleaved, `(x_i, x_{i + D/2})` side by side. Scores do
 not change, because queries and keys are permuted alike.
+
+Weights change rarely, so oneDNN packs each of them once, where torch has it: with a few dozen rows a plain product
+spends a quarter of its time rearranging the weight, every time. The packed operators are the ones TorchInductor emits;
+only this module and `backends.megatron.products` name them.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from relax_cli.backends.rollout.embedded.linear import Linear, linear
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.models.headers import EMBEDDING, FINAL_NORM, HEAD, ROUTER, expected_shapes, mlps
 from relax_cli.models.spec import ModelSpec
@@ -24,6 +28,59 @@ ROLLOUT_WEIGHTS = problem_kind(
     "Published weights do not fit the rollout engine's model.",
     option="--hf-checkpoint",
 )
+
+
+class Linear:
+    """`y = x @ weight.T + bias` for `x` `[N, in]`, and what can be fused into it; from public torch functions."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`y`."""
+        return F.linear(x, self._weight, self._bias)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """`silu(y)`."""
+        return F.silu(self(x), inplace=True)
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """`y * other`."""
+        return self(x).mul_(other)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """`y + other`."""
+        return self(x).add_(other)
+
+
+class PackedLinear(Linear):
+    """The same over a copy of the weight in oneDNN's own layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
+
+    def __call__(self, x: Tensor, then: str = "none") -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, then, [], "")
+        return out
+
+    def silu(self, x: Tensor) -> Tensor:
+        return self(x, "swish")
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return self._binary(x, other, "mul")
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return self._binary(x, other, "add")
+
+    def _binary(self, x: Tensor, other: Tensor, then: str) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, then)
+        return out
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The fastest `Linear` this torch offers; whether it copies `weight` or keeps it is open."""
+    packs = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return PackedLinear(weight, bias) if packs else Linear(weight, bias)
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,9 @@ class Transport:
         """What this rank has to tell the others about a bucket before it is delivered."""
 
     def deliver(self, bucket: Bucket, packs: Sequence[Any], marks: Mapping[str, Any]) -> None:
-        """Send a bucket; returns when the servers have it.
+        """Send a bucket; returns when the servers have it. Raises RunError: a server did not take it.
 
-        Args:
-            packs: what `pack` returned, by rank.
-            marks: fields of the request besides the weights.
-
-        Raises:
-            RunError: a server did not take it.
+        `packs` are what `pack` returned, by rank; `marks` fields of the request besides the weights.
         """
 
     def release(self) -> None:
@@ -77,10 +72,7 @@ class TensorTransport(Transport):
     """Handles of memory that servers on this node map: of the GPU they share with a rank, or of /dev/shm."""
 
     def __init__(self, sharing: Mapping[WeightTarget, Sequence[int]], rank: int, is_cuda: bool, ask: Ask) -> None:
-        """
-        Args:
-            sharing: the actor rank that shares memory with each rank of each server; the first also asks the server.
-        """
+        """`sharing`: the rank that shares memory with each rank of each server; the first also asks the server."""
         self.sharing = sharing
         self.rank = rank
         self.is_cuda = is_cuda
@@ -120,11 +112,7 @@ class DistributedTransport(Transport):
     def __init__(
         self, targets: Sequence[WeightTarget], backend: Literal["gloo", "nccl", "fake"], ask: Ask, timeout: float
     ) -> None:
-        """
-        Args:
-            targets: the servers; none on other ranks than 0.
-            timeout: seconds in which the group has to form, and a broadcast to end.
-        """
+        """`targets`: none on other ranks than 0; `timeout`: for the group to form, and for a broadcast to end."""
         self.targets = targets
         self.backend = backend
         self.ask = ask
@@ -233,9 +221,8 @@ class DistributedTransport(Transport):
 def fail_fast(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """The results of blocking calls made at the same time, in order.
 
-    Raises:
-        Exception: of a call, as soon as one raised it; a `RunError` where one follows shortly. Calls that still run are
-            left behind: a broadcast without a receiver cannot be ended from here.
+    Raises what a call raised, as soon as it did; a `RunError` where one follows shortly. Calls that still run are left
+    behind: a broadcast without a receiver cannot be ended from here.
     """
     started = [_started(call) for call in calls]
     _, running = wait(started, return_when=FIRST_EXCEPTION)
