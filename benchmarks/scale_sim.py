@@ -27,13 +27,12 @@ import psutil
 import ray
 
 from relax_cli.engine import imports
-from relax_cli.engine.groups import Call, Roles
 from relax_cli.engine.ray.launch import Place, in_order, server_places
 from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.ranks import RayRanks
 from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts
 from relax_cli.engine.sampling import Sampling
-from relax_cli.engine.session import Session
+from relax_cli.engine.session import Call, Roles, Session
 from relax_cli.engine.step import run_step
 from relax_cli.roles.spread import Spread
 

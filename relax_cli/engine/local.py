@@ -9,9 +9,8 @@ from typing import Any
 
 from relax_cli.backends.ports import free_port
 from relax_cli.engine.build import RoleBuilder, cpu_environment, worker_specs
-from relax_cli.engine.groups import Ranks, Result, Role, Roles
 from relax_cli.engine.imports import LOCAL, import_quickly
-from relax_cli.engine.session import Session
+from relax_cli.engine.session import Ranks, Result, Role, Roles, Session
 from relax_cli.plugin.launch_plan import LaunchPlan
 
 

@@ -10,7 +10,7 @@ from relax_cli.checkpoint.resume import ResumeReport
 from relax_cli.checkpoint.sampling_state import Arrays, read_sampling, sampling_unreadable
 from relax_cli.config.schema import Config
 from relax_cli.data.curriculum import RowHistory, WeightedRows, load_curriculum
-from relax_cli.engine.groups import RolloutGroup
+from relax_cli.engine.session import RolloutGroup
 from relax_cli.plugin.records import Curriculum
 from relax_cli.roles.carried import from_arrays, to_arrays
 from relax_cli.roles.spread import Spread

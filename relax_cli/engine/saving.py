@@ -20,7 +20,7 @@ from typing import Any
 from relax_cli.checkpoint import folders, layout
 from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Config
-from relax_cli.engine.groups import TrainedGroup
+from relax_cli.engine.session import TrainedGroup
 from relax_cli.errors import ProcessLost, RunError
 
 PATIENCE = 600.0

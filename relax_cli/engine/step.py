@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from relax_cli.engine.groups import Roles
 from relax_cli.engine.sampling import Sampling
-from relax_cli.engine.session import Session
+from relax_cli.engine.session import Roles, Session
 from relax_cli.roles.sample_files import TRAINED_FIELDS
 from relax_cli.roles.spread import Spread, merge_spreads
 

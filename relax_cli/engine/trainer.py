@@ -10,11 +10,10 @@ from typing import Any
 
 from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Config
-from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.recorder import Recorder
 from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.saving import PairSaver
-from relax_cli.engine.session import Session
+from relax_cli.engine.session import RolloutGroup, Session
 from relax_cli.engine.step import StepRecord, run_step
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.errors import ProcessLost, RelaxError

@@ -18,11 +18,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from relax_cli.backends.rollout.targets import this_node
 from relax_cli.engine.build import WorkerSpec
-from relax_cli.engine.groups import Call
 from relax_cli.engine.ray import watch as watching
 from relax_cli.engine.ray.launch import SHARE, find_places, server_places
 from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
 from relax_cli.engine.ray.watch import ProcessWatch
+from relax_cli.engine.session import Call
 from relax_cli.errors import ConfigError, Problem, RunError
 
 

@@ -12,10 +12,10 @@ import pytest
 from relax_cli.backends import device
 from relax_cli.backends.device import Parking
 from relax_cli.config.layers import Layers
-from relax_cli.engine.groups import recorded
 from relax_cli.engine.local import LocalRanks, LocalSession
 from relax_cli.engine.run import prepare_run
 from relax_cli.engine.run_folder import claimed, written_folders
+from relax_cli.engine.session import recorded
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer
 from relax_cli.plugin.launch_plan import LaunchPlan

@@ -8,7 +8,7 @@ from typing import Any
 from relax_cli.backends.rollout.protocol import Generation
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
-from relax_cli.engine.groups import Ranks
+from relax_cli.engine.session import Ranks
 from relax_cli.roles.judging import Judged
 from relax_cli.roles.pool import Drawn, DrawnGroup, renumbered
 from relax_cli.roles.spread import Spread

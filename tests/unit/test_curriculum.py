@@ -21,8 +21,8 @@ from relax_cli.data.curriculum import (
     load_curriculum,
     weights_of,
 )
-from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.sampling import DrawnSampling
+from relax_cli.engine.session import RolloutGroup
 from relax_cli.errors import ConfigError, RelaxError, ResumeError
 from relax_cli.plugin.records import BUILTIN_CURRICULUMS
 from tests.support.rollout_workers import Workers

@@ -11,8 +11,8 @@ import pytest
 from relax_cli.checkpoint.resume import ResumeDecision
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.rewards import RewardResult
-from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.sampling import DrawnSampling, Sampling, sampling_of
+from relax_cli.engine.session import RolloutGroup
 from relax_cli.roles.pool import has_signal
 from relax_cli.roles.spread import Spread
 from tests.support.rollout_workers import SIZE, Worker, Workers

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from relax_cli.checkpoint import layout
 from relax_cli.cli.app import build_app
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection
-from relax_cli.engine.groups import Ranks, TrainedGroup
 from relax_cli.engine.saving import PairSaver
+from relax_cli.engine.session import Ranks, TrainedGroup
 from relax_cli.plugin.manager import load_plugins
 from tests.support import checkpoints
 

@@ -12,8 +12,8 @@ from relax_cli.backends.rollout.protocol import Generation, Request
 from relax_cli.config.schema import Config
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
-from relax_cli.engine.groups import RolloutGroup
 from relax_cli.engine.sampling import PartialSampling
+from relax_cli.engine.session import RolloutGroup
 from relax_cli.roles.carried import Begun, BegunGroup, from_arrays, to_arrays
 from relax_cli.roles.judging import Judged, Sampled
 from relax_cli.roles.pool import Pool, Progress, Work, renumbered

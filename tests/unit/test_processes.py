@@ -14,10 +14,10 @@ import psutil
 import pytest
 import ray
 
-from relax_cli.engine.groups import SleepingGroup
 from relax_cli.engine.local import LocalRanks
 from relax_cli.engine.ray import watch
 from relax_cli.engine.ray.watch import ProcessTable, ProcessWatch, Whereabouts, children_named, exit_status, last_words
+from relax_cli.engine.session import SleepingGroup
 from relax_cli.errors import ProcessLost
 
 SLEEPER = "import time; time.sleep(60)"

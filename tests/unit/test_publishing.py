@@ -9,8 +9,7 @@ import pytest
 
 from relax_cli.backends.rollout.protocol import ServerDied, WeightsNotSent
 from relax_cli.backends.rollout.targets import WeightTarget
-from relax_cli.engine.groups import Ranks, Roles, recorded
-from relax_cli.engine.session import Session
+from relax_cli.engine.session import Ranks, Roles, Session, recorded
 from relax_cli.errors import Problem
 
 TARGETS = [WeightTarget("a:1", "node", 0, 2), WeightTarget("b:1", "node", 2, 2)]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from relax_cli.backends.rollout.protocol import ServerDied
-from relax_cli.engine.groups import Ranks, Roles, recorded
-from relax_cli.engine.session import Session
+from relax_cli.engine.session import Ranks, Roles, Session, recorded
 from relax_cli.errors import Problem, RunError
 
 DIED = ServerDied(Problem(id="sglang-server-died", message="ended", fix="look"))

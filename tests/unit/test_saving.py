@@ -16,9 +16,8 @@ import pytest
 from relax_cli.checkpoint import folders, layout
 from relax_cli.config.schema import BatchSection, CheckpointSection, Config, CriticSection, RunSection
 from relax_cli.engine import saving
-from relax_cli.engine.groups import Ranks, Roles, TrainedGroup, recorded
 from relax_cli.engine.saving import PairSaver
-from relax_cli.engine.session import Session
+from relax_cli.engine.session import Ranks, Roles, Session, TrainedGroup, recorded
 from relax_cli.engine.step import StepRecord
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer

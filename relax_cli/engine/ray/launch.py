@@ -20,13 +20,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from relax_cli.backends.rollout.targets import this_node
 from relax_cli.config.placement import SERVICE_CPUS, rollout_engine, shared_bundles, takes_bundles
 from relax_cli.engine.build import WorkerSpec, cpu_environment, worker_specs
-from relax_cli.engine.groups import Roles
 from relax_cli.engine.ray.guardian import Guardian
 from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
 from relax_cli.engine.ray.start import check_resources, start_failed, start_ray
 from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts, children_named
-from relax_cli.engine.session import Session
+from relax_cli.engine.session import Roles, Session
 from relax_cli.errors import EnvironmentFault, problem_kind
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.roles.run_folder import run_folder_errors

@@ -19,10 +19,10 @@ import ray
 from relax_cli.backends.ports import free_port
 from relax_cli.backends.rollout.targets import this_node
 from relax_cli.engine.build import RoleBuilder, WorkerSpec
-from relax_cli.engine.groups import Call, Ranks, Result, Role, recorded
 from relax_cli.engine.imports import MEGATRON, ROLLOUT, import_quickly
 from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.watch import WORKER_FAILED, ProcessWatch, Whereabouts, children_named
+from relax_cli.engine.session import Call, Ranks, Result, Role, recorded
 from relax_cli.errors import RelaxError, RunError
 
 if TYPE_CHECKING:
