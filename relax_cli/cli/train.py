@@ -38,8 +38,8 @@ def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:
     Raises RelaxError: the run may not start, or it failed."""
     with reading_progress(output) as progress:
         checked = check_run(plugins, layers, progress=progress, cluster_gpus=cluster_gpus).require_valid()
-        from relax_cli.engine.run import train_with_restarts
-        from relax_cli.engine.summary import closing_lines, next_lines, summary_dict
+        from relax_cli.engine.run import resume_lines, train_with_restarts
+        from relax_cli.engine.summary import closing_lines, summary_dict
     for warning in checked.warnings:
         output.warn(warning)
 
@@ -48,7 +48,7 @@ def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:
     if run.ended_by is None:
         return ExitCode.OK
     if output.is_json:
-        for line in next_lines(run):
+        for line in resume_lines(run.config, run.resume):
             output.note(line)
     return ExitCode.INTERRUPTED if isinstance(run.ended_by, KeyboardInterrupt) else ExitCode.TERMINATED
 

@@ -25,20 +25,14 @@ class Sampling:
     """Every rollout draws `--rollout-batch-size` prompts and keeps all."""
 
     def generate(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
-        """The spreads of every worker's share, once the samples are in the queue.
-
-        Called again after a failure, it keeps what workers have sampled.
-        """
+        """The spreads of every worker's share, once the samples are queued; can be called again after a failure."""
         return rollout.generate(rollout_id)
 
     def finish(self) -> None:
         """The rollout has been trained on."""
 
     def position(self, rollout: RolloutGroup) -> dict[str, Any]:
-        """What a checkpoint keeps of the sampling, where it does not follow from the number of rollouts.
-
-        `sampling` has arrays, everything else is a number.
-        """
+        """Numbers, and arrays as `sampling`, that a checkpoint keeps besides the number of rollouts."""
         return {}
 
 
@@ -54,24 +48,16 @@ class DrawnSampling(Sampling):
     """
 
     def __init__(self, config: Config, drawn: int, curriculum: WeightedRows | None = None) -> None:
-        """Args:
-        drawn: prompts that all finished rollouts have drawn.
-        curriculum: chooses the rows; without it they are the next ones of the data.
-        """
+        """`drawn` prompts are those of all finished rollouts; without a curriculum the next ones of the data follow."""
         self.batch = config.batch
         self.size = config.prompts_per_round
         self.drawn = drawn
         self.curriculum = curriculum
+        self.most_rounds = self.batch.dynamic_sampling_max_rounds if self.batch.dynamic_sampling else 1
         self._judged_now: list[tuple[int, DrawnGroup]] = []
         self._drawn_now = 0
 
-    @property
-    def most_rounds(self) -> int:
-        """Rounds of a rollout."""
-        return self.batch.dynamic_sampling_max_rounds if self.batch.dynamic_sampling else 1
-
     def generate(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
-        """See `Sampling`; workers keep what they have sampled of a rollout, so it can be called again."""
         wanted, size = self.batch.rollout_batch_size, self.size
         drawn: list[tuple[int, DrawnGroup]] = []
         rounds = 0
@@ -140,9 +126,7 @@ class PartialSampling(DrawnSampling):
     def __init__(
         self, config: Config, drawn: int, curriculum: WeightedRows | None, in_flight: Sequence[tuple[int, int]]
     ) -> None:
-        """Args:
-        in_flight: place and row of what was carried over.
-        """
+        """`in_flight` are place and row of what was carried over."""
         super().__init__(config, drawn, curriculum)
         self.in_flight = list(in_flight)
         self._left: list[tuple[int, int]] = []
@@ -203,24 +187,14 @@ def sampling_of(
     config: Config, rollout: RolloutGroup, start: ResumeReport, curriculums: Mapping[str, Curriculum]
 ) -> Sampling:
     """How a run draws its prompts, continued from the checkpoint that it starts from.
-
-    Args:
-        curriculums: those that have a name.
-
-    Raises:
-        ConfigError: the curriculum does not load.
-        ResumeError: what the checkpoint says of it is damaged.
-    """
+    Raises ConfigError: the curriculum does not load. Raises ResumeError: what the checkpoint says of it is damaged."""
     batch, name, decision = config.batch, config.data.curriculum, start.decision
     if name is None and not batch.dynamic_sampling and not config.carries_over:
         return Sampling()
     first = decision.iteration or 0
     drawn = first * batch.rollout_batch_size if start.prompts_seen is None else start.prompts_seen
-    saved: Arrays = {}
-    folder = Path()
-    if first and decision.actor is not None:
-        folder = decision.actor.folder
-        saved = read_sampling(folder)
+    folder = decision.actor.folder if first and decision.actor is not None else None
+    saved: Arrays = {} if folder is None else read_sampling(folder)
     try:
         curriculum = None
         if name is not None:
@@ -232,6 +206,6 @@ def sampling_of(
             return DrawnSampling(config, drawn, curriculum)
         carried = from_arrays(saved, batch.n_samples_per_prompt)
     except (KeyError, ValueError) as error:
-        raise sampling_unreadable(folder, str(error)) from error
+        raise sampling_unreadable(folder or Path(), str(error)) from error
     rollout.carry(carried)
     return PartialSampling(config, drawn, curriculum, [(group.place, group.row) for group in carried])

@@ -47,14 +47,15 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals request a stop inside the block.
+        """Signals request a stop inside the block. Where nothing would be lost, and at the second Ctrl-C, they raise
+        KeyboardInterrupt, or Terminated for SIGTERM and SIGHUP."""
 
-        Raises:
-            KeyboardInterrupt: inside the block, at the second Ctrl-C, or at the first where nothing would be lost.
-            Terminated: the same for SIGTERM and SIGHUP where nothing would be lost.
-        """
         # Printing in a signal handler can meet the same stream in the middle of a line: another thread does it.
-        printer = threading.Thread(target=self._print_all, name="stop-messages", daemon=True)
+        def print_all() -> None:
+            while (message := self._unsaid.get()) is not None:
+                self._say(message)
+
+        printer = threading.Thread(target=print_all, name="stop-messages", daemon=True)
         printer.start()
         previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         signal.signal(signal.SIGINT, self._on_ctrl_c)
@@ -96,7 +97,3 @@ class StopRequest:
     def _request(self, end: KeyboardInterrupt | Terminated, message: str) -> None:
         self.requested_stop = end
         self._unsaid.put(message)
-
-    def _print_all(self) -> None:
-        while (message := self._unsaid.get()) is not None:
-            self._say(message)

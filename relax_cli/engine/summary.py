@@ -65,13 +65,8 @@ def closing_lines(run: FinishedRun) -> list[str]:
             lines.append(f"          and {config.critic.critic_save}")
     if report.best is not None:
         lines.append(f"Best      iteration {report.best.iteration} by {report.best.metric} ({report.best.value:.6g})")
-    lines += ["", *next_lines(run)]
+    lines += ["", *resume_lines(run.config, run.resume, complete=run.ended_by is None)]
     return lines
-
-
-def next_lines(run: FinishedRun) -> list[str]:
-    """What to type next."""
-    return resume_lines(run.config, run.resume, complete=run.ended_by is None)
 
 
 def before_and_after(evaluations: list[Evaluation]) -> list[tuple[Evaluation, Evaluation]]:

@@ -17,10 +17,13 @@ from relax_cli.roles.carried import Begun, BegunGroup
 from relax_cli.roles.judging import Judged, Sampled
 from relax_cli.roles.spread import Spread
 
+POOL_STREAM = 1 << 41
+"""Stands for the rollout id in the seeds of prompts in flight, which do not know in which rollout they will end."""
+
 
 @dataclass(frozen=True)
 class DrawnGroup:
-    """The samples of one prompt."""
+    """What is reported of the samples of one prompt."""
 
     place: int
     """Of the prompt among those that the rollout has drawn."""
@@ -30,20 +33,16 @@ class DrawnGroup:
     reward: float
     """Mean of its samples whose reward did not fail; 0 where all did."""
 
+    @classmethod
+    def of(cls, group: Sequence[Judged]) -> DrawnGroup:
+        """The report of these samples."""
+        reward = Spread.of(j.result.reward for j in group if not j.result.failed).mean
+        return cls(group[0].group, has_signal(group), sum(len(j.generation.tokens) for j in group), reward)
+
 
 def has_signal(group: Sequence[Judged]) -> bool:
     """Whether the rewards of a prompt's samples that train differ: else every advantage within the group is 0."""
     return len({j.result.reward for j in group if j.trains}) > 1
-
-
-def drawn_group(group: Sequence[Judged], place: int) -> DrawnGroup:
-    """What is reported of a group."""
-    return DrawnGroup(
-        place=place,
-        has_signal=has_signal(group),
-        tokens=sum(len(j.generation.tokens) for j in group),
-        reward=Spread.of(j.result.reward for j in group if not j.result.failed).mean,
-    )
 
 
 def renumbered(samples: Sequence[Judged], chosen: Sequence[int], samples_per_prompt: int) -> list[Judged]:
@@ -71,17 +70,12 @@ class Drawn:
         if offset not in self._rounds:
             self._rounds[offset] = sample()
         judged, size = self._rounds[offset], self._size
-        groups = (judged[i : i + size] for i in range(0, len(judged), size))
-        return [drawn_group(group, group[0].group) for group in groups]
+        return [DrawnGroup.of(judged[i : i + size]) for i in range(0, len(judged), size)]
 
     def leave(self) -> list[Judged]:
         """Everything drawn, in the order of the data; nothing of it is kept."""
         rounds, self._rounds = self._rounds, {}
         return [j for _, judged in sorted(rounds.items()) for j in judged]
-
-
-POOL_STREAM = 1 << 41
-"""Stands for the rollout id in the seeds of these samples, which do not know in which rollout they will end."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +116,10 @@ class Pool:
         self._parts: list[Progress] = []
 
     def advance(self, rollout_id: int, part: int, begun: Iterable[tuple[int, int]]) -> Progress:
-        """Let every unfinished response grow by a part, unless that was done before.
+        """Let every unfinished response grow by part number `part`, unless that was done before.
 
         Args:
             rollout_id: also the version of the weights that sample it.
-            part: number of the part within the rollout.
             begun: place and row of prompts that are new.
         """
         if rollout_id != self._rollout_id:
@@ -136,7 +129,7 @@ class Pool:
             self.add(group for group in new if group.place not in self._groups)
             tokens = self._grow(rollout_id)
             self._judge()
-            complete = [drawn_group(self._judged[place], place) for place in sorted(self._judged)]
+            complete = [DrawnGroup.of(judged) for _, judged in sorted(self._judged.items())]
             self._parts.append(Progress(complete, tokens))
         return self._parts[part]
 

@@ -192,6 +192,9 @@ class _RemoteNode:
             return [Loss(f"node {self.name}", str(error).splitlines()[0])]
         return found
 
+    def add(self, name: str, pid: int) -> None:
+        self.actor.add.remote(name, pid)
+
 
 class ProcessWatch:
     """All processes of one run, on all nodes."""
@@ -201,26 +204,23 @@ class ProcessWatch:
         self.shutdown_hangs = False
         """Whether Ray's own shutdown would wait for a process that is lost."""
         self._here = ProcessTable()
-        self._elsewhere: dict[str, _RemoteNode] = {}
+        self._nodes: dict[str, ProcessTable | _RemoteNode] = {this_node: self._here}
         self._watched: dict[str, tuple[Whereabouts, Path | None]] = {}
         self._next_look = 0.0
 
     def add(self, name: str, place: Whereabouts, log: Path | None = None) -> None:
         """Watch one more process, which writes to `log`."""
         self._watched[name] = (place, log)
-        if place.node == self.this_node:
-            self._here.add(name, place.pid)
-            return
-        if place.node not in self._elsewhere:
-            self._elsewhere[place.node] = _RemoteNode(place)
-        self._elsewhere[place.node].actor.add.remote(name, place.pid)
+        if place.node not in self._nodes:
+            self._nodes[place.node] = _RemoteNode(place)
+        self._nodes[place.node].add(name, place.pid)
 
     def look(self, doing: str) -> None:
         """Look at all processes while `doing` is waited for, unless that was done a moment ago.
         Raises ProcessLost: one has ended or stopped."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_SECONDS
-            for loss in [*self._here.losses(), *(loss for node in self._elsewhere.values() for loss in node.losses())]:
+            for loss in (loss for node in self._nodes.values() for loss in node.losses()):
                 raise self.failure(loss, doing)
 
     def settle(self, doing: str) -> None:
