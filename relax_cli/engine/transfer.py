@@ -12,13 +12,8 @@ import torch
 from torch import Tensor
 
 from relax_cli.config.placement import STORAGE_UNITS
-from relax_cli.engine.ray.queue_keys import (
-    QueueKeys,
-    check_protected,
-    protect_actors,
-    protect_process,
-    refuse_second_queue,
-)
+from relax_cli.engine.ray import queue_keys
+from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.graph import ServiceGraph
 
@@ -82,7 +77,7 @@ class TransferQueueStore:
     def __init__(self, graph: ServiceGraph, timeout: float, keys: QueueKeys) -> None:
         import transfer_queue
 
-        protect_process(keys)
+        queue_keys.protect_process(keys)
         transfer_queue.init()
         self.client = transfer_queue.get_client()
         self.batch_put = transfer_queue.kv_batch_put
@@ -128,11 +123,11 @@ def open_transfer_queue(keys: QueueKeys) -> None:
     import transfer_queue
     from omegaconf import OmegaConf
 
-    refuse_second_queue()
-    protect_process(keys)
-    protect_actors(keys)
+    queue_keys.refuse_second_queue()
+    queue_keys.protect_process(keys)
+    queue_keys.protect_actors(keys)
     # A cluster's head often has no CPU, and then no storage unit can be there.
     units = {"num_data_storage_units": STORAGE_UNITS, "required_node_resource": "CPU"}
     opened = transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": units}}))
     servers = [opened.controller.zmq_info, *opened.backend.SimpleStorage.zmq_info.values()]
-    check_protected((server.ip, port) for server in servers for port in server.ports.values())
+    queue_keys.check_protected((server.ip, port) for server in servers for port in server.ports.values())

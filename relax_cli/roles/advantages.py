@@ -25,13 +25,7 @@ FIELDS = ("response_lens", "response_mask", "rewards", "group_ids", "truncated")
 
 
 def advantage_inputs(columns: Columns, rows: Sequence[int], options: Section) -> AdvantageInputs:
-    """The given rows, padded to the longest response.
-
-    Args:
-        columns: `FIELDS`, and those of `token_rewards`, `values`, `kl` (each `[T]`) and `bootstrap_values` (scalars)
-            that exist.
-        options: the estimator's option model.
-    """
+    """The given rows of `FIELDS` and of what else there is, padded to the longest response."""
     width = max(columns["response_mask"][row].numel() for row in rows)
 
     def optional(name: str) -> Tensor | None:
@@ -51,12 +45,8 @@ def advantage_inputs(columns: Columns, rows: Sequence[int], options: Section) ->
 
 
 def kl_penalty(columns: Columns, rows: Sequence[int], coef: float, old: str) -> dict[int, Tensor]:
-    """`coef · (old − ref)` of each response token (k1): what `--kl-coef` takes off the reward.
-
-    Args:
-        columns: `ref_log_probs` and `old`, `[T]` each.
-        old: the column of the log-probabilities that the samples were drawn with.
-    """
+    """`coef · (old − ref)` of each response token (k1): what `--kl-coef` takes off the reward. The samples were drawn
+    with the log-probabilities in the column `old`."""
     ref = columns["ref_log_probs"]
     return {row: coef * kl_estimate(columns[old][row], ref[row], "k1") for row in rows}
 
@@ -85,25 +75,21 @@ class AdvantagesRole:
     name = "advantages"
 
     def __init__(self, context: RoleContext) -> None:
-        self.queue = context.queue
-        self.samples_per_rollout = context.config.batch.samples_per_rollout
-        self.algorithm = context.config.algorithm
-        self.options = context.options
+        self.queue, self.config, self.options = context.queue, context.config, context.options
         self.advantages = EstimatorMath(context.estimator).advantages
         self.fields = list(dict.fromkeys([*FIELDS, *context.spec.reads]))
 
     def compute(self, rollout_id: int) -> dict[str, float]:
         """Read rewards and values, write `advantages` and `returns`; metrics are from before whitening."""
-        rows = list(range(self.samples_per_rollout))
+        algorithm, rows = self.config.algorithm, list(range(self.config.batch.samples_per_rollout))
         columns = read_columns(self.queue, rollout_id, rows, self.fields)
-        if self.algorithm.kl_coef:
-            columns["kl"] = kl_penalty(columns, rows, self.algorithm.kl_coef, old="rollout_log_probs")
+        if algorithm.kl_coef:
+            columns["kl"] = kl_penalty(columns, rows, algorithm.kl_coef, old="rollout_log_probs")
         inputs = advantage_inputs(columns, rows, self.options)
         outputs = self.advantages(inputs)
         assert outputs.returns is not None, "checked by EstimatorMath"
-        advantages, metrics = finished_advantages(
-            outputs.advantages, inputs, normalize=self.algorithm.normalize_advantages
-        )
+        normalize = algorithm.normalize_advantages
+        advantages, metrics = finished_advantages(outputs.advantages, inputs, normalize=normalize)
         found = {"advantages": advantages, "returns": outputs.returns}
         by_row = {name: unpad(values, rows, columns["response_lens"]) for name, values in found.items()}
         write_columns(self.queue, rollout_id, by_row)

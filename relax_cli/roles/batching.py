@@ -74,10 +74,7 @@ def chunks_by_tokens(
     """The fewest chunks of neighbours in length whose padded size, rows x longest, is at most `budget` tokens.
 
     The padding counts, because it is computed and stored like any other token. A sample that is longer than the
-    budget gets a chunk of its own.
-
-    Args:
-        tokens_of_rank: how many tokens of a sample with so many one rank has.
+    budget gets a chunk of its own. `tokens_of_rank`: how many tokens of a sample with so many one rank has.
     """
     tokens = columns.get("tokens", {})
     chunks: list[list[int]] = []
@@ -94,9 +91,7 @@ def packed_by_tokens(
     columns: Columns, rows: Sequence[int], budget: int, tokens_of_rank: Callable[[int], int] = int
 ) -> list[list[int]]:
     """Few chunks of at most `budget` tokens each, without padding: the longest first, into the first that has room.
-
-    A sample that is longer than the budget gets a chunk of its own.
-    """
+    A sample that is longer than the budget gets a chunk of its own."""
     tokens = columns.get("tokens", {})
     chunks: list[list[int]] = []
     room: list[int] = []

@@ -167,17 +167,6 @@ def reward_spreads(judged: Iterable[Judged]) -> dict[str, Spread]:
     return spreads
 
 
-def episode_spreads(judged: Iterable[Judged]) -> dict[str, Spread]:
-    """`episode/turns`, and `episode/observed_tokens`; nothing where there are no episodes."""
-    traces = [sample.trace for sample in judged if sample.trace is not None]
-    if not traces:
-        return {}
-    return {
-        "episode/turns": Spread.of(len(trace.turns) for trace in traces),
-        "episode/observed_tokens": Spread.of(trace.mask.count(0) for trace in traces),
-    }
-
-
 def for_training(judged: Judged, config: Config) -> Judged:
     """The sample with `--overlong-penalty` in its reward, and without loss where options say so."""
     section, result, trace = config.reward, judged.result, judged.trace

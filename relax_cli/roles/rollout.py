@@ -37,7 +37,6 @@ from relax_cli.roles.judging import (
     Judged,
     Sampled,
     as_number,
-    episode_spreads,
     for_training,
     queue_fields,
     reward_spreads,
@@ -65,10 +64,7 @@ class RolloutRole:
         samplings: dict[str, SamplingParams],
         context: RoleContext,
     ) -> None:
-        """Args:
-        prompts: of each held-out set, and under "" those of the training.
-        samplings: alike.
-        """
+        """Prompts and samplings are those of each held-out set, and under "" those of the training."""
         config = context.config
         self.config, self.batch = config, config.batch
         self.engine = engine
@@ -132,7 +128,6 @@ class RolloutRole:
         return isinstance(self.engine, ServerEngine) and self.engine.needs_weights
 
     def weights_updated(self, version: int) -> None:
-        """The actor has sent the weights `version` to every target."""
         self._servers.weights_updated(version)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -161,15 +156,10 @@ class RolloutRole:
         return list(self.order.mixture) or [(len(self.prompts), 1.0)]
 
     def places(self, first: int, count: int) -> list[int]:
-        """See `PromptOrder.places`."""
         return self.order.places(first, count)
 
     def draw(self, rollout_id: int, offset: int, rows: Sequence[int]) -> list[DrawnGroup]:
-        """Sample this worker's share of some rows of the data, without keeping the samples yet.
-
-        Args:
-            offset: prompts that this rollout has drawn before.
-        """
+        """Sample this worker's share of rows of the data, of which the first is prompt `offset` of this rollout."""
         assert self.awake, "rollout generates only while awake"
         return self.drawn.groups(rollout_id, offset, lambda: self._sample_rows(rows, rollout_id, offset))
 
@@ -189,12 +179,10 @@ class RolloutRole:
         return Pool(self.batch.n_samples_per_prompt, section, work, self.rank, self.workers)
 
     def advance(self, rollout_id: int, part: int, begun: Sequence[tuple[int, int]]) -> Progress:
-        """See `Pool.advance`."""
         assert self.awake, "rollout generates only while awake"
         return self.pool.advance(rollout_id, part, begun)
 
     def carried(self) -> list[BegunGroup]:
-        """What this worker has in flight."""
         return self.pool.carried()
 
     def carry(self, groups: Sequence[BegunGroup]) -> None:
@@ -204,10 +192,8 @@ class RolloutRole:
     def keep(self, rollout_id: int, chosen: Sequence[int], dropped: Sequence[int] = ()) -> dict[str, Spread]:
         """Write this worker's samples of the prompts at the `chosen` places of those drawn to the queue.
 
-        The rewards returned are those of everything drawn: of chosen groups they would say little of the policy.
-
-        Args:
-            dropped: further places of complete prompts, with `advance`; all others stay in flight.
+        The rewards returned are those of everything drawn: of chosen groups they would say little of the policy. With
+        `advance` prompts at the `dropped` places leave as well; all others stay in flight.
         """
         if self.written is None or self.written[0] != rollout_id:
             drawn = self.pool.leave([*chosen, *dropped]) if self.writes_versions else self.drawn.leave()
@@ -227,11 +213,16 @@ class RolloutRole:
         """Rewards of everything drawn, the rest of what trains."""
         on_error = self.config.reward.reward_on_error
         masks = self.config.algorithm.mask_truncated or on_error == "drop"
+        traces = [j.trace for j in self.judged if j.trace is not None]
+        episodes = {
+            "episode/turns": Spread.of(len(trace.turns) for trace in traces),
+            "episode/observed_tokens": Spread.of(trace.mask.count(0) for trace in traces),
+        }
         size = self.batch.n_samples_per_prompt
         groups = [self.judged[i : i + size] for i in range(0, len(self.judged), size)] if size > 1 else []
         return {
             **reward_spreads(drawn),
-            **episode_spreads(self.judged),
+            **(episodes if traces else {}),
             **({"masked": Spread.of(not j.trains for j in self.judged)} if masks else {}),
             **({"failed": Spread.of(j.result.failed for j in drawn)} if on_error != "stop" else {}),
             "response_len": Spread.of(len(j.generation.tokens) for j in self.judged),

@@ -12,14 +12,7 @@ from typing import Any
 
 import ray
 
-from relax_cli.config.placement import (
-    QUEUE_CPUS,
-    needed_cpus,
-    object_store_bytes,
-    ranks_of,
-    rollout_engine,
-    shared_bundles,
-)
+from relax_cli.config import placement
 from relax_cli.engine import imports
 from relax_cli.engine.forks import worker_python
 from relax_cli.engine.ray import LOOPBACK_SWITCH
@@ -113,41 +106,6 @@ def start_failed(address: str | None, error: Exception) -> Problem:
     )
 
 
-def not_local(address: str) -> Problem:
-    """The problem of a Ray of the run's own that other machines can reach."""
-    return RAY_NOT_LOCAL(
-        "Ray listens on an address that other machines can reach",
-        where=address,
-        got=f"{LOOPBACK_SWITCH}={os.environ.get(LOOPBACK_SWITCH, '')}, set when Ray was imported",
-        expected="127.0.0.1",
-        fix=f"export {LOOPBACK_SWITCH}=0 before the process starts that imports ray",
-    )
-
-
-def too_few_cpus(plan: LaunchPlan, free: float, needed: int) -> Problem:
-    """The problem of a Ray with `free` logical CPUs, where the run needs `needed`."""
-    roles = ", ".join(f"{role.name} {ranks_of(plan.config.parallel, role.name)}" for role in plan.graph.roles)
-    return ray_cpus.kind(
-        "Ray has too few free logical CPUs for the roles and TransferQueue",
-        where="the Ray cluster",
-        got=f"{free:g} free",
-        expected=f"at least {needed} ({roles}, TransferQueue {QUEUE_CPUS})",
-        option="--resource",
-        fix=f"use fewer workers in --resource, or start Ray with more: ray start --head --num-cpus {needed}",
-    )
-
-
-def too_few_gpus(there: int, needed: int) -> Problem:
-    """The problem of a Ray that has, busy ones included, fewer GPUs than the roles share."""
-    return RAY_GPUS(
-        "Ray has too few GPUs for the roles",
-        where="the Ray cluster",
-        got=f"{there} GPUs",
-        expected=f"at least {needed}",
-        fix="lower the counts in --resource, join a larger cluster (RAY_ADDRESS), or use --device cpu",
-    )
-
-
 def start_ray(plan: LaunchPlan) -> None:
     """A Ray of our own on this machine, or the cluster that RAY_ADDRESS names.
 
@@ -166,18 +124,26 @@ def start_ray(plan: LaunchPlan) -> None:
         # Ray's processes answer only calls with a token, which it would keep in a home folder that may be read-only.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     config = plan.config
-    engine = rollout_engine(config)
+    engine = placement.rollout_engine(config)
     on_cpu = config.parallel.device != "cuda"
     _init_ray(
         "local",
-        num_cpus=config.parallel.ray_num_cpus or needed_cpus(config.parallel, config.sglang),
+        num_cpus=config.parallel.ray_num_cpus or placement.needed_cpus(config.parallel, config.sglang),
         include_dashboard=False,
-        object_store_memory=object_store_bytes(engine, weight_bytes(plan.model_folder)),
+        object_store_memory=placement.object_store_bytes(engine, weight_bytes(plan.model_folder)),
         runtime_env={"worker_process_setup_hook": imports.HOOK} | (worker_python() if on_cpu else {}),
     )
     at = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(at).is_loopback:
-        raise EnvironmentFault(not_local(at))
+        raise EnvironmentFault(
+            RAY_NOT_LOCAL(
+                "Ray listens on an address that other machines can reach",
+                where=at,
+                got=f"{LOOPBACK_SWITCH}={os.environ.get(LOOPBACK_SWITCH, '')}, set when Ray was imported",
+                expected="127.0.0.1",
+                fix=f"export {LOOPBACK_SWITCH}=0 before the process starts that imports ray",
+            )
+        )
 
 
 def _init_ray(address: str | None, **options: Any) -> None:
@@ -219,11 +185,31 @@ def check_resources(plan: LaunchPlan) -> None:
 
 
 def _check_now(plan: LaunchPlan) -> None:
-    gpus = shared_bundles(plan.config.parallel, plan.config.sglang) if plan.config.parallel.device == "cuda" else 0
+    parallel, sglang = plan.config.parallel, plan.config.sglang
+    gpus = placement.shared_bundles(parallel, sglang) if parallel.device == "cuda" else 0
+    # Busy ones included: a run waits for GPUs that others use.
     there = int(ray.cluster_resources().get("GPU", 0))
     if there < gpus:
-        raise EnvironmentFault(too_few_gpus(there, gpus))
-    free, needed = ray.available_resources().get("CPU", 0.0), needed_cpus(plan.config.parallel, plan.config.sglang)
+        raise EnvironmentFault(
+            RAY_GPUS(
+                "Ray has too few GPUs for the roles",
+                where="the Ray cluster",
+                got=f"{there} GPUs",
+                expected=f"at least {gpus}",
+                fix="lower the counts in --resource, join a larger cluster (RAY_ADDRESS), or use --device cpu",
+            )
+        )
+    free, needed = ray.available_resources().get("CPU", 0.0), placement.needed_cpus(parallel, sglang)
     if free < needed:
-        raise EnvironmentFault(too_few_cpus(plan, free, needed))
+        roles = ", ".join(f"{role.name} {placement.ranks_of(parallel, role.name)}" for role in plan.graph.roles)
+        raise EnvironmentFault(
+            ray_cpus.kind(
+                "Ray has too few free logical CPUs for the roles and TransferQueue",
+                where="the Ray cluster",
+                got=f"{free:g} free",
+                expected=f"at least {needed} ({roles}, TransferQueue {placement.QUEUE_CPUS})",
+                option="--resource",
+                fix=f"use fewer workers in --resource, or start Ray with more: ray start --head --num-cpus {needed}",
+            )
+        )
     refuse_second_queue()
