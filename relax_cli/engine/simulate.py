@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from relax_cli.config.placement import ranks_of
-from relax_cli.config.schema import Config
 from relax_cli.errors import MACHINE_THEME, EnvironmentFault, problem_kind
 from relax_cli.preflight.check_run import CheckedRun
-from relax_cli.preflight.inputs import RunInputs
 
 NOT_SIMULATED = problem_kind(
     "not-simulated",
@@ -30,18 +28,8 @@ Peaks = dict[str, dict[str, int]]
 
 
 def simulate(checked: CheckedRun, status: Callable[[str], None], roles: Sequence[str] = WITH_MODEL) -> dict[str, Peaks]:
-    """The first rank of every role with a model, and of each of its pipeline stages.
-
-    Returns:
-        the peaks of `actor`, or of `actor stage 0` and so on.
-
-    Args:
-        roles: those of interest.
-        status: told which role is being simulated.
-
-    Raises:
-        EnvironmentFault: a role cannot be simulated here.
-    """
+    """The peaks of the first rank of every role with a model: of `actor`, or of `actor stage 0` and so on.
+    Raises EnvironmentFault: a role cannot be simulated here."""
     if checked.graph is None or checked.inputs.model is None:
         raise _refused("it is not known what the run would build", "no model folder", "one, read without --skip-files")
     if checked.inputs.needs_bridge:
@@ -53,29 +41,23 @@ def simulate(checked: CheckedRun, status: Callable[[str], None], roles: Sequence
     found: dict[str, Peaks] = {}
     for role in (name for name in roles if name in checked.graph):
         status(f"simulating a step of the {role}")
-        stages = _simulate_role(role, checked.config, checked.inputs)
+        request = {
+            "role": role,
+            "ranks": ranks_of(checked.config.parallel, role),
+            "config": checked.config.model_dump(mode="json"),
+            "model": dict(checked.inputs.model_config),
+            "lengths": asdict(checked.inputs.lengths_for(checked.config)),
+        }
+        # A process of its own: it needs torch and a process group.
+        command, sent = [sys.executable, "-m", "relax_cli.engine.fake_role"], json.dumps(request)
+        done = subprocess.run(command, input=sent, capture_output=True, encoding="utf-8", timeout=SECONDS)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise _refused(f"a step of the {role} does not run on tensors without memory", lines[-1], "a step")
+        stages: list[Peaks] = json.loads(done.stdout.splitlines()[-1])
         names = [f"{role} stage {stage}" for stage in range(len(stages))] if len(stages) > 1 else [role]
         found |= dict(zip(names, stages, strict=True))
     return found
-
-
-def _simulate_role(role: str, config: Config, inputs: RunInputs) -> list[Peaks]:
-    """Each pipeline stage, in a process of its own: it needs torch and a process group."""
-    request = {
-        "role": role,
-        "ranks": ranks_of(config.parallel, role),
-        "config": config.model_dump(mode="json"),
-        "model": dict(inputs.model_config),
-        "lengths": asdict(inputs.lengths_for(config)),
-    }
-    command = [sys.executable, "-m", "relax_cli.engine.fake_role"]
-    sent = json.dumps(request)
-    done = subprocess.run(command, input=sent, capture_output=True, encoding="utf-8", timeout=SECONDS)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise _refused(f"a step of the {role} does not run on tensors without memory", lines[-1], "a step")
-    peaks: list[Peaks] = json.loads(done.stdout.splitlines()[-1])
-    return peaks
 
 
 def _refused(what: str, got: str, expected: str) -> EnvironmentFault:

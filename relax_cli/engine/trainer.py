@@ -136,8 +136,22 @@ class Trainer:
         if saves and (self.stop.requested_stop is not None or self._due(self.config.checkpoint.save_interval, done)):
             with record.phase("checkpoint"):
                 self._prepare(done)
+        seconds = time.perf_counter() - started
+        generated = record.metrics.get("sampling/response_tokens", record.metrics["tokens/response"])
+        metrics: dict[str, Any] = {
+            **record.metrics,
+            "tokens_per_second": record.metrics["tokens/total"] / seconds,
+            "rollout/tokens_per_second": generated / record.phase_seconds["rollout"],
+            "step_seconds": seconds,
+            "phase_seconds": record.phase_seconds,
+        }
+        self.report.steps += 1
+        self.report.seconds += seconds
+        self.report.rewards.append(record.metrics["reward/mean"])
+        if warnings := self._warnings(done, record.metrics):
+            metrics["warnings"] = [asdict(warning) for warning in warnings]
         try:
-            self._finish_step(record, time.perf_counter() - started)
+            self.watcher.step(done, metrics)
         except OSError:
             if self.saver.pending == done:
                 self.saver.abandon()
@@ -173,22 +187,6 @@ class Trainer:
 
     def _due(self, interval: int | None, done: int) -> bool:
         return done == self.last or (interval is not None and done % interval == 0)
-
-    def _finish_step(self, record: StepRecord, seconds: float) -> None:
-        generated = record.metrics.get("sampling/response_tokens", record.metrics["tokens/response"])
-        metrics: dict[str, Any] = {
-            **record.metrics,
-            "tokens_per_second": record.metrics["tokens/total"] / seconds,
-            "rollout/tokens_per_second": generated / record.phase_seconds["rollout"],
-            "step_seconds": seconds,
-            "phase_seconds": record.phase_seconds,
-        }
-        self.report.steps += 1
-        self.report.seconds += seconds
-        self.report.rewards.append(record.metrics["reward/mean"])
-        step = record.rollout_id + 1
-        warnings = self._warnings(step, record.metrics)
-        self.watcher.step(step, metrics | {"warnings": [asdict(w) for w in warnings]} if warnings else metrics)
 
     def _warnings(self, step: int, metrics: dict[str, float]) -> list[Warned]:
         """What the step shows of the run's health; once the policy has died, the newest pair from before is kept."""

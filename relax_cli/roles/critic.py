@@ -31,12 +31,24 @@ class CriticRole(TrainingRole):
         self.share: RolloutShare | None = None
 
     def predict(self, rollout_id: int) -> dict[str, float]:
-        """Values to the queue, and local returns."""
-        share = self.fetch_share(rollout_id, (*FIELDS, *self.spec.reads))
-        self._predict_values(share)
-        self.write(share, {name: share.columns[name] for name in self.spec.writes})
-        self._compute_returns(share)
-        self.share = share
+        """Values to the queue, and returns by the very function that the Advantages service applies to all rows."""
+        self.share = share = self.fetch_share(rollout_id, (*FIELDS, *self.spec.reads))
+        columns, rows, bootstrap = share.columns, share.rows, "bootstrap_values" in self.spec.writes
+        seen = replace(share, columns=with_end_state(columns)) if bootstrap else share
+        values = self.answers(seen, lambda output: output.values_BT)
+        if bootstrap:
+            columns["bootstrap_values"] = {
+                row: torch.where(columns["truncated"][row] != 0, values[row][-1], 0.0) for row in rows
+            }
+            values = {row: values[row][:-1].clone() for row in rows}
+        columns["values"], columns["returns"] = values, {}
+        self.write(share, {name: columns[name] for name in self.spec.writes})
+        if rows:
+            if self.algorithm.kl_coef:
+                columns["kl"] = kl_penalty(columns, rows, self.algorithm.kl_coef, old="rollout_log_probs")
+            outputs = self.advantages(advantage_inputs(columns, rows, self.options))
+            assert outputs.returns is not None, "an estimator with a critic gives returns"
+            columns["returns"] = unpad(outputs.returns, rows, columns["response_lens"])
         return explained_variance(share)
 
     def update(self) -> dict[str, float]:
@@ -47,30 +59,6 @@ class CriticRole(TrainingRole):
         head = self.model.value_head()
         metrics = self.learn(share, lambda step: self._update(share, step), passes=self.critic.critic_updates_per_step)
         return metrics | {"critic/value_head_moved": float((self.model.value_head() - head).abs().max())}
-
-    def _predict_values(self, share: RolloutShare) -> None:
-        """Adds the column `values`, and `bootstrap_values` where the graph has them."""
-        columns, bootstrap = share.columns, "bootstrap_values" in self.spec.writes
-        seen = replace(share, columns=with_end_state(columns)) if bootstrap else share
-        values = self.answers(seen, lambda output: output.values_BT)
-        if bootstrap:
-            columns["bootstrap_values"] = {
-                row: torch.where(columns["truncated"][row] != 0, values[row][-1], 0.0) for row in share.rows
-            }
-            values = {row: values[row][:-1].clone() for row in share.rows}
-        columns["values"] = values
-
-    def _compute_returns(self, share: RolloutShare) -> None:
-        """Adds the column `returns`, by the very function the Advantages service applies to all rows."""
-        columns, rows = share.columns, share.rows
-        columns["returns"] = {}
-        if not rows:
-            return
-        if self.algorithm.kl_coef:
-            columns["kl"] = kl_penalty(columns, rows, self.algorithm.kl_coef, old="rollout_log_probs")
-        outputs = self.advantages(advantage_inputs(columns, rows, self.options))
-        assert outputs.returns is not None, "an estimator with a critic gives returns"
-        columns["returns"] = unpad(outputs.returns, rows, columns["response_lens"])
 
     def _update(self, share: RolloutShare, step: int) -> dict[str, float]:
         mode, denominator = self.mode, self.loss_denominator(share, step)

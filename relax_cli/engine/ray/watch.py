@@ -7,6 +7,7 @@ import os
 import struct
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,10 @@ class ProcessTable:
             process = psutil.Process(pid)
         except psutil.NoSuchProcess:
             process = None
-        self._watched[name] = (process, _pidfd(pid))
+        handle = None
+        with suppress(OSError):
+            handle = os.pidfd_open(pid) if sys.platform == "linux" else None
+        self._watched[name] = (process, handle)
 
     def losses(self) -> list[Loss]:
         """The processes that have ended, or have been stopped for a while."""
@@ -114,13 +118,6 @@ def _status(process: psutil.Process | None) -> str | None:
     except psutil.NoSuchProcess:
         return None
     return None if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else status
-
-
-def _pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid) if sys.platform == "linux" else None
-    except OSError:
-        return None
 
 
 def exit_status(handle: int) -> int | None:
