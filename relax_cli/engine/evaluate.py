@@ -35,15 +35,8 @@ class Evaluated:
 def evaluate(
     plugins: Plugins, checked: CheckedRun, checkpoint: Path | None, status: Callable[[str], None]
 ) -> Evaluated:
-    """Evaluate a model folder, or the policy of a checkpoint, on every set.
-
-    Args:
-        checkpoint: of an actor; None for the model of `--hf-checkpoint`.
-        status: told what is being done.
-
-    Raises:
-        RelaxError: the checkpoint cannot be used, generation or the reward failed, or the run folder was not writable.
-    """
+    """Evaluate the policy of an actor's checkpoint, or the model of `--hf-checkpoint`, on every set.
+    Raises RelaxError: the checkpoint cannot be used, generation or the reward failed, or the folder is not writable."""
     config, given = checked.config, checked.config.run.run_dir
     run_dir = Path(given) if given is not None else new_run_folder("eval")
     step = 0 if checkpoint is None else read_meta(checkpoint).iteration

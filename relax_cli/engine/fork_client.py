@@ -37,16 +37,15 @@ def connect(folder: str, name: str) -> socket.socket | None:
     """The socket `name` in `folder`, whose path may be longer than addresses of sockets; None if nobody listens."""
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     channel.settimeout(PATIENCE)
-    try:
+    with suppress(OSError):
         at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             channel.connect(f"/proc/self/fd/{at}/{name}")
+            return channel
         finally:
             os.close(at)
-    except OSError:
-        channel.close()
-        return None
-    return channel
+    channel.close()
+    return None
 
 
 def ask(channel: socket.socket, request: dict[str, Any], files: tuple[int, ...] = ()) -> dict[str, Any]:

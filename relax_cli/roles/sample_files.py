@@ -169,15 +169,11 @@ def _read_file(path: Path, numbers: bool) -> list[Sample]:
 
 
 def _read_zip(path: Path, numbers: bool) -> list[Sample]:
-    with zipfile.ZipFile(path) as archive:
-        samples: list[Sample] = [json.loads(line) for line in archive.read(TEXTS).splitlines()]
-        names = [name.removesuffix(".npy") for name in archive.namelist() if not name.endswith((".len.npy", TEXTS))]
+    with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
+        samples: list[Sample] = [json.loads(line) for line in archive.zip.read(TEXTS).splitlines()]
+        names = [name for name in archive.files if name != TEXTS and not name.endswith(".len")]
         for name in names if numbers else ():
-            arrays = []
-            for ending in (".npy", ".len.npy"):
-                with archive.open(f"{name}{ending}") as stream:
-                    arrays.append(np.lib.format.read_array(stream, allow_pickle=False))
-            flat, ends = arrays[0], np.cumsum(arrays[1])
+            flat, ends = archive[name], np.cumsum(archive[f"{name}.len"])
             if len(ends) != len(samples) or flat.size != (ends[-1] if samples else 0):
                 raise ValueError(f"{name} does not fit the samples")
             for sample, values in zip(samples, np.split(flat, ends[:-1]), strict=True):
