@@ -170,6 +170,7 @@ def _read_file(path: Path, numbers: bool) -> list[Sample]:
 
 def _read_zip(path: Path, numbers: bool) -> list[Sample]:
     with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
+        assert archive.zip is not None, "it is open"
         samples: list[Sample] = [json.loads(line) for line in archive.zip.read(TEXTS).splitlines()]
         names = [name for name in archive.files if name != TEXTS and not name.endswith(".len")]
         for name in names if numbers else ():
