@@ -57,13 +57,8 @@ class WorkerSpec:
     cwd: str = field(default_factory=os.getcwd)
     """What the paths of the configuration are relative to."""
 
-    def at(self, addr: str, port: int) -> WorkerSpec:
-        """The same rank, with the meeting point of its process group."""
-        return replace(self, master_addr=addr, master_port=port)
-
 
 def worker_specs(plan: LaunchPlan, role: str) -> list[WorkerSpec]:
-    """One spec per rank of `role`."""
     parallel = plan.config.parallel
     ranks = processes_of(role, plan.config)
     load_from = {"actor": plan.actor_load, "critic": plan.critic_load}.get(role)

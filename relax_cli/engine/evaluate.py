@@ -71,7 +71,6 @@ def policy_folder(config: Config, checkpoint: Path | None, status: Callable[[str
 def deployed(
     plugins: Plugins, config: Config, model: Path, run_dir: Path, status: Callable[[str], None]
 ) -> Iterator[RolloutRole]:
-    """The rollout role in this process, awake."""
     from relax_cli.backends.rollout.sglang.engine import SglangEngine
     from relax_cli.engine.transfer import LocalQueue
 

@@ -80,7 +80,6 @@ def _compile_later(compile_now: Callable[..., Any], model: Any = None, **options
 
 @contextmanager
 def _replaced(names: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
-    """Other values inside the block, and what was there before afterwards."""
     kept = {name: names[name] for name in values if name in names}
     names.update(values)
     try:

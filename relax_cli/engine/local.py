@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from relax_cli.backends.ports import free_port
@@ -50,7 +51,7 @@ class LocalSession(Session):
             plan.status(f"building {name}")
             (spec,) = worker_specs(plan, name)
             os.environ.update(cpu_environment(spec.threads))
-            built[name] = LocalRanks(name, RoleBuilder(spec.at("127.0.0.1", port)).build(queue))
+            built[name] = LocalRanks(name, RoleBuilder(replace(spec, master_port=port)).build(queue))
         self.roles = Roles.of(built)
 
     def copy_weights(self, version: int) -> None:

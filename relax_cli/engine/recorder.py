@@ -76,7 +76,6 @@ def open_trackers(
 
 
 def warn(display: StepDisplay, metrics: MetricsWriter, text: str) -> None:
-    """Show a warning, and keep it with the metrics."""
     display.warn(text)
     metrics.warn(text)
 

@@ -159,7 +159,6 @@ def _with(checked: CheckedRun, **sections: dict[str, str | None]) -> CheckedRun:
 
 
 def dumped_fields(graph: ServiceGraph, config: Config) -> list[str]:
-    """Queue fields that are written next to each sample."""
     written = [name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)]
     trained = [name for role, name in TRAINED_FIELDS.items() if role in graph]
     return [*written, *trained, *([] if config.algorithm.use_rollout_logprobs else ["old_log_probs"])]
@@ -189,7 +188,6 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
 
 
 def run_header(checked: CheckedRun, run_dir: Path) -> RunHeader:
-    """What stays on the screen."""
     config, plan = checked.config, checked.plan
     assert plan is not None, "a run without errors has a plan"
     return RunHeader(
@@ -313,7 +311,6 @@ def resume_command(config: Config, checked: CheckedRun, report: RunReport) -> st
 
 
 def resume_lines(config: Config, resume: str | None, *, complete: bool = False) -> list[str]:
-    """What to type next after a complete or an interrupted run."""
     total = config.batch.num_rollout
     assert total is not None, "resolved before launch"
     if resume is None and config.checkpoint.save:

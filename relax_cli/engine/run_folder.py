@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from relax_cli.config.schema import Config
 from relax_cli.config.versions import installed_version
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.completion import RUN_FORMAT
 
@@ -67,24 +67,21 @@ def new_run_folder(estimator: str) -> Path:
         folder = Path("runs", name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir(parents=True)
-        except FileExistsError:
-            if folder.parent.is_dir():
-                continue
-            raise ConfigError(_no_run_folder(folder, "a file called runs")) from None
+            return folder
         except OSError as error:
-            raise ConfigError(_no_run_folder(folder, str(error.strerror))) from error
-        return folder
+            exists = isinstance(error, FileExistsError)
+            if exists and folder.parent.is_dir():
+                continue
+            raise ConfigError(
+                RUN_FOLDER_UNWRITABLE(
+                    "the run folder cannot be made",
+                    where=os.path.abspath(folder),
+                    got="a file called runs" if exists else str(error.strerror),
+                    expected="a folder that can be created",
+                    fix="--run-dir DIR, a folder that can be written",
+                )
+            ) from error
     raise AssertionError("the numbers never end")
-
-
-def _no_run_folder(folder: Path, reason: str) -> Problem:
-    return RUN_FOLDER_UNWRITABLE(
-        "the run folder cannot be made",
-        where=os.path.abspath(folder),
-        got=reason,
-        expected="a folder that can be created",
-        fix="--run-dir DIR, a folder that can be written",
-    )
 
 
 def written_folders(config: Config) -> dict[Path, str]:
@@ -103,12 +100,12 @@ def claimed(folders: Mapping[Path, str]) -> Iterator[None]:
     Raises ConfigError: another process is writing one of them, or one cannot be written."""
     with ExitStack() as stack:
         for folder, option in folders.items():
-            stack.enter_context(_claimed(folder, option))
+            stack.enter_context(_locked(folder, option))
         yield
 
 
-@contextmanager
-def _claimed(folder: Path, option: str) -> Iterator[None]:
+def _locked(folder: Path, option: str) -> TextIO:
+    """The lock file, which keeps others out while it is open."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w", encoding="utf-8")
@@ -123,21 +120,21 @@ def _claimed(folder: Path, option: str) -> Iterator[None]:
                 fix=f"{option} {folder}-2, or change its permissions",
             )
         ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                LOCKED(
-                    "another run is writing this folder",
-                    option=option,
-                    where=str(folder),
-                    got="a folder in use",
-                    expected="a folder of its own for every run",
-                    fix=f"{option} {folder}-2, or wait for the other run",
-                )
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        yield
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(
+            LOCKED(
+                "another run is writing this folder",
+                option=option,
+                where=str(folder),
+                got="a folder in use",
+                expected="a folder of its own for every run",
+                fix=f"{option} {folder}-2, or wait for the other run",
+            )
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return lock

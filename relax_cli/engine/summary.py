@@ -78,7 +78,6 @@ def before_and_after(evaluations: list[Evaluation]) -> list[tuple[Evaluation, Ev
 
 
 def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) -> list[str]:
-    """A held-out set at the beginning and at the end, with a few responses side by side."""
     found = f"mean reward {after.metrics['reward/mean']:.3f}"
     if before is not after:
         found = f"mean reward {before.metrics['reward/mean']:.3f} before, {after.metrics['reward/mean']:.3f} after"
@@ -102,7 +101,6 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
 
 
 def sampling_text(config: Config, evaluation: Evaluation) -> str:
-    """How many samples, and how they were drawn."""
     sampling = sampling_of_set(config.eval, evaluation.name, config.rollout)
     how = ", greedy" if sampling.rollout_top_k == 1 else f" at temperature {sampling.rollout_temperature:g}"
     interval = evaluation.metrics.get("reward/ci95")

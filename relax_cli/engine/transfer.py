@@ -26,7 +26,6 @@ QUEUE_TIMEOUT = problem_kind(
 
 
 def partition(rollout_id: int) -> str:
-    """Name of a rollout's partition."""
     return f"train_{rollout_id}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -205,15 +206,15 @@ def check_gap(mean: float, rollout_id: int) -> None:
         )
 
 
+@dataclass
 class LogProbGap:
     """|trainer − rollout engine| of the same tokens' log-probabilities before the first update of a rollout, and how
     often their routers disagree."""
 
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.count = 0
-        self.largest = 0.0
-        self.router_mismatch: float | None = None
+    total: float = 0.0
+    count: int = 0
+    largest: float = 0.0
+    router_mismatch: float | None = None
 
     def add(self, logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> None:
         """Count the trainable tokens of one micro-batch."""

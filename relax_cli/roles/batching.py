@@ -22,7 +22,6 @@ Columns: TypeAlias = dict[str, dict[int, Tensor]]
 
 
 def read_columns(queue: SampleQueue, rollout_id: int, rows: Sequence[int], names: Sequence[str]) -> Columns:
-    """Fields of the given samples, by row."""
     fields = queue.get(rollout_id, rows, names)
     return {name: dict(zip(rows, values, strict=True)) for name, values in fields.items()}
 
@@ -138,7 +137,6 @@ def stack(columns: Columns, name: str, rows: Sequence[int], width: int) -> Tenso
 def make_micro_batch(
     columns: Columns, rows: Sequence[int], names: Sequence[str], *, packed: bool = False
 ) -> MicroBatch:
-    """The given rows with the named fields."""
     response_lens_B = stack(columns, "response_lens", rows, 0)
     width_T = int(response_lens_B.max())
     width_S = max(columns["tokens"][row].numel() for row in rows)

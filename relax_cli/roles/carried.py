@@ -48,7 +48,6 @@ class BegunGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every response is finished."""
         return all(response.finish_reason is not None for response in self.responses)
 
 

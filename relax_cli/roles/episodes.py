@@ -63,7 +63,6 @@ class Episodes:
         self._loop = started_loop("relax-episodes")
 
     def __call__(self, engine: RolloutEngine, jobs: Sequence[Job], sampling: SamplingParams) -> list[Judged]:
-        """One finished episode for each job."""
         running = [_Running(self, job, sampling) for job in jobs]
         with stdout_as_stderr(), settings_kept():
             try:
@@ -136,7 +135,6 @@ class _Running:
         return self._request()
 
     def judged(self) -> Judged:
-        """The finished episode as a sample."""
         job, host = self.job, self.host
         return Judged(
             job.row,

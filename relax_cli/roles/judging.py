@@ -92,7 +92,6 @@ class Judge:
     """What the reward was given before the batch was complete, by the `id` of the response."""
 
     def __call__(self, samples: Sequence[Sampled]) -> list[Judged]:
-        """Judge a batch."""
         ahead, self._ahead = self._ahead, {}
         inputs = [ahead[id(s.generation)][1] if id(s.generation) in ahead else self._input(s) for s in samples]
         try:
@@ -121,7 +120,6 @@ class Judge:
         return ended
 
     def close(self) -> None:
-        """End the reward's processes."""
         self.reward.close()
 
     def _with_trace(self, error: RunError) -> RunError:

@@ -80,8 +80,6 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one part has brought."""
-
     complete: list[DrawnGroup]
     """All prompts of this worker whose responses are finished."""
     tokens: int
@@ -145,7 +143,6 @@ class Pool:
         return [judged for place in own for judged in self._judged.pop(place)]
 
     def carried(self) -> list[BegunGroup]:
-        """What is in flight."""
         return list(self._groups.values())
 
     def _grow(self, version: int) -> int:
@@ -179,7 +176,6 @@ class Pool:
         return sum(len(generation.tokens) for generation in generations)
 
     def _judge(self) -> None:
-        """Judge what is complete now."""
         new = [g for place, g in sorted(self._groups.items()) if g.is_complete and place not in self._judged]
         samples = []
         for group in new:

@@ -102,13 +102,11 @@ class RolloutRole:
             self.has_weights = True
 
     def wake(self) -> None:
-        """Give the engine its memory back."""
         if not self.awake:
             self.engine.wake()
             self.awake = self.has_weights = True
 
     def sleep(self) -> None:
-        """Leave the device to the other roles."""
         if self.awake or self.has_weights:
             self.engine.sleep()
             self.awake = self.has_weights = False
@@ -131,7 +129,6 @@ class RolloutRole:
         self._servers.weights_updated(version)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the engine's weights by the actor's."""
         assert isinstance(self.engine, LoadingEngine), "weights are sent to the engine's servers"
         self.engine.load_weights(named, version)
 
@@ -152,7 +149,6 @@ class RolloutRole:
         return self.written[1]
 
     def mixture(self) -> list[tuple[int, float]]:
-        """Size and weight of each set of training prompts."""
         return list(self.order.mixture) or [(len(self.prompts), 1.0)]
 
     def places(self, first: int, count: int) -> list[int]:
@@ -278,11 +274,9 @@ class RolloutRole:
         self.writer.wait()
 
     def clear(self, rollout_id: int) -> None:
-        """Drop the partition once the last reader is done."""
         self.queue.clear(rollout_id)
 
     def close(self) -> None:
-        """End the engine's processes and the reward's."""
         try:
             if isinstance(self.engine, ServerEngine):
                 self.engine.close()

@@ -20,7 +20,6 @@ class Spread:
 
     @staticmethod
     def of(values: Iterable[float]) -> Spread:
-        """Spread of the given numbers."""
         numbers = [float(v) for v in values]
         if not numbers:
             return Spread()
@@ -41,7 +40,6 @@ class Spread:
 
     @property
     def mean(self) -> float:
-        """Mean, 0 for no numbers."""
         return self.total / self.count if self.count else 0.0
 
     @property
@@ -57,6 +55,5 @@ class Spread:
 
 
 def merge_spreads(shares: Sequence[dict[str, Spread]]) -> dict[str, Spread]:
-    """Merge by name over workers."""
     names = {name: None for share in shares for name in share}
     return {name: Spread.merge(share[name] for share in shares if name in share) for name in names}

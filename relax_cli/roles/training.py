@@ -54,7 +54,6 @@ class RolloutShare:
 
     @property
     def rows(self) -> list[int]:
-        """All own rows, ascending."""
         return sorted(row for rows in self.step_rows for row in rows)
 
 
@@ -71,13 +70,11 @@ class ModelRole:
         self.awake = True
 
     def wake(self) -> None:
-        """Bring everything the model needs onto the device."""
         if not self.awake:
             self.model.wake()
             self.awake = True
 
     def sleep(self) -> None:
-        """Leave the device to the other roles."""
         if self.awake:
             self.model.sleep()
             self.awake = False
@@ -100,7 +97,6 @@ class ModelRole:
         return replace(share, step_tokens=parallel.all_reduce(counts))
 
     def add_fields(self, share: RolloutShare, names: Sequence[str]) -> None:
-        """Read further fields of this rank's samples."""
         rows = share.rows
         empty: Columns = {name: {} for name in names}
         share.columns.update(read_columns(self.queue, share.rollout_id, rows, names) if rows and names else empty)
@@ -133,12 +129,9 @@ class TrainingRole(ModelRole):
 
     def __init__(self, model: TrainableModel, context: RoleContext, *, save_dir: str | None) -> None:
         super().__init__(model, context)
-        self.algorithm = context.config.algorithm
-        self.options = context.options
+        self.config, self.algorithm, self.options = context.config, context.config.algorithm, context.options
         self.aggregation = self.algorithm.aggregation(context.estimator.loss_aggregation)
         self.mode: Mode = "sample" if self.aggregation == "sample-mean" else "token"
-        self.longest_response = context.config.rollout.rollout_max_response_len
-        self.on_nan_grad = context.config.optimizer.on_nan_grad
         self._save_dir = save_dir
         self._group: store.Group = None
         self._writer: ThreadPoolExecutor | None = None
@@ -185,7 +178,7 @@ class TrainingRole(ModelRole):
             found = unpad(output.cpu(), rows, share.columns["response_lens"]) if self.dumped else {}
             # Of the first pass: later ones see what the earlier ones changed.
             self.seen = {row: values for row, values in found.items() if row < self.dumped} | self.seen
-        if result.skipped and self.on_nan_grad == "stop":
+        if result.skipped and self.config.optimizer.on_nan_grad == "stop":
             raise RunError(
                 NAN_GRADIENT(
                     f"the gradient of the {self.name} is not finite; its weights are those of before the step",
@@ -206,7 +199,8 @@ class TrainingRole(ModelRole):
         return result.metrics | {f"{self.name}/{name}": value for name, value in own.items() if value is not None}
 
     def loss_denominator(self, share: RolloutShare, step: int) -> float:
-        return loss_denominator(self.aggregation, self.batch, share.step_tokens[step], self.longest_response)
+        longest = self.config.rollout.rollout_max_response_len
+        return loss_denominator(self.aggregation, self.batch, share.step_tokens[step], longest)
 
     def write_checkpoint(self, iteration: int, meta: dict[str, Any]) -> None:
         """Write everything of `iteration` under a temporary name."""

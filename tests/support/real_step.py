@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def main() -> None:
     actor.check_gap = lambda *_: None
     folder = Path(request["folder"])
     spec = WorkerSpec(request["role"], request["rank"], request["ranks"], 1, request["config"], folder, folder, None)
-    builder = RoleBuilder(spec.at("127.0.0.1", request["port"]))
+    builder = RoleBuilder(replace(spec, master_port=request["port"]))
     lengths = Lengths(**request["lengths"])
     builder.config = smaller(builder.config, lengths, 1)
     role = builder.build(longest_samples(builder, lengths))

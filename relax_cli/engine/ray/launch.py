@@ -191,7 +191,6 @@ class RaySession(Session):
         self._collect(building, "build")
 
     def _collect(self, asked: Mapping[str, list[Any]], doing: str) -> None:
-        """Wait for calls to several roles."""
         try:
             for name, refs in asked.items():
                 self.built[name].collect(refs, doing)

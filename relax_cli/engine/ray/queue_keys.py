@@ -65,7 +65,6 @@ class QueueKeys:
 
     @classmethod
     def new(cls) -> QueueKeys:
-        """Random keys."""
         return cls(*zmq.curve_keypair())
 
 

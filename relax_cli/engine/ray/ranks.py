@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ class RoleWorker:
 
         with self._logged("build"):
             builder = self.builder
-            builder.spec = self.spec.at(addr, port)
+            builder.spec = replace(self.spec, master_addr=addr, master_port=port)
             queue = TransferQueueStore(builder.graph, builder.config.run.queue_timeout, keys)
             self.role = builder.build(queue)
 
@@ -112,13 +113,10 @@ class RoleWorker:
         return [] if named is None else [ray.put(as_arrays(named))]
 
     def load_weights(self, refs: list[ray.ObjectRef], version: int) -> None:
-        """Read exported weights from the object store into the rollout engine."""
         self.role.load_weights(as_tensors(ray.get(refs[0])), version)
 
 
 class RayRanks(Ranks[Role]):
-    """The ranks of a role as Ray actors."""
-
     def __init__(self, name: str, workers: list[Any], run_dir: Path, watch: ProcessWatch) -> None:
         super().__init__(name, count=len(workers))
         self.workers = workers
@@ -194,7 +192,6 @@ class RayRanks(Ranks[Role]):
 
 
 def log_of(run_dir: Path, role: str, rank: int) -> Path:
-    """The log of one rank."""
     return run_dir / "logs" / f"{role}-{rank}.log"
 
 

@@ -156,8 +156,6 @@ def children_named(process: psutil.Process, *names: str) -> list[tuple[str, int]
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a process runs."""
-
     node: str
     node_id: str
     """Ray's name of the node."""
@@ -240,7 +238,6 @@ class ProcessWatch:
         return self.failure(Loss(name, what), doing)
 
     def failure(self, loss: Loss, doing: str) -> ProcessLost:
-        """The error of a lost process."""
         self.shutdown_hangs = self.shutdown_hangs or loss.name.startswith("Ray's") or "stopped" in loss.what
         place, log = self._watched.get(loss.name, (None, None))
         kind = PROCESS_LOST if log is None else WORKER_FAILED
