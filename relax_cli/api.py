@@ -28,8 +28,7 @@ from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import Plugins, load_plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
 from relax_cli.roles.sample_files import finite
-from relax_cli.tracking import run_reader
-from relax_cli.tracking.run_reader import RunFolder
+from relax_cli.tracking.run_reader import RunFolder, read_run
 
 if TYPE_CHECKING:
     import pandas
@@ -57,8 +56,7 @@ def load_config(*recipes: str | Path, **options: Any) -> Config:
     Raises:
         ConfigError: a value cannot be read, or an option does not exist; has every such problem.
     """
-    plugins = load_plugins()
-    checked = check_run(plugins, _layers(plugins, recipes, options), skip_files=True)
+    checked = check_run(*_layers(recipes, options), skip_files=True)
     if checked.unread:
         raise ConfigError(checked.problems)
     return checked.config
@@ -73,8 +71,7 @@ def check(*recipes: str | Path, here: bool = True, **options: Any) -> CheckedRun
     Raises:
         ConfigError: an option does not exist.
     """
-    plugins = load_plugins()
-    return check_run(plugins, _layers(plugins, recipes, options), here=here, cluster_gpus=cluster_gpus)
+    return check_run(*_layers(recipes, options), here=here, cluster_gpus=cluster_gpus)
 
 
 def train(*recipes: str | Path, progress: bool = True, **options: Any) -> Result:
@@ -91,25 +88,16 @@ def train(*recipes: str | Path, progress: bool = True, **options: Any) -> Result
     from relax_cli.engine.run import train_with_restarts
     from relax_cli.engine.summary import summary_dict
 
-    plugins = load_plugins()
-    checked = check_run(plugins, _layers(plugins, recipes, options), cluster_gpus=cluster_gpus).require_valid()
+    plugins, layers = _layers(recipes, options)
+    checked = check_run(plugins, layers, cluster_gpus=cluster_gpus).require_valid()
     console = Console(stderr=True) if progress else Console(file=io.StringIO())
     finished = train_with_restarts(plugins, checked, console)
     return Result(
         completed=finished.ended_by is None,
         summary=summary_dict(finished),
         resume=finished.resume,
-        run=run_reader.read_run(finished.run_dir),
+        run=read_run(finished.run_dir),
     )
-
-
-def read_run(run_dir: str | Path) -> RunFolder:
-    """The run in a folder, finished or not: `metrics`, `config`, `samples(step)`.
-
-    Raises:
-        ConfigError: it is not the folder of a run.
-    """
-    return run_reader.read_run(Path(run_dir))
 
 
 def to_pandas(records: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
@@ -119,9 +107,10 @@ def to_pandas(records: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     return pandas.json_normalize([finite(record) for record in records], sep="/")
 
 
-def _layers(plugins: Plugins, recipes: Iterable[str | Path], options: Mapping[str, Any]) -> Layers:
+def _layers(recipes: Iterable[str | Path], options: Mapping[str, Any]) -> tuple[Plugins, Layers]:
+    plugins = load_plugins()
     known = options_by_name(config_model(plugins.estimators().values()))
     if problems := [unknown_option(flag(name), [flag(n) for n in known]) for name in options if name not in known]:
         raise ConfigError(problems)
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    return Layers([str(recipe) for recipe in recipes], os.environ, (), flags)
+    return plugins, Layers([str(recipe) for recipe in recipes], os.environ, (), flags)

@@ -177,7 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return code
         build_app()(args=list(sys.argv[1:] if argv is None else argv), prog_name="relax")
     except SystemExit as end:
-        return _exit_code(end)
+        if isinstance(end.code, int):
+            return end.code
+        return ExitCode.OK if end.code is None else ExitCode.FAILED
     except RelaxError as error:
         Output().fail(error)
         return error.exit_code
@@ -204,12 +206,6 @@ def _print_version(wanted: bool) -> None:
 
         print(f"relax {version('relax-cli')}")
         raise typer.Exit()
-
-
-def _exit_code(end: SystemExit) -> int:
-    if end.code is None:
-        return ExitCode.OK
-    return end.code if isinstance(end.code, int) else ExitCode.FAILED
 
 
 def _output(ctx: typer.Context) -> Output:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_cli.cli.console import Output
 from relax_cli.cli.lines import wrapped
-from relax_cli.cli.memory_text import simulation_lines
-from relax_cli.cli.plan_text import plan_lines
+from relax_cli.cli.plan_text import plan_lines, simulation_lines
 from relax_cli.cli.problem_text import problem_lines, problems_data, problems_text
 from relax_cli.config.layers import Layers
 from relax_cli.config.text import in_json

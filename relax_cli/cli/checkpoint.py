@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,8 @@ from relax_cli.cli.checkpoint_commands import (
     path_option,
     prune_checkpoints,
 )
-from relax_cli.cli.console import Output, table
+from relax_cli.cli.console import Output
+from relax_cli.cli.lines import table
 from relax_cli.errors import ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import indivisible_sizes
@@ -62,7 +63,7 @@ def check_resume(
     ] = None,
     critic_save: Annotated[str | None, path_option("--critic-save", "--critic-save of the run, likewise")] = None,
     deep: Annotated[bool, typer.Option("--deep", help="compare the hash of every file")] = False,
-) -> None:
+) -> ExitCode:
     """Show what a run with these folders would start from; exit code 3 if it would be refused.
 
     As in a run, the critic's folder is LOAD-critic where there is one, or else --load; a critic is looked for if one of
@@ -70,8 +71,8 @@ def check_resume(
     itself - data, estimator, number of rollouts - is checked by `relax validate-config` with the options of the run.
     """
     has_critic = critic_load is not None or critic_init_from_actor or was_saved_beside_a_critic(load)
-    if has_critic or has_checkpoints(beside(load)):
-        has_critic = True
+    has_critic = has_critic or has_checkpoints(beside(load))
+    if has_critic:
         folders = critic_folders(load, save, critic_load, critic_save, from_actor=critic_init_from_actor)
         critic_load, critic_save = folders
     report = examine_resume(
@@ -83,20 +84,25 @@ def check_resume(
         save=save,
         critic_save=critic_save,
     )
-    fit = model_fit(report, hf_checkpoint, tensor_parallel)
-    report = report.refused(fit.problems)
-    output.result(as_json(report, fit), as_text(report, fit))
-    if report.problems:
-        if not output.is_json:
-            output.fail(ResumeError(report.problems))
-        raise typer.Exit(ExitCode.CANNOT_RESUME)
+    model, misfits = model_fit(report, hf_checkpoint, tensor_parallel)
+    report = report.refused(misfits)
+    folder = report.sides[0].folder
+    best = None if folder is None else layout.read_best(folder)
+    output.result(as_json(report, model, best), as_text(report, model, best, fits=not misfits))
+    if not report.problems:
+        return ExitCode.OK
+    if not output.is_json:
+        output.fail(ResumeError(report.problems))
+    return ExitCode.CANNOT_RESUME
 
 
 def list_checkpoints(output: Output, folder: Folder) -> None:
     """List the checkpoints of a save folder: iteration, size, age, and whether each is complete."""
     require_save_folder(folder)
     tracker = layout.read_tracker(folder)
-    rows = [describe(folder, iteration, tracker.iteration) for iteration in layout.list_iterations(folder)]
+    best = layout.read_best(folder)
+    named = {"latest": tracker.iteration, "best": None if best is None else best.iteration}
+    rows = [describe(folder, iteration, named) for iteration in layout.list_iterations(folder)]
     header = ("iteration", "role", "size", "age", "state", "")
     cells = [
         (
@@ -105,18 +111,17 @@ def list_checkpoints(output: Output, folder: Folder) -> None:
             f"{row['bytes'] / 1e6:.1f} MB",
             f"{row['age_seconds'] / 3600:.1f} h",
             row["reason"] or "complete",
-            " ".join(f"<- {name}" for name in ("latest", "best") if row[name]),
+            " ".join(f"<- {name}" for name in named if row[name]),
         )
         for row in rows
     ]
-    best = layout.read_best(folder)
     text = table(header, cells) if rows else f"no checkpoints in {folder}"
     output.result(rows, text if best is None else f"{text}\n\n{best}")
     if tracker.problem is not None:
         output.note(f"warning: {tracker.problem}")
 
 
-def verify(output: Output, folder: Folder) -> None:
+def verify(output: Output, folder: Folder) -> ExitCode:
     """Compare every file of every checkpoint in a save folder with its recorded hash; exit code 3 on a difference."""
     require_save_folder(folder)
     found = {iteration: damages(folder, iteration, deep=True) for iteration in layout.list_iterations(folder)}
@@ -124,14 +129,13 @@ def verify(output: Output, folder: Folder) -> None:
     data = {"ok": ok, "iterations": [{"iteration": i, "problems": problems} for i, problems in found.items()]}
     lines = [f"{i:>9}  {'; '.join(problems) or 'every hash is right'}" for i, problems in found.items()]
     output.result(data, "\n".join(lines) or f"no checkpoints in {folder}")
-    if not ok:
-        raise typer.Exit(ExitCode.CANNOT_RESUME)
+    return ExitCode.OK if ok else ExitCode.CANNOT_RESUME
 
 
-def describe(folder: Path, iteration: int, latest: layout.Iteration) -> dict[str, Any]:
+def describe(folder: Path, iteration: int, named: dict[str, layout.Iteration]) -> dict[str, Any]:
     """One checkpoint as a row of `list`."""
     checkpoint = layout.iteration_folder(folder, iteration)
-    problems, best = damages(folder, iteration, deep=False), layout.read_best(folder)
+    problems = damages(folder, iteration, deep=False)
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     return {
         "iteration": iteration,
@@ -140,8 +144,7 @@ def describe(folder: Path, iteration: int, latest: layout.Iteration) -> dict[str
         "age_seconds": round(time.time() - checkpoint.stat().st_mtime),
         "complete": not problems,
         "reason": "; ".join(problems),
-        "latest": iteration == latest,
-        "best": best is not None and best.iteration == iteration,
+        **{name: iteration == found for name, found in named.items()},
     }
 
 
@@ -153,19 +156,6 @@ def damages(folder: Path, iteration: int, *, deep: bool) -> list[str]:
         return [error.problems[0].message]
 
 
-@dataclass(frozen=True)
-class ModelFit:
-    """Whether the checkpoint belongs to the given model, and fits a number of tensor-parallel ranks."""
-
-    compared: str | None
-    """The model folder; None where none was given."""
-    saved: dict[str, int] | None
-    """Parallel sizes it was written with."""
-    tensor_parallel: int | None
-    """Size that the run would have; None where nothing says it."""
-    problems: tuple[Problem, ...] = ()
-
-
 def require_save_folder(folder: Path) -> None:
     """Raises ConfigError where there is no such folder, ResumeError where it is something else."""
     align.require_folder("DIR", folder)
@@ -175,8 +165,10 @@ def require_save_folder(folder: Path) -> None:
             raise ResumeError(problem)
 
 
-def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: int | None) -> ModelFit:
-    """Compare model and tokenizer with those of the checkpoint, and the model's sizes with the ranks.
+def model_fit(
+    report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: int | None
+) -> tuple[dict[str, Any], tuple[Problem, ...]]:
+    """What was compared, and what does not fit: model and tokenizer, and the model's sizes to the ranks.
     Raises ConfigError: there is no such model, or its config.json is unusable."""
     meta = report.sides[0].meta
     saved = None if meta is None else meta.parallel
@@ -194,10 +186,11 @@ def model_fit(report: ResumeReport, hf_checkpoint: str | None, tensor_parallel: 
     known = shape or (meta.extra.get("model_shape") if meta is not None else None)
     resized = saved is not None and size != saved.get("tensor_parallel")
     fit = indivisible_sizes(known, size, resized=resized) if known is not None and size is not None else []
-    return ModelFit(hf_checkpoint, saved, size, (*problems.values(), *fit))
+    model = {"hf_checkpoint": hf_checkpoint, "saved_parallel": saved, "tensor_model_parallel_size": size}
+    return model, (*problems.values(), *fit)
 
 
-def as_json(report: ResumeReport, fit: ModelFit) -> dict[str, Any]:
+def as_json(report: ResumeReport, model: dict[str, Any], best: layout.Best | None) -> dict[str, Any]:
     """The object of `check-resume --format json`."""
     decision = decision_dict(report.decision)
     sides = {side.role: side_json(side) for side in report.sides}
@@ -207,21 +200,11 @@ def as_json(report: ResumeReport, fit: ModelFit) -> dict[str, Any]:
         "actor": sides["actor"],
         "critic": sides.get("critic"),
         "loads": {role: decision[role] for role in ("actor", "critic") if decision[role] is not None},
-        "model": {
-            "hf_checkpoint": fit.compared,
-            "saved_parallel": fit.saved,
-            "tensor_model_parallel_size": fit.tensor_parallel,
-        },
-        "best": None if (best := best_of(report)) is None else asdict(best),
+        "model": model,
+        "best": None if best is None else asdict(best),
         "problems": [asdict(problem) for problem in report.problems],
         "fix": report.problems[0].fix if report.problems else None,
     }
-
-
-def best_of(report: ResumeReport) -> layout.Best | None:
-    """What `--keep-best` keeps in the actor's folder."""
-    folder = report.sides[0].folder
-    return None if folder is None else layout.read_best(folder)
 
 
 def side_json(side: Side) -> dict[str, Any]:
@@ -237,7 +220,7 @@ def side_json(side: Side) -> dict[str, Any]:
     }
 
 
-def as_text(report: ResumeReport, fit: ModelFit) -> str:
+def as_text(report: ResumeReport, model: dict[str, Any], best: layout.Best | None, *, fits: bool) -> str:
     """The table and the verdict of `check-resume`."""
     rows = []
     for side in report.sides:
@@ -245,12 +228,13 @@ def as_text(report: ResumeReport, fit: ModelFit) -> str:
         found = "weights only" if side.weights_only else "none" if side.iteration is None else str(side.iteration)
         rows.append((side.role, str(data["path"]), found, "yes" if data["complete"] else "no", data["role"] or "-"))
     lines = [table(("role", "folder", "iteration", "complete", "saved by"), rows), ""]
-    if fit.saved:
-        lines.append("saved with " + ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in fit.saved.items()))
-    if fit.compared is not None and not fit.problems and fit.saved is not None:
-        lines.append(f"model and tokenizer are those of {fit.compared}")
+    saved, compared = model["saved_parallel"], model["hf_checkpoint"]
+    if saved:
+        lines.append("saved with " + ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in saved.items()))
+    if compared is not None and fits and saved is not None:
+        lines.append(f"model and tokenizer are those of {compared}")
     lines.append(report.decision.text)
-    if (best := best_of(report)) is not None:
+    if best is not None:
         lines.append(f"{best}; it is kept, and --keep-best continues with it")
     if report.decision.verdict == "weights-only" and report.decision.critic is None:
         lines.append("a critic, where the run has one, takes the same weights and a new value head")
@@ -258,10 +242,10 @@ def as_text(report: ResumeReport, fit: ModelFit) -> str:
 
 
 SUB_COMMANDS = {
-    "check-resume": check_resume,
-    "list": list_checkpoints,
-    "verify": verify,
     "align": align_trackers,
     "prune": prune_checkpoints,
     "export-hf": export,
+    "check-resume": check_resume,
+    "list": list_checkpoints,
+    "verify": verify,
 }

@@ -15,6 +15,7 @@ from relax_cli.checkpoint import align, layout, prune
 from relax_cli.checkpoint.fingerprint import folder_of_model
 from relax_cli.checkpoint.side import is_one_checkpoint
 from relax_cli.cli.console import Output
+from relax_cli.cli.lines import WIDTH
 from relax_cli.config.values import expand_path, unset_variable
 from relax_cli.engine.run_folder import claimed
 from relax_cli.errors import ConfigError, ResumeError, RunError, problem_kind
@@ -33,8 +34,6 @@ CHANGE_FAILED = problem_kind(
 Yes = Annotated[bool, typer.Option("--yes", help="do it; without this it is only shown")]
 Dtype = Literal["as-trained", "float32", "bfloat16", "float16"]
 NOT_DONE = "nothing was changed; --yes does it"
-WIDTH = 80
-"""Columns of a screen."""
 
 
 def expanded(parameter: typer.CallbackParam, value: str | Path | None) -> str | Path | None:
@@ -87,13 +86,8 @@ def align_trackers(
         "iteration": plan.iteration,
         "changed": yes and changes,
         "trackers": [
-            {
-                "role": move.role,
-                "path": str(move.tracker),
-                "from": move.before.problem or move.before.iteration,
-                "to": move.after,
-            }
-            for move in plan.moves
+            {"role": m.role, "path": str(m.tracker), "from": m.before.problem or m.before.iteration, "to": m.after}
+            for m in plan.moves
         ],
         "left_out": [asdict(left) for left in plan.left_out],
     }
@@ -104,10 +98,7 @@ def prune_checkpoints(
     output: Output,
     folder: Annotated[Path, path_argument("DIR", "the actor's save folder")],
     keep: Annotated[int, typer.Option("--keep", min=1, help="complete checkpoints, or pairs, to keep")],
-    critic: Annotated[
-        Path | None,
-        path_option("--critic", "the critic's save folder, where the run has one"),
-    ] = None,
+    critic: Annotated[Path | None, path_option("--critic", "the critic's save folder, where the run has one")] = None,
     yes: Yes = False,
 ) -> None:
     """Remove old and broken checkpoints.
@@ -132,15 +123,9 @@ def prune_checkpoints(
 
 def export(
     output: Output,
-    folder: Annotated[
-        Path,
-        path_argument("DIR", "the actor's save folder, or one checkpoint in it"),
-    ],
+    folder: Annotated[Path, path_argument("DIR", "the actor's save folder, or one checkpoint in it")],
     out: Annotated[Path, path_argument("OUT", "folder to write, new or empty")],
-    hf_checkpoint: Annotated[
-        str,
-        path_option("--hf-checkpoint", "the model the run was started with", "MODEL"),
-    ],
+    hf_checkpoint: Annotated[str, path_option("--hf-checkpoint", "the model the run was started with", "MODEL")],
     iteration: Annotated[int | None, typer.Option("--iteration", min=0, help="default: what the tracker names")] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="type of the weights")] = "as-trained",
     peft: Annotated[bool, typer.Option("--peft", help="write the low-rank adapters alone, for PEFT")] = False,
@@ -152,7 +137,6 @@ def export(
     model = model_folder(hf_checkpoint, "give the folder or package that the run was started with")
     checkpoint = chosen_checkpoint(folder, iteration)
     meta = layout.read_meta(checkpoint)
-
     # Only here: the other commands of this module answer without importing torch.
     import torch
 
@@ -234,15 +218,13 @@ def _alone(folders: dict[Path, str]) -> Iterator[None]:
 def _alignment_text(plan: align.Alignment, *, done: bool) -> str:
     lines = [f"iteration {plan.iteration} is the newest that both can resume from", ""]
     for move in plan.moves:
-        before = "unreadable" if move.before.problem else "no tracker"
-        if move.before.iteration is not None:
-            before = str(move.before.iteration)
+        found = move.before.iteration
+        before = "unreadable" if move.before.problem else "no tracker" if found is None else str(found)
         change = f"{before} -> {move.after}" if move.changes else f"{move.after}, as it is"
         lines.append(f"  {move.role:<7} {change:<16} {move.tracker}")
     lines += [f"  not {left.iteration}: {left.reason}" for left in plan.left_out]
-    if not any(move.changes for move in plan.moves):
-        return "\n".join([*lines, "", "nothing to do"])
-    return "\n".join([*lines, "", "done; nothing was deleted" if done else NOT_DONE])
+    end = "done; nothing was deleted" if done else NOT_DONE
+    return "\n".join([*lines, "", end if any(move.changes for move in plan.moves) else "nothing to do"])
 
 
 def _pruning_text(plan: prune.Pruning, freed: int, *, done: bool) -> str:
@@ -255,10 +237,8 @@ def _pruning_text(plan: prune.Pruning, freed: int, *, done: bool) -> str:
         line = f"  {verb}  {entry.path.name:<18} {_megabytes(entry.bytes):>10}  "
         fits = len(line) + len(entry.reason) <= WIDTH
         lines += [line + entry.reason] if fits else [line.rstrip(), f"        {entry.reason}"]
-    if not plan.doomed:
-        return "\n".join([*lines, "", "nothing to remove"])
     end = f"removed {_megabytes(freed)}" if done else f"{_megabytes(freed)} would be freed; {NOT_DONE}"
-    return "\n".join([*lines, "", end])
+    return "\n".join([*lines, "", end if plan.doomed else "nothing to remove"])
 
 
 def _megabytes(size: int) -> str:

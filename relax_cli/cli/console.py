@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -54,14 +53,7 @@ class Output:
         """rich on stderr, for progress and logs: colour only on a terminal and without `NO_COLOR`."""
         from relax_cli.cli.screen import Screen
 
-        return Screen(
-            stderr=True,
-            force_terminal=sys.stderr.isatty(),
-            # NO_COLOR alone leaves rich's bold and dim.
-            color_system=None if os.environ.get("NO_COLOR") else "auto",
-            highlight=False,
-            soft_wrap=True,
-        )
+        return Screen(stderr=True, force_terminal=sys.stderr.isatty(), soft_wrap=True)
 
     def result(self, data: object, text: str) -> None:
         """Print the command's data on stdout: `data` as JSON, or `text`."""
@@ -75,12 +67,7 @@ class Output:
             return
         from relax_cli.cli.screen import Screen
 
-        screen = Screen(
-            file=self._stdout or sys.stdout,
-            color_system=None if os.environ.get("NO_COLOR") else "auto",
-            highlight=False,
-            markup=False,
-        )
+        screen = Screen(file=self._stdout or sys.stdout, markup=False)
         for picture in pictures:
             screen.print(picture)
 
@@ -88,14 +75,10 @@ class Output:
         """One plain line of progress on stderr."""
         self.err.print(scrubbed(text), markup=False)
 
-    def warn(self, problem: Problem) -> None:
-        """A warning on stderr."""
-        self._screen(problem)
-
     def fail(self, error: RelaxError) -> None:
         """Every problem of an error on stderr, errors last; also as data where stdout is for a program."""
         for problem in sorted(error.problems, key=lambda p: p.severity == "error"):
-            self._screen(problem)
+            self.warn(problem)
         for note in getattr(error, "__notes__", ()):
             self.note(note)
         if self.is_json:
@@ -103,7 +86,8 @@ class Output:
         if is_debug():
             self.err.print(scrubbed("".join(traceback.format_exception(error))), markup=False)
 
-    def _screen(self, problem: Problem) -> None:
+    def warn(self, problem: Problem) -> None:
+        """A warning or an error on stderr."""
         first, *rest = problem_lines(problem, width=None)
         colour = "red" if problem.severity == "error" else "yellow"
         self.err.print(f"[bold {colour}]{problem.severity}[/]", end="")
@@ -126,11 +110,3 @@ def output_of(ctx: typer.Context, fmt: Format) -> Output:
 def is_debug() -> bool:
     """Whether `RELAX_DEBUG=1` asks for tracebacks."""
     return os.environ.get("RELAX_DEBUG", "0") not in ("", "0")
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns, without the padding that would end a line in blanks."""
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join(line.rstrip() for line in padded)

@@ -14,19 +14,18 @@ import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from relax_cli.cli.console import Output, table
-from relax_cli.cli.doctor_versions import Check, driver_check, version_checks
+from relax_cli.cli.console import Output
+from relax_cli.cli.doctor_versions import Check, Severity, driver_check, requirements_of, version_checks
+from relax_cli.cli.lines import table
 from relax_cli.cli.warm import tell
 from relax_cli.config.redact import scrubbed
-from relax_cli.config.versions import NEWEST_MEGATRON
+from relax_cli.config.versions import NEWEST_MEGATRON, installed_version
 from relax_cli.data.sandbox.outside import sandbox_fault, sandbox_fix
 from relax_cli.errors import ExitCode
 from relax_cli.plugin.manager import Plugins
@@ -34,7 +33,6 @@ from relax_cli.preflight.machine import gpu_count, ray_temp_folder, ray_temp_tro
 from relax_cli.preflight.memory.sizes import in_bytes
 
 Timeout = Annotated[float, typer.Option("--timeout", min=1, help="seconds that one part may take to import")]
-OLDEST_PYTHON = (3, 11)
 SMALL_SHARED_MEMORY = 1 << 30
 """Ray's object store falls back to files where /dev/shm is too small for it."""
 MUCH_LOCKED = 1 << 30
@@ -67,9 +65,8 @@ class Part:
 
 def required(distribution: str) -> str:
     """How to install what relax itself requires, by its own metadata."""
-    for requirement in map(Requirement, requires("relax-cli") or ()):
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if canonicalize_name(requirement.name) == canonicalize_name(distribution) and applies:
+    for requirement in requirements_of("relax-cli"):
+        if canonicalize_name(requirement.name) == canonicalize_name(distribution):
             requirement.marker = None
             return f"pip install '{requirement}'"
     return f"pip install {distribution}"
@@ -86,24 +83,24 @@ NEEDED = {
     "math-verify": r"from math_verify import parse; assert parse(r'$\frac{1}{2}$')",
 }
 """What every run needs, and the code that proves that it works."""
-PARTS = (
-    *(Part(name, code, True, required(name)) for name, code in NEEDED.items()),
-    Part("sglang", "import sglang", False, "pip install 'relax-cli[sglang]' (for rollouts on GPUs)"),
-    Part(
-        "transformer-engine",
+OPTIONAL = {
+    "sglang": ("import sglang", "pip install 'relax-cli[sglang]' (for rollouts on GPUs)"),
+    "transformer-engine": (
         "import transformer_engine.pytorch",
-        False,
         "pip install --no-build-isolation 'transformer-engine[pytorch]' (on GPUs; optional)",
     ),
-    Part(
-        "megatron-bridge",
+    "megatron-bridge": (
         "from megatron.bridge import AutoBridge",
-        False,
         "pip install 'relax-cli[bridge]' (for Qwen3.5; Python 3.12)",
     ),
-    Part("reasoning-gym", "import reasoning_gym", False, "pip install 'relax-cli[reasoning-gym]' (for its tasks)"),
-    Part("pyarrow", "import pyarrow.parquet", False, "pip install 'relax-cli[parquet]' (for Parquet data)"),
-    Part("tensorboard", "import tensorboard", False, "pip install 'relax-cli[tensorboard]' (for --tensorboard)"),
+    "reasoning-gym": ("import reasoning_gym", "pip install 'relax-cli[reasoning-gym]' (for its tasks)"),
+    "pyarrow": ("import pyarrow.parquet", "pip install 'relax-cli[parquet]' (for Parquet data)"),
+    "tensorboard": ("import tensorboard", "pip install 'relax-cli[tensorboard]' (for --tensorboard)"),
+}
+"""What some runs need: the code that proves that it works, and how to install it."""
+PARTS = (
+    *(Part(name, code, True, required(name)) for name, code in NEEDED.items()),
+    *(Part(name, code, False, fix) for name, (code, fix) in OPTIONAL.items()),
 )
 
 
@@ -123,21 +120,21 @@ def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
         packages = list(pool.map(lambda part: check_part(part, timeout), PARTS))
     works = {check.name for check in packages if check.status == "ok"}
     has_gpu = gpu_count() > 0
-    checks = [_python(), *packages, *version_checks(has_gpu), *_devices(works, timeout)]
+    checks = [Check("Python", "ok", f"{platform.python_version()} ({sys.prefix})"), *packages]
+    checks += [*version_checks(has_gpu), *_devices(works, timeout)]
     return [*checks, *_memory(), *_limits(has_gpu), *_disk(), *_ray(), *warm_checks(), _sandbox(), *_plugins(plugins)]
 
 
 def check_part(part: Part, timeout: float) -> Check:
     """The version of a package and whether it works."""
-    try:
-        found = version(part.distribution)
-    except PackageNotFoundError:
-        return Check(part.distribution, "problem" if part.needed else "note", "not installed", part.fix)
+    severity: Severity = "problem" if part.needed else "note"
+    found = installed_version(part.distribution)
+    if found is None:
+        return Check(part.distribution, severity, "not installed", part.fix)
     _, trouble = _try(part.code, timeout)
-    if trouble is None:
-        return Check(part.distribution, "ok", found)
-    fix = "relax doctor --timeout 600, when the machine is idle" if trouble.startswith(TOO_SLOW) else part.fix
-    return Check(part.distribution, "problem" if part.needed else "note", f"{found}, {trouble}", fix)
+    slow = trouble is not None and trouble.startswith(TOO_SLOW)
+    fix = "relax doctor --timeout 600, when the machine is idle" if slow else part.fix
+    return _check(trouble is None, part.distribution, f"{found}, {trouble}" if trouble else found, fix, severity)
 
 
 def as_text(checks: list[Check]) -> str:
@@ -169,18 +166,10 @@ def _try(code: str, timeout: float) -> tuple[str, str | None]:
     return "", f"does not import: {reason}"
 
 
-def _python() -> Check:
-    found = f"{platform.python_version()} ({sys.prefix})"
-    if sys.version_info >= OLDEST_PYTHON:
-        return Check("Python", "ok", found)
-    return Check("Python", "problem", found, f"install Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer")
-
-
 def _devices(works: set[str], timeout: float) -> Iterator[Check]:
     if "torch" not in works:
         return
-    driver = driver_check()
-    if driver is not None:
+    if driver := driver_check():
         yield driver
     answer, trouble = _try(CUDA, timeout)
     if trouble is not None:
@@ -196,14 +185,12 @@ def _devices(works: set[str], timeout: float) -> Iterator[Check]:
         found = (
             f"{present} GPUs in /dev, but torch sees none; {build}" if present else f"no GPU: runs use the CPU; {build}"
         )
-        yield _note_if(present > 0, "CUDA", found, "install a CUDA build of torch, and see that `nvidia-smi` works")
+        yield _check(present == 0, "CUDA", found, "install a CUDA build of torch, and see that `nvidia-smi` works")
     if "megatron-core" in works:
         _, trouble = _try(CPU_SUPPORT, timeout)
-        if trouble is None:
-            yield Check("Megatron on a CPU", "ok", "works")
-        else:
-            found = trouble.removeprefix("does not import: ")
-            yield Check("Megatron on a CPU", "problem", found, f"pip install megatron-core=={NEWEST_MEGATRON}")
+        found = "works" if trouble is None else trouble.removeprefix("does not import: ")
+        fix = f"pip install megatron-core=={NEWEST_MEGATRON}"
+        yield _check(trouble is None, "Megatron on a CPU", found, fix, "problem")
 
 
 def _memory() -> Iterator[Check]:
@@ -213,7 +200,7 @@ def _memory() -> Iterator[Check]:
         usage = shutil.disk_usage("/dev/shm")
         found = f"{in_bytes(usage.free)} of {in_bytes(usage.total)} free"
         fix = "docker run --shm-size=8g; with less, Ray puts stores of up to 10 GB into files and refuses larger ones"
-        yield _note_if(usage.free < SMALL_SHARED_MEMORY, "shared memory", found, fix)
+        yield _check(usage.free >= SMALL_SHARED_MEMORY, "shared memory", found, fix)
 
 
 def _limits(has_gpu: bool) -> Iterator[Check]:
@@ -230,7 +217,7 @@ def _limits(has_gpu: bool) -> Iterator[Check]:
 def _limit(name: str, kind: int, enough: int, fix: str, shown: Callable[[int], str] = str) -> Check:
     soft, _ = resource.getrlimit(kind)
     unlimited = soft == resource.RLIM_INFINITY
-    return _note_if(not unlimited and soft < enough, name, "unlimited" if unlimited else shown(soft), fix)
+    return _check(unlimited or soft >= enough, name, "unlimited" if unlimited else shown(soft), fix)
 
 
 def _ray() -> Iterator[Check]:
@@ -247,35 +234,33 @@ def warm_checks() -> Iterator[Check]:
     if found := tell("look"):
         refused, runs = found["refused"], len(found["runs"])
         fits = f"process {found['pid']}, {runs} run{'s' * (runs != 1)}"
-        yield _note_if(bool(refused), "warm process", refused or fits, "relax down && relax up")
+        yield _check(not refused, "warm process", refused or fits, "relax down && relax up")
 
 
 def _sandbox() -> Check:
     fault = sandbox_fault()
-    return _note_if(bool(fault), "sandbox of --rm-type code", fault or "withstands its probe", sandbox_fix())
+    return _check(not fault, "sandbox of --rm-type code", fault or "withstands its probe", sandbox_fix())
 
 
 def _disk() -> Iterator[Check]:
     for name, place in (("disk, here", "."), ("disk, temporary", tempfile.gettempdir())):
         free = shutil.disk_usage(place).free
         fix = "make room, or set RAY_TMPDIR and TMPDIR to a larger disk"
-        yield _note_if(free < LITTLE_DISK, name, f"{in_bytes(free)} free in {Path(place).resolve()}", fix)
+        yield _check(free >= LITTLE_DISK, name, f"{in_bytes(free)} free in {Path(place).resolve()}", fix)
 
 
-def _note_if(worth_a_note: bool, name: str, found: str, fix: str) -> Check:
-    return Check(name, "note", found, fix) if worth_a_note else Check(name, "ok", found)
+def _check(is_ok: bool, name: str, found: str, fix: str, severity: Severity = "note") -> Check:
+    return Check(name, "ok", found) if is_ok else Check(name, severity, found, fix)
 
 
 def _plugins(plugins: Plugins) -> Iterator[Check]:
     for row in plugins.rows():
         found = f"{row.distribution} {row.version}".strip()
-        if row.status == "ok":
-            yield Check(f"plugin {row.name}", "ok", found)
-            continue
+        is_ok = row.status == "ok"
         # A plugin of someone else that is broken hurts no run that does not ask for it.
-        own = row.distribution == "relax-cli" and row.status == "broken"
-        fix = f"reinstall or update {row.distribution}"
-        yield Check(f"plugin {row.name}", "problem" if own else "note", f"{found} is {row.status}: {row.reason}", fix)
+        severity: Severity = "problem" if row.distribution == "relax-cli" and row.status == "broken" else "note"
+        found = found if is_ok else f"{found} is {row.status}: {row.reason}"
+        yield _check(is_ok, f"plugin {row.name}", found, f"reinstall or update {row.distribution}", severity)
 
 
 def _shortened(text: str, width: int) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from typing import Literal
@@ -15,6 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from relax_cli.config.versions import SETS, SGLANG_CONTRACTS, installed_version
 from relax_cli.preflight.machine import NVIDIA_SMI_SECONDS
 
+Severity = Literal["note", "problem"]
 PAIRED = ("torch", "megatron-core", "sglang")
 """Distributions whose versions depend on each other."""
 PINNING = ("sglang", "megatron-core", "megatron-bridge", "TransferQueue", "transformers")
@@ -36,8 +38,7 @@ class Check:
 def version_checks(has_gpu: bool) -> list[Check]:
     """The pair of versions, requirements that do not hold, and settings that are known to break runs."""
     installed = {name: found for name in PAIRED if (found := installed_version(name)) is not None}
-    python = sys.version_info[:2]
-    checks = [tested_pair((python[0], python[1]), installed)]
+    checks = [tested_pair(sys.version_info[:2], installed)]
     if "sglang" in installed:
         checks.append(sglang_contract(installed["sglang"]))
     checks += [check for name in PINNING for check in broken_requirements(name)]
@@ -66,48 +67,37 @@ def sglang_contract(found: str) -> Check:
     if found in SGLANG_CONTRACTS:
         return Check("sglang protocol", "ok", f"that of {found} is known")
     known = " and ".join(SGLANG_CONTRACTS)
-    return Check(
-        "sglang protocol",
-        "note",
-        f"written against {known}, not {found}",
-        f"pip install sglang=={SGLANG_CONTRACTS[-1]}",
-    )
+    fix = f"pip install sglang=={SGLANG_CONTRACTS[-1]}"
+    return Check("sglang protocol", "note", f"written against {known}, not {found}", fix)
+
+
+def requirements_of(distribution: str) -> Iterator[Requirement]:
+    """What an installed distribution requires here, without its extras; nothing for one that is not installed."""
+    with suppress(PackageNotFoundError):
+        for text in requires(distribution) or ():
+            with suppress(InvalidRequirement):
+                requirement = Requirement(text)
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                    yield requirement
 
 
 def broken_requirements(name: str) -> Iterator[Check]:
     """What a distribution wants of others that are installed in another version."""
-    try:
-        wanted = requires(name) or []
-    except PackageNotFoundError:
-        return
-    for text in wanted:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
+    for requirement in requirements_of(name):
         found = installed_version(requirement.name)
         if found is None or requirement.specifier.contains(found, prereleases=True):
             continue
-        yield Check(
-            f"{name} needs",
-            "note",
-            f"{requirement.name}{requirement.specifier}, but {found} is installed",
-            f"pip install '{requirement.name}{requirement.specifier}', or {name} in an environment of its own",
-        )
+        wanted = f"{requirement.name}{requirement.specifier}"
+        fix = f"pip install '{wanted}', or {name} in an environment of its own"
+        yield Check(f"{name} needs", "note", f"{wanted}, but {found} is installed", fix)
 
 
 def allocator_conflict(environment: Mapping[str, str], *, has_gpu: bool) -> Iterator[Check]:
     """Expandable segments cannot be taken away from a sleeping SGLang server."""
     for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
-            yield Check(
-                "CUDA allocator",
-                "problem" if has_gpu else "note",
-                f"{name} asks for expandable segments, which SGLang's sleep does not work with",
-                f"unset {name}",
-            )
+            found = f"{name} asks for expandable segments, which SGLang's sleep does not work with"
+            yield Check("CUDA allocator", "problem" if has_gpu else "note", found, f"unset {name}")
 
 
 def driver_check() -> Check | None:
@@ -118,9 +108,8 @@ def driver_check() -> Check | None:
     except FileNotFoundError:
         return None
     except (OSError, subprocess.SubprocessError) as error:
-        return Check(
-            "NVIDIA driver", "problem", f"nvidia-smi does not answer: {error}", "restart, or reinstall the driver"
-        )
+        found = f"nvidia-smi does not answer: {error}"
+        return Check("NVIDIA driver", "problem", found, "restart, or reinstall the driver")
     versions = sorted(set(done.stdout.split()))
     if done.returncode or not versions:
         reason = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"

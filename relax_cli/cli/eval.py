@@ -7,6 +7,7 @@ from typing import Annotated
 
 from relax_cli.checkpoint import layout
 from relax_cli.cli.checked_text import reading_progress
+from relax_cli.cli.checkpoint_commands import chosen_checkpoint
 from relax_cli.cli.console import Output, layers_option
 from relax_cli.config.layers import Layers
 from relax_cli.errors import ExitCode
@@ -29,7 +30,8 @@ def eval(layers: Annotated[Layers, OPTIONS], output: Output, plugins: Plugins, d
     """
     sets = layers.flags.get("eval_prompt_data") or []
     flags = {**layers.flags, "eval_prompt_data": [*sets, *data] if data else layers.flags.get("eval_prompt_data")}
-    checkpoint = _checkpoint(layers.flags.get("load"))
+    load = layers.flags.get("load")
+    checkpoint = None if load is None else chosen_checkpoint(Path(load), None)
     if checkpoint is not None and not (layers.recipes or flags.get("hf_checkpoint")):
         origin = layout.read_meta(checkpoint).extra.get("origin")
         flags["hf_checkpoint"] = origin.get("hf_checkpoint") if isinstance(origin, dict) else None
@@ -46,15 +48,3 @@ def eval(layers: Annotated[Layers, OPTIONS], output: Output, plugins: Plugins, d
         "\n".join([*(e.text for e in found.evaluations), f"Samples   {found.run_dir / 'evals'}"]),
     )
     return ExitCode.OK
-
-
-def _checkpoint(load: str | None) -> Path | None:
-    """The checkpoint of `--load`, a save folder or one checkpoint in it.
-
-    Raises:
-        ConfigError: the folder does not exist.
-        ResumeError: there is no such checkpoint.
-    """
-    from relax_cli.cli.checkpoint_commands import chosen_checkpoint
-
-    return None if load is None else chosen_checkpoint(Path(load), None)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 WIDTH = 80
 
 
 def wrapped(text: str, indent: str = "    ") -> list[str]:
     """Lines of at most 80 columns, at spaces only."""
-    lines: Iterable[str] = textwrap.wrap(
+    return textwrap.wrap(
         text,
         WIDTH,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
         replace_whitespace=False,
-        drop_whitespace=True,
     )
-    return list(lines)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, without the padding that would end a line in blanks."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def counted(number: int, what: str) -> str:
+    """`1 error`, `2 errors`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

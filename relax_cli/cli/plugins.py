@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Output, table
+from relax_cli.cli.console import Output
+from relax_cli.cli.lines import table
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from relax_cli.cli.lines import WIDTH, wrapped
+from relax_cli.cli.lines import WIDTH, counted, wrapped
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.text import with_program
 from relax_cli.errors import Problem
@@ -43,34 +43,22 @@ def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDT
 
 def problems_data(problems: Sequence[Problem]) -> list[dict[str, Any]]:
     """Problems as JSON objects; `count` and `places` only where one was found more than once."""
-    typed = (replace(problem, fix=with_program(problem.fix)) for problem in problems)
-    return [
-        {
-            name: _without_secrets(value)
-            for name, value in asdict(problem).items()
-            if problem.count > 1 or name not in ("count", "places")
-        }
-        for problem in typed
-    ]
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [scrubbed(item) for item in value]
-    return scrubbed(value) if isinstance(value, str) else value
+    found: list[dict[str, Any]] = []
+    for problem in problems:
+        texts = asdict(replace(problem, fix=with_program(problem.fix)))
+        del texts["count"], texts["places"]
+        found.append({name: scrubbed(text) for name, text in texts.items()})
+        if problem.count > 1:
+            found[-1] |= {"count": problem.count, "places": [scrubbed(place) for place in problem.places]}
+    return found
 
 
 def problems_text(problems: Sequence[Problem], *, verdict_last: bool = False) -> str:
     """The verdict, then every problem in four parts; the other way round where the last lines are seen first."""
     errors = sum(p.severity == "error" for p in problems)
-    counts = [_count(errors, "error"), _count(len(problems) - errors, "warning")]
-    counted = ", ".join(count for count in counts if count) or "no problems"
-    verdict = f"{'not valid' if errors else 'valid'}: {counted}"
-    if not verdict_last:
-        return "\n".join([verdict, *(line for problem in problems for line in problem_lines(problem))])
-    errors_last = sorted(problems, key=lambda p: p.severity == "error")
-    return "\n".join([*(line for problem in errors_last for line in problem_lines(problem)), verdict])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number > 1 else ''}" if number else ""
+    numbers = {"error": errors, "warning": len(problems) - errors}
+    counts = ", ".join(counted(number, what) for what, number in numbers.items() if number)
+    verdict = f"{'not valid' if errors else 'valid'}: {counts or 'no problems'}"
+    shown = sorted(problems, key=lambda p: p.severity == "error") if verdict_last else problems
+    lines = [line for problem in shown for line in problem_lines(problem)]
+    return "\n".join([*lines, verdict] if verdict_last else [verdict, *lines])

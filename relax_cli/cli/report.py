@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from relax_cli.cli.console import Output, table
+from relax_cli.cli.console import Output
+from relax_cli.cli.lines import table
 from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.tracking.numbers import number_text
 from relax_cli.tracking.plots import curve, sparkline
@@ -53,13 +54,17 @@ def report(
                     fix="--out report.html",
                 )
             ) from error
-    lines = [line for run in found for line in _run_lines(run)] + _differences(found)
+    lines = [line for run in found for line in _run_lines(run)]
+    different = differing(found)
+    if len(found) > 1:
+        header = ("option", *(run.path.name for run in found))
+        lines += ["Differences of the configurations", table(header, [(key, *values) for key, values in different])]
     if page is not None:
         lines += ["", f"Page      {page}"]
     shown = {
         "page": None if page is None else str(page),
         "runs": [run_data(run, 0) | {"samples": sorted(run.steps())} for run in found] if output.is_json else [],
-        "differing": dict(differing(found)),
+        "differing": dict(different),
     }
     output.result(shown, "\n".join(lines))
     if shows and page is not None:
@@ -71,19 +76,13 @@ def _run_lines(run: RunFolder) -> Iterator[str]:
     estimator = run.config.get("algorithm", {}).get("advantage_estimator", "")
     yield f"{run.path}  {estimator}, {len(trained)} steps"
     metrics = columns(trained)
-
-    def plotted(name: str) -> list[float]:
-        return [float("nan") if value is None else value for value in metrics[name]]
-
     if len(trained) > 1 and "reward/mean" in metrics:
-        yield from ["", "Mean reward per step", *curve(plotted("reward/mean"), CURVE_WIDTH, CURVE_HEIGHT)]
-    names = [name for name in WATCHED if name in metrics]
+        yield from ["", "Mean reward per step", *curve(metrics["reward/mean"], CURVE_WIDTH, CURVE_HEIGHT)]
     rows = []
-    for name in names:
-        known = [value for value in metrics[name] if value is not None]
-        if known:
+    for name in WATCHED:
+        if known := [value for value in metrics.get(name, ()) if value is not None]:
             ends = [number_text(value) for value in (known[0], known[-1], min(known), max(known))]
-            rows.append((name, sparkline(plotted(name), SPARK_WIDTH), *ends))
+            rows.append((name, sparkline(metrics[name], SPARK_WIDTH), *ends))
     if rows:
         yield from ["", table(("metric", "course", "first", "last", "least", "most"), rows)]
     for name, points in evaluations(run.metrics).items():
@@ -91,14 +90,6 @@ def _run_lines(run: RunFolder) -> Iterator[str]:
         for point in points:
             interval = f" ± {number_text(point['reward/ci95'])}" if point.get("reward/ci95") is not None else ""
             yield f"  step {point['step']:>5}  reward {number_text(point.get('reward/mean'))}{interval}"
-    found = warnings(run.metrics)
-    if found:
+    if found := warnings(run.metrics):
         yield from ["", "Warnings", *(f"  step {one['step']:>5}  {one.get('seen', '')}" for one in found)]
     yield ""
-
-
-def _differences(runs: Sequence[RunFolder]) -> list[str]:
-    if len(runs) < 2:
-        return []
-    rows: list[tuple[Any, ...]] = [(key, *values) for key, values in differing(runs)]
-    return ["Differences of the configurations", table(("option", *(run.path.name for run in runs)), rows)]

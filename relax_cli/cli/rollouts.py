@@ -73,8 +73,7 @@ def rollouts(
         output.show([as_json(member) for member in members], *sample_text.side_by_side(members))
         return
     chosen = _chosen(kept, worst, best, chosen_by_chance, len(kept) if output.is_json else SHOWN)
-    more = len(kept) - len(chosen)
-    output.show([as_json(found) for found in chosen], *sample_text.overview(every, kept, chosen, more))
+    output.show([as_json(found) for found in chosen], *sample_text.overview(every, kept, chosen))
 
 
 def as_json(sample: Sample, run: RunFolder | None = None) -> dict[str, Any]:
@@ -100,10 +99,11 @@ def _named(samples: Sequence[Sample], field: str, number: int) -> list[Sample]:
     found = [sample for sample in samples if sample[field] == number]
     if not found:
         there = sorted({sample[field] for sample in samples})
-        option = "--sample" if field == "row" else "--group"
+        what = "sample" if field == "row" else "group"
+        option = f"--{what}"
         raise ConfigError(
             NO_SUCH_SAMPLE(
-                f"the step has no {'sample' if field == 'row' else 'group'} of that number",
+                f"the step has no {what} of that number",
                 option=option,
                 got=str(number),
                 expected=f"from {there[0]} to {there[-1]}" if there else "a step with samples",

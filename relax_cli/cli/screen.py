@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,11 @@ from relax_cli.config.text import printable, with_program
 
 class Screen(Console):
     """rich's console, whose texts cannot contain control codes; those that rich makes itself stay."""
+
+    def __init__(self, **arguments: Any) -> None:
+        # NO_COLOR alone leaves rich's bold and dim.
+        colours = None if os.environ.get("NO_COLOR") else "auto"
+        super().__init__(**{"color_system": colours, "highlight": False, **arguments})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Segments with control characters written out."""

@@ -11,7 +11,7 @@ MOST_VALUES = 1000
 LONGEST_LABEL = len("-1.23e+100")
 
 
-def curve(values: Sequence[float], width: int, height: int) -> list[str]:
+def curve(values: Sequence[float | None], width: int, height: int) -> list[str]:
     """A bar plot of `height` lines, at most `width` wide, with the highest and lowest value on its axis.
 
     Neighbours are averaged where there are more values than columns; values that are not finite leave a gap.
@@ -32,7 +32,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     return lines
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def sparkline(values: Sequence[float | None], width: int) -> str:
     """The course of a metric in one line; a blank where nothing is finite."""
     # Drawn several times a second: of a long run some values are enough.
     columns = _columns(values[:: -max(1, len(values) // MOST_VALUES)][::-1], width)
@@ -46,10 +46,10 @@ def _cell(eighths: float) -> str:
     return " " if filled <= 0 else BLOCKS[filled - 1]
 
 
-def _columns(values: Sequence[float], width: int) -> list[float | None]:
+def _columns(values: Sequence[float | None], width: int) -> list[float | None]:
     count = min(width, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
-    parts = [[v for v in values[a:b] if math.isfinite(v)] for a, b in pairwise(edges)]
+    parts = [[v for v in values[a:b] if v is not None and math.isfinite(v)] for a, b in pairwise(edges)]
     return [sum(part) / len(part) if part else None for part in parts]
 
 

@@ -92,10 +92,13 @@ class TokenTexts:
         return self._known[token]
 
 
-def read_run(path: Path) -> RunFolder:
-    """The run in a folder; a torn last line of a run that is being written is left out.
-    Raises ConfigError: it is not a run folder."""
-    name = "config.json"
+def read_run(run_dir: str | Path) -> RunFolder:
+    """The run in a folder, finished or not; a torn last line of a run that is being written is left out.
+
+    Raises:
+        ConfigError: it is not the folder of a run.
+    """
+    path, name = Path(run_dir), "config.json"
     try:
         record = json.loads((path / name).read_text("utf-8"))
         if not isinstance(record["config"], dict):

@@ -26,7 +26,7 @@ SIGNED = {"advantages", "ratio"}
 COLOURED = ("advantages", "values", "ratio")
 
 
-def overview(every: Sequence[Sample], kept: Sequence[Sample], chosen: Sequence[Sample], more: int) -> list[Any]:
+def overview(every: Sequence[Sample], kept: Sequence[Sample], chosen: Sequence[Sample]) -> list[Any]:
     """What the step has, and the samples chosen."""
     rewards = [sample["reward"] for sample in kept if sample["reward"] is not None]
     mean = number_text(float(np.mean(rewards))) if rewards else "-"
@@ -35,7 +35,7 @@ def overview(every: Sequence[Sample], kept: Sequence[Sample], chosen: Sequence[S
     pictures: list[RenderableType] = [Text(head, style="bold")]
     for sample in chosen:
         pictures += [Rule(_title(sample), align="left", style="dim"), *_texts(sample)]
-    if more:
+    if more := len(kept) - len(chosen):
         pictures.append(Text(f"… {more} more: --worst K, --best K, --random K, --filter; --sample ROW shows tokens"))
     return pictures
 
