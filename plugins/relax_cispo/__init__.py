@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from relax_cli import ClipRange, Config, Estimator, GroupOptions, Problem, hookimpl, lazy_attributes
-from relax_cli.plugin.rules import check_group_size
+from relax_cli import ClipRange, Estimator, GroupOptions, hookimpl, lazy_attributes
+from relax_cli.plugin.rules import relax_check_config as relax_check_config
 
 __getattr__ = lazy_attributes(__name__, policy_loss="relax_cispo.loss:policy_loss")
 
@@ -38,8 +38,3 @@ def relax_estimators() -> list[Estimator]:
             loss_aggregation="token-mean",
         )
     ]
-
-
-@hookimpl
-def relax_check_config(config: Config) -> list[Problem]:
-    return check_group_size(config)

@@ -5,8 +5,8 @@ The loss is that of PPO (`relax_ppo/loss.py`), the advantage in `relax_cli/algor
 
 from __future__ import annotations
 
-from relax_cli import ClipOptions, Config, Estimator, GroupOptions, Problem, hookimpl, lazy_attributes
-from relax_cli.plugin.rules import check_group_size
+from relax_cli import ClipOptions, Estimator, GroupOptions, hookimpl, lazy_attributes
+from relax_cli.plugin.rules import relax_check_config as relax_check_config
 
 __getattr__ = lazy_attributes(__name__, policy_loss="relax_ppo.loss:policy_loss")
 
@@ -28,8 +28,3 @@ def relax_estimators() -> list[Estimator]:
             needs_groups=True,
         )
     ]
-
-
-@hookimpl
-def relax_check_config(config: Config) -> list[Problem]:
-    return check_group_size(config)

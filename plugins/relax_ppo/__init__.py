@@ -13,14 +13,13 @@ from relax_cli import (
     Estimator,
     GaeOptions,
     LaunchPlan,
-    Normalized,
-    Problem,
     RoleSpec,
     ServiceGraph,
     hookimpl,
     lazy_attributes,
 )
-from relax_ppo.rules import check_config, normalize_config
+from relax_ppo.rules import relax_check_config as relax_check_config
+from relax_ppo.rules import relax_normalize_config as relax_normalize_config
 
 __getattr__ = lazy_attributes(__name__, policy_loss="relax_ppo.loss:policy_loss")
 
@@ -69,16 +68,6 @@ def relax_service_graph(config: Config, graph: ServiceGraph) -> ServiceGraph:
         graph = graph.replace("critic", writes=(*CRITIC.writes, "bootstrap_values"))
         graph = graph.replace("advantages", reads=(*ADVANTAGES.reads, "bootstrap_values"))
     return graph
-
-
-@hookimpl
-def relax_normalize_config(config: Config) -> Normalized:
-    return normalize_config(config)
-
-
-@hookimpl
-def relax_check_config(config: Config) -> list[Problem]:
-    return check_config(config)
 
 
 @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from relax_cli import Change, Config, Normalized, Problem, problem_kind
+from relax_cli import Change, Config, Normalized, Problem, hookimpl, problem_kind
 
 NEEDS_CRITIC = problem_kind(
     "ppo-needs-critic",
@@ -43,20 +43,16 @@ KL_OFF = problem_kind(
     "A warning: PPO runs without KL terms, so they are switched off and no reference model is needed.",
     severity="warning",
 )
-_RECIPE_HINT = "or start from a PPO recipe (`relax recipes list`)"
 
 
-def check_config(config: Config) -> list[Problem]:
+@hookimpl
+def relax_check_config(config: Config) -> list[Problem]:
     """All findings together."""
-    return [*_check_roles(config), *_check_schedule(config)]
-
-
-def _check_roles(config: Config) -> list[Problem]:
-    resource = config.parallel.resource
+    parallel, resource = config.parallel, config.parallel.resource
     # A missing critic is best shaped like the actor, so that both can share a placement.
     missing = {"critic": resource.get("actor", (1, 1)), "advantages": (1, 0)}
-    given = json.dumps(resource)
-    fix = f"--resource '{json.dumps({**missing, **resource})}'"
+    given, fix = json.dumps(resource), f"--resource '{json.dumps({**missing, **resource})}'"
+    recipe_hint = "or start from a PPO recipe (`relax recipes list`)"
     problems = []
     if "critic" not in resource:
         message = "PPO learns a value function, and no critic is deployed"
@@ -64,16 +60,11 @@ def _check_roles(config: Config) -> list[Problem]:
     if "advantages" not in resource:
         message = "PPO computes advantages in a service of its own (on the CPU: [1, 0]), which is missing"
         problems.append(NEEDS_ADVANTAGES(message, got=given, expected='an entry "advantages"', fix=fix))
-    return problems
-
-
-def _check_schedule(config: Config) -> list[Problem]:
-    problems = []
-    if not config.parallel.colocate:
+    if not parallel.colocate:
         message = "PPO runs its roles in turns on the same devices (synchronous colocate)"
-        problems.append(NEEDS_COLOCATE(message, got="off", expected="on", fix=f"--colocate, {_RECIPE_HINT}"))
-    if config.parallel.fully_async:
-        fix = f"drop --fully-async, {_RECIPE_HINT}"
+        problems.append(NEEDS_COLOCATE(message, got="off", expected="on", fix=f"--colocate, {recipe_hint}"))
+    if parallel.fully_async:
+        fix = f"drop --fully-async, {recipe_hint}"
         message = "PPO is synchronous: values and advantages belong to the policy that sampled"
         problems.append(NO_FULLY_ASYNC(message, got="on", expected="off", fix=fix))
     if not config.algorithm.use_rollout_logprobs:
@@ -82,7 +73,8 @@ def _check_schedule(config: Config) -> list[Problem]:
     return problems
 
 
-def normalize_config(config: Config) -> Normalized:
+@hookimpl
+def relax_normalize_config(config: Config) -> Normalized:
     """Switch the KL terms off (one warning) and offloading of sleeping trainers on."""
     algorithm, parallel = config.algorithm, config.parallel
     no_reference = "PPO deploys no reference model"
@@ -91,7 +83,12 @@ def normalize_config(config: Config) -> Normalized:
         changes.append(Change("--use-kl-loss", True, False, no_reference))
     if algorithm.kl_coef != 0:
         changes.append(Change("--kl-coef", algorithm.kl_coef, 0.0, no_reference))
-    warnings = (_kl_off(changes),) if changes else ()
+    warnings: tuple[Problem, ...] = ()
+    if changes:
+        message = "PPO runs without KL terms: they are switched off, and no reference model is needed"
+        got = ", ".join(f"{change.option} {json.dumps(change.before)}" for change in changes)
+        fix = f"drop {' and '.join(change.option for change in changes)}"
+        warnings = (KL_OFF(message, option=changes[0].option, got=got, expected="no KL options", fix=fix),)
     if not parallel.offload_train:
         changes.append(Change("--offload-train", False, True, "actor and critic take turns on the same devices"))
     update: dict[str, Any] = {
@@ -99,13 +96,3 @@ def normalize_config(config: Config) -> Normalized:
         "parallel": parallel.model_copy(update={"offload_train": True}),
     }
     return Normalized(config.model_copy(update=update), tuple(changes), warnings)
-
-
-def _kl_off(changes: list[Change]) -> Problem:
-    return KL_OFF(
-        "PPO runs without KL terms: they are switched off, and no reference model is needed",
-        option=changes[0].option,
-        got=", ".join(f"{change.option} {json.dumps(change.before)}" for change in changes),
-        expected="no KL options",
-        fix=f"drop {' and '.join(change.option for change in changes)}",
-    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from relax_cli.errors import ConfigError, Problem, RunError, problem_kind
 from relax_cli.plugin.records import Curriculum
 from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code, user_deadline
-from relax_cli.plugin.user_file import accepts, is_file_spec, user_file
+from relax_cli.plugin.user_file import UserFile, accepts, is_file_spec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ FAILED = problem_kind(
     "negative, and not all 0. A file's is tried on four rows before the launch.",
     option="--curriculum",
 )
-USER_FILE = user_file(
+USER_FILE = UserFile(
     "curriculum", "curriculum", FAILED, "function", "curriculum.py:weights", EXPECTED,
     nowhere="There is no built-in curriculum of that name, nor one of a plugin.",
 )  # fmt: skip

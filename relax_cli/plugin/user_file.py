@@ -6,46 +6,46 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from relax_cli.config.names import nearest
-from relax_cli.errors import ConfigError, Problem, ProblemKind, problem_kind
+from relax_cli.errors import ConfigError, Problem, ProblemKind, problem_kinds
 from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.user_code import UserCodeError, from_here, settings_kept, user_code
 
 
-@dataclass(frozen=True)
 class UserFile:
     """What an option takes from a file, and how its problems are called."""
 
-    what: str
-    """`reward`, for messages and the name of the module."""
-    option: str
-    noun: str
-    """What the file defines: `function` or `class`."""
-    example: str
-    """Of the option's value."""
-    expected: str
-    syntax: ProblemKind
-    file: ProblemKind
-    missing: ProblemKind
-    """The file has no such name."""
-    broken: ProblemKind
-    """It fails to import, or is not what is needed."""
-    nowhere: ProblemKind
-    """The option takes names as well, and there is none like that."""
+    def __init__(
+        self, what: str, prefix: str, broken: ProblemKind, noun: str, example: str, expected: str, *, nowhere: str = ""
+    ) -> None:
+        """Declare the problems that all such files share.
+
+        Args:
+            what: `reward`, for messages and the name of the module.
+            prefix: of the problems' ids.
+            broken: it fails to import, or is not what the option needs.
+            noun: what the file defines: `function` or `class`.
+            example: of the option's value.
+            nowhere: when a name is unknown; empty where the option takes files alone.
+        """
+        self.what, self.noun, self.example, self.expected, self.broken = what, noun, example, expected, broken
+        self.option, self.form = broken.option, expected.partition(",")[0]
+        declare = problem_kinds(broken.theme, option=broken.option)
+        name = f"the name of {'an' if what[0] in 'aeiou' else 'a'} {what}, or " if nowhere else ""
+        self.syntax = declare(f"{prefix}-syntax", f"`{self.option}` takes {name}`{self.form}`.")
+        self.file = declare(f"{prefix}-file", "The file cannot be read, or is not valid Python.")
+        self.missing = declare(f"{prefix}-{noun}", f"The file does not define that {noun}.")
+        self.nowhere = declare(f"{prefix}-unknown", nowhere) if nowhere else self.syntax
 
     def unknown(self, name: str, known: Collection[str]) -> Problem:
         """The problem of a name that nothing has."""
-        guess, form = nearest(name, known), self.expected.partition(",")[0]
-        return self.nowhere(
-            f"there is no {self.what} {name!r}",
-            got=name,
-            expected=", ".join([*sorted(known), form]),
-            fix=f"{self.option} {guess}" if guess else f"install its plugin, or use {self.option} {form}",
-        )
+        guess, expected = nearest(name, known), ", ".join([*sorted(known), self.form])
+        fix = f"{self.option} {guess}" if guess else f"install its plugin, or use {self.option} {self.form}"
+        return self.nowhere(f"there is no {self.what} {name!r}", got=name, expected=expected, fix=fix)
 
     def find(self, spec: str, is_listed: Callable[[Any], bool]) -> Any:
         """What `spec` names, after the file was imported. `is_listed` says which values messages offer instead.
@@ -53,17 +53,20 @@ class UserFile:
         path, separator, name = spec.rpartition(":")
         file = Path(path)
         if not separator or not path or not name.isidentifier():
-            what = f"{spec!r} is not FILE.py:{self.noun}"
-            raise ConfigError(self.syntax(what, expected=self.expected, fix=f"{self.option} {self.example}"))
+            raise self._error(self.syntax, f"{spec!r} is not FILE.py:{self.noun}", f"{self.option} {self.example}")
+        existing = f"{self.option} {path}:{self.noun}, with a file that exists"
         if not file.is_file():
-            raise self._error(self.file, f"the {self.what} file does not exist", path, got=path)
-        module = self._import(file)
+            raise self._error(self.file, f"the {self.what} file does not exist", existing, where=path, got=path)
+        found = importlib.util.spec_from_file_location(f"relax_custom_{self.what}_{file.stem}", file)
+        if found is None:
+            raise self._error(self.file, f"the {self.what} file is not Python", existing, where=path, got=file.name)
+        module = self._import(found, path)
         if name not in module:
             listed = [key for key, value in module.items() if is_listed(value) and not key.startswith("_")]
             fix = f"{self.option} {path}:{listed[0]}" if len(listed) == 1 else f"define {name} in {path}"
             what = f"the {self.what} file has no {self.noun} {name!r}"
             got = ", ".join(listed) or f"no {self.noun}"
-            raise ConfigError(self.missing(what, where=path, got=got, expected=self.expected, fix=fix))
+            raise self._error(self.missing, what, fix, where=path, got=got)
         return module[name]
 
     def check(self, function: str, spec: str) -> list[Problem]:
@@ -80,17 +83,14 @@ class UserFile:
         got = " → ".join(f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in error.frames[-4:])
         fix = f"correct {path}; `python {path}` shows the whole traceback"
         where = from_here(error.place) or path
-        return ConfigError(kind(f"{what}: {error.reason}", where=where, got=got, expected=self.expected, fix=fix))
+        return self._error(kind, f"{what}: {error.reason}", fix, where=where, got=got)
 
-    def _import(self, file: Path) -> dict[str, Any]:
-        module_name = f"relax_custom_{self.what}_{file.stem}"
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        if spec is None or spec.loader is None:
-            raise self._error(self.file, f"the {self.what} file is not Python", str(file), got=file.name)
+    def _import(self, spec: ModuleSpec, path: str) -> dict[str, Any]:
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         # Dataclasses and pickle look a class's module up by name.
-        sys.modules[module_name] = module
-        folder = str(file.resolve().parent)
+        sys.modules[spec.name] = module
+        folder = str(Path(path).resolve().parent)
         # As for `python FILE.py`: the file's neighbours come first while it is imported. For imports inside its
         # functions they come last afterwards, so that they hide no module that relax imports then.
         sys.path.insert(0, folder)
@@ -98,8 +98,8 @@ class UserFile:
             with user_code(passes=()), settings_kept():
                 spec.loader.exec_module(module)
         except UserCodeError as error:
-            del sys.modules[module_name]
-            raise self.raised(f"the {self.what} file fails to import", error, str(file)) from error
+            del sys.modules[spec.name]
+            raise self.raised(f"the {self.what} file fails to import", error, path) from error
         finally:
             sys.path.remove(folder)
             if folder not in sys.path:
@@ -110,37 +110,15 @@ class UserFile:
         """The error that the target of `spec` cannot be used: for its fault, or as it takes no such argument."""
         path, _, name = spec.rpartition(":")
         got = f"{name}{signature_of(target)}" if callable(target) else f"a {type(target).__name__}"
-        return ConfigError(
-            self.broken(
-                f"{name} cannot {use}",
-                where=path,
-                got=f"{name}: {fault}" if fault else got,
-                expected=expected or self.expected,
-                fix=f"correct {name} in {path}",
-            )
+        got = f"{name}: {fault}" if fault else got
+        return self._error(
+            self.broken, f"{name} cannot {use}", f"correct {name} in {path}", where=path, got=got, expected=expected
         )
 
-    def _error(self, kind: ProblemKind, message: str, path: str, *, got: str) -> ConfigError:
-        fix = f"{self.option} {path}:{self.noun}, with a file that exists"
-        return ConfigError(kind(message, where=path, got=got, expected=self.expected, fix=fix))
-
-
-def user_file(
-    what: str, prefix: str, broken: ProblemKind, noun: str, example: str, expected: str, *, nowhere: str = ""
-) -> UserFile:
-    """What the option of `broken` takes from a file, with the problems that all such files share: `prefix` begins their
-    ids, `nowhere` is empty where the option takes files alone."""
-    option = broken.option
-    name = f"the name of {'an' if what[0] in 'aeiou' else 'a'} {what}, or " if nowhere else ""
-    kinds = {
-        "syntax": f"`{option}` takes {name}`{expected.partition(',')[0]}`.",
-        "file": "The file cannot be read, or is not valid Python.",
-        noun: f"The file does not define that {noun}.",
-    } | ({"unknown": nowhere} if nowhere else {})
-    syntax, file, missing, *named = (
-        problem_kind(f"{prefix}-{end}", broken.theme, text, option=option) for end, text in kinds.items()
-    )
-    return UserFile(what, option, noun, example, expected, syntax, file, missing, broken, named[0] if named else syntax)
+    def _error(
+        self, kind: ProblemKind, what: str, fix: str, *, where: str = "", got: str = "", expected: str = ""
+    ) -> ConfigError:
+        return ConfigError(kind(what, where=where, got=got, expected=expected or self.expected, fix=fix))
 
 
 def is_file_spec(spec: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.plugin.records import env_fault
 from relax_cli.plugin.user_code import UserCodeError, user_code
-from relax_cli.plugin.user_file import is_file_spec, user_file
+from relax_cli.plugin.user_file import UserFile, is_file_spec
 
 THEME = "Episodes"
 EXPECTED = "FILE.py:Class, a class with reset(row) and step(response)"
@@ -21,7 +21,7 @@ BROKEN = problem_kind(
     "`reset(row)` or `step(response)`.",
     option="--env",
 )
-USER_FILE = user_file(
+USER_FILE = UserFile(
     "environment", "env", BROKEN, "class", "env.py:Env", EXPECTED,
     nowhere="No installed plugin provides an environment of that name.",
 )  # fmt: skip

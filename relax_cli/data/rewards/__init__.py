@@ -13,7 +13,7 @@ from relax_cli.data.rewards.builtin import BUILTIN_REWARDS, BUILTINS, REMOTE, ur
 from relax_cli.data.rewards.types import REWARD, BatchReward, RewardFunction, RewardInput, RewardResult, Score
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code
-from relax_cli.plugin.user_file import accepts, user_file
+from relax_cli.plugin.user_file import UserFile, accepts
 
 __all__ = ["BUILTIN_REWARDS", "BatchReward", "RewardFunction", "RewardInput", "RewardResult", "Score", "load_reward"]
 
@@ -24,7 +24,7 @@ CUSTOM = problem_kind(
     option="--custom-rm-path",
 )
 EXPECTED = "FILE.py:function, a function of list[RewardInput]"
-USER_FILE = user_file("reward", "custom-rm", CUSTOM, "function", "reward.py:score", EXPECTED)
+USER_FILE = UserFile("reward", "custom-rm", CUSTOM, "function", "reward.py:score", EXPECTED)
 REWARD_UNKNOWN = problem_kind(
     "reward-unknown", "Reward", "There is no reward of that name, or it does not load.", option="--rm-type"
 )

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
+from itertools import chain
 from typing import Any
 
 from relax_cli.data.rewards.types import RewardInput
@@ -54,11 +55,8 @@ class CodeJudge:
             raise RunError(CODE_SANDBOX(f"there is no sandbox: {error}", fix=sandbox_fix())) from error
         right = sum(map(same_output, ran.outputs, tests.outputs)) + sum(ran.passed)
         asked = len(tests.inputs) + len(tests.checks)
-        return {
-            "reward": float(right == asked),
-            "passed": right / asked,
-            "timed_out": float(ran.ended == "late"),
-        }
+        late = float(ran.ended == "late")
+        return {"reward": float(right == asked), "passed": right / asked, "timed_out": late}
 
 
 def code_of(response: str) -> str:
@@ -72,11 +70,9 @@ def same_output(printed: str | None, expected: str) -> bool:
     if printed is None:
         return False
     ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
-    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
-
-
-def _same_line(ours: list[str], theirs: list[str]) -> bool:
-    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+    if list(map(len, ours)) != list(map(len, theirs)):
+        return False
+    return all(map(_same_word, chain.from_iterable(ours), chain.from_iterable(theirs)))
 
 
 def _same_word(one: str, other: str) -> bool:
@@ -134,7 +130,10 @@ def _of_object(label: dict[str, Any]) -> Suite:
         return Suite(checks=[test + called])
     if "test_list" in label:
         setup = "\n".join([*label.get("test_imports", []), str(label.get("test_setup_code") or "")])
-        return Suite(checks=[f"{setup}\n{test}" for test in _texts(label["test_list"])])
+        tests = label["test_list"]
+        if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+            raise ValueError("test_list is not a list of texts")
+        return Suite(checks=[f"{setup}\n{test}" for test in tests])
     inputs, outputs = label.get("inputs"), label.get("outputs")
     if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
         name = label.get("fn_name")
@@ -160,12 +159,6 @@ def _of_list(items: list[Any]) -> Suite:
             found.inputs.append(_text(given))
             found.outputs.append(_text(expected))
     return found
-
-
-def _texts(items: Any) -> list[str]:
-    if isinstance(items, list) and all(isinstance(item, str) for item in items):
-        return items
-    raise ValueError("test_list is not a list of texts")
 
 
 def _text(value: Any) -> str:

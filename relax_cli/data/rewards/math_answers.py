@@ -79,36 +79,22 @@ def _parse(text: str) -> list[Any]:
 
 def _equal(gold: list[Any], answer: list[Any]) -> bool:
     from math_verify import verify
+    from sympy import Expr, Float, Integer
+
+    def numbers(values: list[Any]) -> list[float]:
+        found = []
+        for value in values:
+            if isinstance(value, Expr) and value.is_number and value.is_real:
+                with suppress(TypeError, OverflowError):
+                    found.append(float(value))
+        return found
 
     # math-verify rounds to six places: 1e-7 and 2e-7 would be equal, 1234567.891 and 1234567.89 not.
-    golds, answers = _numbers(gold), _numbers(answer)
-    if golds and answers and _has_decimal([*gold, *answer]) and not _is_whole(gold[0]):
+    golds, answers = numbers(gold), numbers(answer)
+    has_decimal = any(isinstance(value, Expr) and value.has(Float) for value in [*gold, *answer])
+    if golds and answers and has_decimal and not (isinstance(gold[0], Integer) and gold[0] != 0):
         return any(isclose(one, other, rel_tol=TOLERANCE) for one in golds for other in answers)
     return bool(verify(gold, answer, timeout_seconds=None))
-
-
-def _numbers(values: list[Any]) -> list[float]:
-    """The real numbers among what was parsed."""
-    from sympy import Expr
-
-    numbers = []
-    for value in values:
-        if isinstance(value, Expr) and value.is_number and value.is_real:
-            with suppress(TypeError, OverflowError):
-                numbers.append(float(value))
-    return numbers
-
-
-def _has_decimal(values: list[Any]) -> bool:
-    from sympy import Expr, Float
-
-    return any(isinstance(value, Expr) and value.has(Float) for value in values)
-
-
-def _is_whole(value: Any) -> bool:
-    from sympy import Integer
-
-    return isinstance(value, Integer) and value != 0
 
 
 def _plain(text: str) -> str:

@@ -52,15 +52,11 @@ if len(os.environ) > 5:
 """
 """Tries what no response may do, and prints what succeeds."""
 SETTINGS = (
-    (
-        "kernel/apparmor_restrict_unprivileged_userns",
-        "1",
-        "sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
-    ),
-    ("kernel/unprivileged_userns_clone", "0", "sudo sysctl -w kernel.unprivileged_userns_clone=1"),
-    ("user/max_user_namespaces", "0", "sudo sysctl -w user.max_user_namespaces=15000"),
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),
+    ("kernel/unprivileged_userns_clone", "0", "1"),
+    ("user/max_user_namespaces", "0", "15000"),
 )
-"""Settings of Linux that forbid the sandbox to a user, the value that does, and the command that allows it."""
+"""Settings of Linux that forbid the sandbox to a user, with the value that does, and one that allows it."""
 
 
 class SandboxError(Exception):
@@ -203,10 +199,9 @@ def sandbox_fault() -> str:
 
 def sandbox_fix() -> str:
     """What to do where the sandbox does not work."""
-    for name, bad, command in SETTINGS:
+    for name, bad, good in SETTINGS:
         with suppress(OSError):
             if Path("/proc/sys", name).read_text("ascii").strip() == bad:
-                return command
-    return (
-        "run on Linux 5.12 or later, outside of a container that forbids user namespaces, or judge by --rm-type remote"
-    )
+                return f"sudo sysctl -w {name.replace('/', '.')}={good}"
+    container = "outside of a container that forbids user namespaces"
+    return f"run on Linux 5.12 or later, {container}, or judge by --rm-type remote"
