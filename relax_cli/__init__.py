@@ -4,9 +4,9 @@ used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from relax_cli.plugin.lazy import lazy_attributes as lazy_attributes
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from relax_cli.algorithms.types import AdvantageInputs as AdvantageInputs
@@ -37,6 +37,22 @@ if TYPE_CHECKING:
     from relax_cli.plugin.records import Reward as Reward
     from relax_cli.plugin.trackers import TrackedRun as TrackedRun
     from relax_cli.plugin.trackers import Tracker as Tracker
+
+
+def lazy_attributes(module: str, **references: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose import must be cheap.
+
+    For example `__getattr__ = lazy_attributes(__name__, policy_loss="relax_mine.loss:policy_loss")`: torch is imported
+    when `relax_mine.policy_loss` is read.
+    """
+
+    def load(name: str) -> Any:
+        if name not in references:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return resolve_name(references[name])
+
+    return load
+
 
 _HOMES = {
     "relax_cli.algorithms.types": ("AdvantageInputs", "AdvantageOutputs", "LossInputs", "LossTerms"),

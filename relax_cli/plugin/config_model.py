@@ -27,8 +27,7 @@ NOT_REBUILT = declare(
 def config_model(estimators: Iterable[Estimator]) -> type[Config]:
     """The core `Config` with a section per estimator for those of its options that the core does not have.
     Raises ConfigError: a section or option name is claimed twice; names both claimants."""
-    owners = {name: f"the core section {section}" for name, (section, _) in options_by_name(Config).items()}
-    core_names = set(owners)
+    core_names, owners = set(options_by_name(Config)), dict[str, str]()
     sections: dict[str, Any] = {}
     for estimator in estimators:
         own = {n: f for n, f in estimator.options.model_fields.items() if n not in core_names}
@@ -38,16 +37,11 @@ def config_model(estimators: Iterable[Estimator]) -> type[Config]:
         if estimator.name in Config.model_fields:
             claims.append((estimator.name, "a core section"))
         if claims:
-            raise ConfigError(
-                [
-                    CLAIMED_TWICE(
-                        f"option {name} is claimed by {owner} and by estimator {estimator.name}",
-                        fix="uninstall one of the two plugins, or rename the option in its option model",
-                        option=flag(name),
-                    )
-                    for name, owner in claims
-                ]
-            )
+            fix = "uninstall one of the two plugins, or rename the option in its option model"
+            claimed = [
+                (n, f"option {n} is claimed by {owner} and by estimator {estimator.name}") for n, owner in claims
+            ]
+            raise ConfigError([CLAIMED_TWICE(what, fix=fix, option=flag(name)) for name, what in claimed])
         owners.update(dict.fromkeys(own, f"estimator {estimator.name}"))
         fields: dict[str, Any] = {n: (f.annotation, f) for n, f in own.items()}
         section = create_model(f"{estimator.name.title()}Section", __base__=Section, **fields)

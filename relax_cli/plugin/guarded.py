@@ -61,15 +61,10 @@ class EstimatorMath:
             with user_code():
                 return run()
         except UserCodeError as error:
-            raise RunError(
-                ESTIMATOR_FAILED(
-                    f"{reference} of the estimator {self._estimator.name} failed",
-                    where=error.place,
-                    got=error.story,
-                    expected="its record, every tensor [B, T]",
-                    fix=f"relax plugins check {self._estimator.name}",
-                )
-            ) from error
+            name, expected = self._estimator.name, "its record, every tensor [B, T]"
+            what, fix = f"{reference} of the estimator {name} failed", f"relax plugins check {name}"
+            problem = ESTIMATOR_FAILED(what, where=error.place, got=error.story, expected=expected, fix=fix)
+            raise RunError(problem) from error
 
 
 def _require_grid(name: str, value: Any, mask: Tensor) -> None:

@@ -81,15 +81,9 @@ def broken_references(plugin: Plugin, records: Sequence[Record] | None = None) -
     try:
         return run_apart(f"{__name__}:load_all", json.dumps([sys.path, references]))
     except Unanswered as error:
-        names = ", ".join(reference for reference, _ in references)
-        return [
-            REFERENCE(
-                f"what plugin {plugin.title} refers to {error}",
-                got=names,
-                expected="modules that can be imported",
-                fix=f"update or remove {plugin.row.distribution}",
-            )
-        ]
+        got, expected = ", ".join(reference for reference, _ in references), "modules that can be imported"
+        what, fix = f"what plugin {plugin.title} refers to {error}", f"update or remove {plugin.row.distribution}"
+        return [REFERENCE(what, got=got, expected=expected, fix=fix)]
 
 
 def load_all(asked: str) -> None:

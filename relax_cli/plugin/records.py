@@ -178,13 +178,8 @@ def load_reference(reference: str, owner: str) -> Callable[..., Any]:
             if not callable(function):
                 raise TypeError(f"{reference.rpartition(':')[2]} is a {type(function).__name__}, not a function")
     except UserCodeError as error:
-        raise ConfigError(
-            REFERENCE(
-                f"{owner} refers to {reference!r}, which cannot be loaded",
-                where=error.place,
-                got=error.story,
-                expected="module:function",
-                fix="reinstall or update the package that provides it (`relax plugins list` names it)",
-            )
-        ) from error
+        what = f"{owner} refers to {reference!r}, which cannot be loaded"
+        fix = "reinstall or update the package that provides it (`relax plugins list` names it)"
+        problem = REFERENCE(what, where=error.place, got=error.story, expected="module:function", fix=fix)
+        raise ConfigError(problem) from error
     return function

@@ -28,12 +28,19 @@ class UserCodeError(Exception):
     """Code that is not ours raised `__cause__`."""
 
     def __init__(self, cause: BaseException) -> None:
-        self.reason = reason_of(cause)
+        try:
+            text = str(cause)
+        except Exception:  # noqa: BLE001 `__str__` is the user's, too
+            text = "(its text cannot be shown)"
+        kind = type(cause).__name__
+        self.reason = f"{kind}: {text}" if text else kind
         """`ValueError: text`."""
         self.frames = own_frames(cause.__traceback__)
         """The user's own frames, outermost first."""
-        self.place = place_of(cause)
+        self.place = f"{self.frames[-1].filename}:{self.frames[-1].lineno}" if self.frames else ""
         """`file:line` where it happened; empty when no file of the user is to blame."""
+        if isinstance(cause, SyntaxError) and cause.filename:
+            self.place = f"{cause.filename}:{cause.lineno}"
         super().__init__(self.reason)
 
     @property
@@ -56,15 +63,6 @@ def user_code(*, passes: tuple[type[BaseException], ...] = (RelaxError,)) -> Ite
         raise UserCodeError(error) from error
 
 
-def reason_of(error: BaseException) -> str:
-    """`ValueError: text`, also for an exception that cannot be shown."""
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 `__str__` is the user's, too
-        text = "(its text cannot be shown)"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def own_frames(trace: TracebackType | None) -> tuple[traceback.FrameSummary, ...]:
     """Frames of the user's own files, outermost first: not those of relax, pluggy, Python and the libraries below."""
     frames = [frame for frame in traceback.extract_tb(trace) if not _is_machinery(frame.filename)]
@@ -79,14 +77,6 @@ def own_frames(trace: TracebackType | None) -> tuple[traceback.FrameSummary, ...
 def _is_machinery(filename: str) -> bool:
     standard = filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename
     return standard or filename.startswith((*_CALLERS, "<frozen "))
-
-
-def place_of(error: BaseException) -> str:
-    """`file:line` to look at; empty where only libraries were running."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = own_frames(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def from_here(path: str) -> str:

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from relax_cli.backends.rollout.protocol import Generation
 from relax_cli.config.schema import Config
 from relax_cli.data.prompts import Prompt
-from relax_cli.data.rewards import RewardFunction, RewardInput, RewardResult
+from relax_cli.data.rewards import RewardInput, RewardResult
+from relax_cli.data.rewards.checked import ChosenReward
 from relax_cli.data.rewards.text import overlong_penalty
 from relax_cli.data.tokenise import prompt_text
 from relax_cli.errors import RunError
@@ -81,7 +82,7 @@ class Judged(Sampled):
 class Judge:
     """The run's reward, and the text that it is given."""
 
-    reward: RewardFunction
+    reward: ChosenReward
     tokenizer: PreTrainedTokenizerBase
     stop: Sequence[str]
     """Strings that end a response."""

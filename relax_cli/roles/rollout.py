@@ -23,8 +23,8 @@ from relax_cli.config.held_out import section_of_set
 from relax_cli.data.envs.load import EnvFactory
 from relax_cli.data.order import PromptOrder
 from relax_cli.data.prompts import Prompt, Prompts
-from relax_cli.data.rewards import RewardFunction
 from relax_cli.data.rewards.answers import comparable_answer
+from relax_cli.data.rewards.checked import ChosenReward
 from relax_cli.data.tokenise import encode_prompt, prompt_too_long
 from relax_cli.errors import ConfigError, RunError
 from relax_cli.plugin.graph import WEIGHT_VERSIONS
@@ -59,7 +59,7 @@ class RolloutRole:
         self,
         engine: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
-        reward: RewardFunction | EnvFactory,
+        reward: ChosenReward | EnvFactory,
         prompts: dict[str, Sequence[Prompt]],
         samplings: dict[str, SamplingParams],
         context: RoleContext,

@@ -47,13 +47,9 @@ def load_env(spec: str, named: Mapping[str, str]) -> EnvFactory:
         with user_code():
             return EnvFactory(spec, resolve_name(named[spec]))
     except UserCodeError as error:
-        raise ConfigError(
-            BROKEN(
-                f"the environment {spec!r} does not load: {error.reason}",
-                got="; ".join(filter(None, (named[spec], error.place))),
-                fix="update or remove the package that provides it",
-            )
-        ) from error
+        what, fix = f"the environment {spec!r} does not load", "update or remove the package that provides it"
+        got = "; ".join(filter(None, (named[spec], error.place)))
+        raise ConfigError(BROKEN(f"{what}: {error.reason}", got=got, fix=fix)) from error
 
 
 def check_env(spec: str) -> list[Problem]:

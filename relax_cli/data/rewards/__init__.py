@@ -6,16 +6,19 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS, BUILTINS, REMOTE, url_fault
-from relax_cli.data.rewards.types import REWARD, BatchReward, RewardFunction, RewardInput, RewardResult, Score
+from relax_cli.data.rewards.types import REWARD, BatchReward, RewardInput, RewardResult, Score
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code
 from relax_cli.plugin.user_file import UserFile, accepts
 
-__all__ = ["BUILTIN_REWARDS", "BatchReward", "RewardFunction", "RewardInput", "RewardResult", "Score", "load_reward"]
+if TYPE_CHECKING:
+    from relax_cli.data.rewards.checked import ChosenReward
+
+__all__ = ["BUILTIN_REWARDS", "BatchReward", "RewardInput", "RewardResult", "Score", "load_reward"]
 
 CUSTOM = problem_kind(
     "custom-reward",
@@ -30,12 +33,11 @@ REWARD_UNKNOWN = problem_kind(
 )
 
 
-def load_reward(section: RewardSection, named: Mapping[str, str]) -> RewardFunction:
+def load_reward(section: RewardSection, named: Mapping[str, str]) -> ChosenReward:
     """The reward of `--rm-type` or `--custom-rm-path`; `named` are those of plugins, name to `"module:function"`.
     Raises ConfigError: none or both are given, the name is unknown or claimed twice, or it does not load."""
     # Here, because the rules of a configuration import this package, and have no use for asyncio.
-    from relax_cli.data.rewards.checked import CheckedReward
-    from relax_cli.data.rewards.chosen import ChosenReward
+    from relax_cli.data.rewards.checked import CheckedReward, ChosenReward
 
     if section.rm_type is not None and section.custom_rm_path is not None:
         got = f"{section.rm_type} and {section.custom_rm_path}"

@@ -1,21 +1,25 @@
-"""Calls a reward on a batch, and refuses everything but one usable number for each sample."""
+"""Calls rewards on a batch, each sample by its own, and refuses everything but one usable number for each."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from relax_cli.config.data_section import shares_of
 from relax_cli.data.rewards.types import REWARD, BatchReward, JudgesAhead, RewardInput, RewardResult
 from relax_cli.data.values import printable
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.user_code import TookTooLong, UserCodeError, from_here, settings_kept, user_code, user_deadline
+
+log = logging.getLogger(__name__)
 
 MOST_REWARD = 1e15
 """The trainer squares rewards in float32."""
@@ -34,7 +38,7 @@ REWARD_FAILED = problem_kind(
 
 
 class CheckedReward:
-    """A `RewardFunction` from a function of anybody's."""
+    """A reward from a function of anybody's."""
 
     def __init__(self, name: str, function: BatchReward, key: str | None, seconds: float = 3600.0) -> None:
         """`seconds` is the deadline of each batch."""
@@ -45,7 +49,8 @@ class CheckedReward:
         self._runner = asyncio.Runner()
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
-        """See `RewardFunction`. Without samples, such as on a worker without a share, the function is not called."""
+        """Judge a batch. Without samples, such as on a worker without a share, the function is not called.
+        Raises RunError: it failed, or returned something other than one finite number for each sample."""
         if not samples:
             return []
         try:
@@ -56,11 +61,12 @@ class CheckedReward:
             raise self._raised(error, samples) from error.__cause__
 
     def ahead(self, sample: RewardInput, group: Sequence[RewardInput]) -> None:
-        """See `RewardFunction`."""
+        """See `JudgesAhead`; does nothing where the reward cannot."""
         if isinstance(self._function, JudgesAhead):
             self._function.ahead(sample, group)
 
     def close(self) -> None:
+        """End the worker processes, if there are any."""
         self._runner.close()
         close: Callable[[], None] | None = getattr(self._function, "close", None)
         if close is not None:
@@ -155,6 +161,85 @@ class CheckedReward:
                 fix=fix or f"correct the reward {self._name}",
             )
         )
+
+
+class ChosenReward:
+    """The reward of a run: that of a sample's row, else `--rm-type`; one, or a weighted sum of several."""
+
+    def __init__(
+        self,
+        default: Sequence[tuple[str, str]],
+        load: Callable[[str], CheckedReward],
+        on_error: Literal["stop", "zero", "drop"],
+    ) -> None:
+        """`default` are names and weights, for samples whose row names none."""
+        self._default = default
+        self._load = load
+        self._on_error = on_error
+        self._rewards = {name: load(name) for name, _ in default}
+
+    def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
+        """Judge a batch. Raises RunError: a reward failed, on the whole batch whatever `--reward-on-error` is."""
+        shares = [self._shares(sample) for sample in samples]
+        found: list[dict[str, RewardResult]] = [{} for _ in samples]
+        for name in dict.fromkeys(name for each in shares for name, _ in each):
+            rows = [row for row, each in enumerate(shares) if name in dict(each)]
+            if name not in self._rewards:
+                self._rewards[name] = self._load(name)
+            for row, result in zip(rows, self._judge(name, [samples[row] for row in rows]), strict=True):
+                found[row][name] = result
+        return [_total(each, results) for each, results in zip(shares, found, strict=True)]
+
+    def ahead(self, sample: RewardInput, group: Sequence[RewardInput]) -> None:
+        """See `JudgesAhead`; a reward that only rows name is not loaded for it."""
+        for name, _ in self._shares(sample):
+            if name in self._rewards:
+                self._rewards[name].ahead(sample, group)
+
+    def _shares(self, sample: RewardInput) -> Sequence[tuple[str, str]]:
+        return shares_of(sample.reward) if sample.reward else self._default
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+        for reward in self._rewards.values():
+            reward.close()
+
+    def _judge(self, name: str, samples: Sequence[RewardInput]) -> list[RewardResult]:
+        reward = self._rewards[name]
+        try:
+            return reward(samples)
+        except RunError as error:
+            if self._on_error == "stop":
+                raise
+            # One sample at a time shows which of them fail; not where each would wait as long as the batch did.
+            if error.problems[0].id != REWARD_FAILED.id or isinstance(error.__cause__, TookTooLong):
+                raise
+            first = error
+        results = [_one(reward, sample) for sample in samples]
+        failed = sum(result.failed for result in results)
+        if failed == len(results) > 1:
+            raise first
+        does = "scored 0" if self._on_error == "zero" else "left out"
+        log.warning("%d of %d samples could not be judged and are %s: %s", failed, len(results), does, first)
+        return results
+
+
+def _one(reward: CheckedReward, sample: RewardInput) -> RewardResult:
+    try:
+        return reward([sample])[0]
+    except RunError:
+        return RewardResult(0.0, failed=True)
+
+
+def _total(shares: Sequence[tuple[str, str]], results: dict[str, RewardResult]) -> RewardResult:
+    """The result of the only reward, or the weighted sum, whose parts are the rewards and theirs."""
+    if len(shares) == 1 and float(shares[0][1]) == 1:
+        return results[shares[0][0]]
+    parts: dict[str, float] = {}
+    for name, result in results.items():
+        parts |= {name: result.reward} | {f"{name}/{part}": number for part, number in result.parts.items()}
+    total = sum(float(weight) * results[name].reward for name, weight in shares)
+    return RewardResult(total, parts, failed=any(result.failed for result in results.values()))
 
 
 def as_float(value: Any) -> float | None:

@@ -20,14 +20,8 @@ def judge(sample: RewardInput) -> dict[str, float]:
     Raises RunError: the sample has no label, or one that is not mathematics."""
     verdicts = [compare(answer, sample.response) for answer in sample.answers("math")]
     if "bad-label" in verdicts:
-        raise RunError(
-            MATH_LABEL(
-                "math-verify finds no mathematics in the label",
-                where=sample.describe(),
-                got=repr(sample.label),
-                expected="a number, LaTeX or a word",
-                fix="correct the label, or --rm-type exact",
-            )
-        )
+        what, expected = "math-verify finds no mathematics in the label", "a number, LaTeX or a word"
+        fix, got = "correct the label, or --rm-type exact", repr(sample.label)
+        raise RunError(MATH_LABEL(what, where=sample.describe(), got=got, expected=expected, fix=fix))
     correct = float("right" in verdicts)
     return {"reward": correct, "correct": correct}

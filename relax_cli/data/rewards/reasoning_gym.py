@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 from reasoning_gym import get_score_answer_fn
@@ -27,6 +26,7 @@ ENTRY = problem_kind(
 # A minus right after a digit or a bracket subtracts (`7-5`), it does not negate.
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_scorer = functools.cache(get_score_answer_fn)
 
 
 def judge(sample: RewardInput) -> dict[str, float]:
@@ -34,10 +34,8 @@ def judge(sample: RewardInput) -> dict[str, float]:
     Raises RunError: a prompt is not from reasoning-gym, or its task does not even accept its own answer."""
     metadata = sample.metadata
     if missing := {"source_dataset", "question", "answer"} - metadata.keys():
-        raise _error(
-            sample,
-            f"the prompt is not from reasoning-gym: its metadata lacks {', '.join(sorted(missing))}",
-        )
+        lacking = ", ".join(sorted(missing))
+        raise _error(sample, f"the prompt is not from reasoning-gym: its metadata lacks {lacking}")
     entry = {"question": metadata["question"], "answer": metadata["answer"], "metadata": metadata}
     expected = None if entry["answer"] is None else str(entry["answer"])
     score = _score(sample, extract_answer(sample.response, expected), entry)
@@ -63,12 +61,6 @@ def _score(sample: RewardInput, answer: str, entry: dict[str, Any]) -> float:
         return 0.0
 
 
-@functools.cache
-def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    scorer: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
-    return scorer
-
-
 def extract_answer(response: str, expected: str | None) -> str:
     """The part of a response that is compared with the expected answer."""
     if tagged := ANSWER_TAG.findall(response):
@@ -79,12 +71,6 @@ def extract_answer(response: str, expected: str | None) -> str:
 
 
 def _error(sample: RewardInput, message: str) -> RunError:
-    return RunError(
-        ENTRY(
-            message,
-            where=sample.describe(),
-            got=str(sample.metadata)[:200],
-            expected="metadata of a reasoning-gym entry",
-            fix="--prompt-data reasoning-gym:TASK, or another --rm-type",
-        )
-    )
+    got, expected = str(sample.metadata)[:200], "metadata of a reasoning-gym entry"
+    fix = "--prompt-data reasoning-gym:TASK, or another --rm-type"
+    return RunError(ENTRY(message, where=sample.describe(), got=got, expected=expected, fix=fix))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from relax_cli.data.rows import Label
 from relax_cli.data.values import Unusable, label_value, shown
@@ -106,17 +106,3 @@ class JudgesAhead(ABC):
         Args:
             group: all samples of its prompt, where this is the last of them; else none.
         """
-
-
-class RewardFunction(Protocol):
-    """A loaded reward."""
-
-    def __call__(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
-        """Judge a batch.
-        Raises RunError: the function failed, or returned something other than one finite number for each sample."""
-
-    def ahead(self, sample: RewardInput, group: Sequence[RewardInput]) -> None:
-        """See `JudgesAhead`; does nothing where the reward cannot."""
-
-    def close(self) -> None:
-        """End the worker processes, if there are any."""
