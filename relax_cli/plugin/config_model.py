@@ -37,10 +37,8 @@ def config_model(estimators: Iterable[Estimator]) -> type[Config]:
         if estimator.name in Config.model_fields:
             claims.append((estimator.name, "a core section"))
         if claims:
-            fix = "uninstall one of the two plugins, or rename the option in its option model"
-            claimed = [
-                (n, f"option {n} is claimed by {owner} and by estimator {estimator.name}") for n, owner in claims
-            ]
+            fix, claimer = "uninstall one of the two plugins, or rename the option in its option model", estimator.name
+            claimed = [(n, f"option {n} is claimed by {owner} and by estimator {claimer}") for n, owner in claims]
             raise ConfigError([CLAIMED_TWICE(what, fix=fix, option=flag(name)) for name, what in claimed])
         owners.update(dict.fromkeys(own, f"estimator {estimator.name}"))
         fields: dict[str, Any] = {n: (f.annotation, f) for n, f in own.items()}
