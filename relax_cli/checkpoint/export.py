@@ -6,7 +6,8 @@ import json
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,38 +74,25 @@ class Exported:
     """Bytes of all files."""
 
 
-def export_hf(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtype | None = None) -> Exported:
+def export_hf(
+    checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtype | None = None, *, peft: bool = False
+) -> Exported:
     """Write the policy of a checkpoint, at whatever parallelism it was saved, as a folder that transformers loads.
 
     Args:
         out: is made; must be empty.
         model_folder: `config.json` and tokenizer files come from there, and the weights that adapters are merged into.
         dtype: type of the weights; None: that of the checkpoint.
+        peft: write its low-rank adapters alone, as a folder that PEFT loads.
 
     Raises:
-        ConfigError: `out` is not empty, or `model_folder` cannot be used or is of another model.
+        ConfigError: `out` is not empty, `model_folder` cannot be used or is of another model, or there are no adapters.
         ResumeError: the checkpoint is damaged, or not an actor's.
         RunError: the disk refused.
     """
-    refuse_in_use(out)
-    lora = adapters_in(refuse_unfit(checkpoint, model_folder))
-    spec = read_spec(model_folder)
-    with safe_load.taken_over_from(checkpoint):
-        full = dict(_parameters(_read_model(checkpoint), spec))
-        if lora is not None:
-            full = dict(_merged(full, lora, spec, model_folder))
-        weights = dict(megatron_to_hf(full, spec))
-    # The conversion back looks at every name and shape; on the meta device it costs nothing.
-    hf_to_megatron({name: tensor.to("meta") for name, tensor in weights.items()}, spec, 1, 0)
-    return _write(out, weights, dtype, lambda folder, named: write_hf(folder, named.items(), model_folder))
-
-
-def export_peft(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dtype | None = None) -> Exported:
-    """Write the low-rank adapters of a checkpoint as a folder that PEFT loads; see `export_hf`.
-    Raises ConfigError: also where the checkpoint has no adapters."""
-    refuse_in_use(out)
-    lora = adapters_in(refuse_unfit(checkpoint, model_folder))
-    if lora is None:
+    _refuse_in_use(out)
+    lora = adapters_in(_refuse_unfit(checkpoint, model_folder))
+    if peft and lora is None:
         raise ConfigError(
             NO_ADAPTERS(
                 "the checkpoint has no low-rank adapters: every weight was trained",
@@ -116,11 +104,27 @@ def export_peft(checkpoint: Path, out: Path, model_folder: Path, dtype: torch.dt
         )
     spec = read_spec(model_folder)
     with safe_load.taken_over_from(checkpoint):
-        weights = dict(_as_peft(dict(_parameters(_read_model(checkpoint), spec)), spec))
-    return _write(out, weights, dtype, lambda folder, named: _write_peft(folder, named, lora, model_folder))
+        saved = dict(_parameters(_read_model(checkpoint), spec))
+        if peft:
+            weights = dict(_as_peft(saved, spec))
+        else:
+            full = saved if lora is None else dict(_merged(saved, lora, spec, model_folder))
+            weights = dict(megatron_to_hf(full, spec))
+    if not peft:
+        # The conversion back looks at every name and shape; on the meta device it costs nothing.
+        hf_to_megatron({name: tensor.to("meta") for name, tensor in weights.items()}, spec, 1, 0)
+    kept = next(iter(weights.values())).dtype if dtype is None else dtype
+    with _finished_in(out) as folder:
+        named = {name: tensor.to(kept) for name, tensor in weights.items()}
+        if peft and lora is not None:
+            _write_peft(folder, named, lora, model_folder)
+        else:
+            write_hf(folder, named.items(), model_folder)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return Exported(out, str(kept).removeprefix("torch."), sum(tensor.numel() for tensor in weights.values()), size)
 
 
-def refuse_in_use(out: Path) -> None:
+def _refuse_in_use(out: Path) -> None:
     """Raises ConfigError where `out` is a file, or not empty; the rest of an interrupted export does not count."""
     if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= {UNFINISHED}):
         raise ConfigError(
@@ -133,7 +137,7 @@ def refuse_in_use(out: Path) -> None:
         )
 
 
-def refuse_unfit(checkpoint: Path, model_folder: Path) -> CheckpointMeta:
+def _refuse_unfit(checkpoint: Path, model_folder: Path) -> CheckpointMeta:
     """`relax.json` of a complete checkpoint, hash for hash, of an actor on this model; else raises ResumeError."""
     meta = layout.read_meta(checkpoint)
     if meta.role != "actor":
@@ -146,10 +150,9 @@ def refuse_unfit(checkpoint: Path, model_folder: Path) -> CheckpointMeta:
                 expected="role actor",
             )
         )
-    found = layout.damages(checkpoint, deep=True)
-    if found:
-        save_dir = checkpoint.absolute().parent
-        older = next((i for i in resumable(save_dir, deep=True) if i != meta.iteration), None)
+    if found := layout.damages(checkpoint, deep=True):
+        others = resumable(checkpoint.absolute().parent, deep=True)
+        older = next((i for i in others if i != meta.iteration), None)
         raise ResumeError(
             DAMAGED(
                 f"the checkpoint is damaged: {found[0]}",
@@ -248,22 +251,17 @@ def _write_peft(folder: Path, weights: Mapping[str, Tensor], lora: Lora, model_f
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write(
-    out: Path,
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-    write: Callable[[Path, Mapping[str, Tensor]], None],
-) -> Exported:
-    """Everything in a temporary folder inside `out` first; `config.json` leaves it last, when the rest is complete.
+@contextmanager
+def _finished_in(out: Path) -> Iterator[Path]:
+    """A temporary folder inside `out`, whose files move there in the end; `config.json` last, when all is complete.
 
     `out` itself is never replaced: it may be a link, a mount, or a folder in use.
     """
     temporary, is_new = out / UNFINISHED, not out.exists()
-    kept = next(iter(weights.values())).dtype if dtype is None else dtype
     try:
         if temporary.exists():
             shutil.rmtree(temporary)
-        write(temporary, {name: tensor.to(kept) for name, tensor in weights.items()})
+        yield temporary
         for path in temporary.rglob("*"):
             layout.fsync_file(path)
         for path in sorted(temporary.iterdir(), key=lambda path: path.name in LAST):
@@ -273,5 +271,3 @@ def _write(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(out if is_new else temporary, ignore_errors=True)
         raise storage_failed(error, out) from error
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return Exported(out, str(kept).removeprefix("torch."), sum(tensor.numel() for tensor in weights.values()), size)

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.serialization import set_crc32_options
 
 from relax_cli.checkpoint.layout import FileEntry
 
@@ -45,13 +45,7 @@ class HashingFileSystem(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file, and what is known of it."""
         super().rename(path, new_path)
-        entry = self._entries.pop(Path(path))
-        self._entries[Path(new_path)] = FileEntry(Path(new_path).name, entry.size, entry.sha256)
-
-
-def leave_out_crc32() -> None:
-    """From now on `torch.save` of this process leaves out the check sums inside its files: sha256 covers them whole."""
-    set_crc32_options(False)
+        self._entries[Path(new_path)] = replace(self._entries.pop(Path(path)), path=Path(new_path).name)
 
 
 class _FollowedFile(io.BufferedWriter):

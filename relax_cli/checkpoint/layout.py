@@ -225,27 +225,21 @@ def read_meta(folder: Path) -> CheckpointMeta:
             raise ValueError(f"it has format {str(version)[:20]}, this relax reads format {FORMAT_VERSION}")
         meta = _META.validate_json(content)
         _KNOWN_EXTRA.validate_python(meta.extra)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part)[:40] for part in first["loc"])
-        raise _bad_meta(path, f"{place}: {first['msg']}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise _bad_meta(path, str(error)) from error
-    except (KeyError, TypeError) as error:
-        raise _bad_meta(path, f"unexpected content ({error})") from error
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        reason = f"unexpected content ({error})" if isinstance(error, KeyError | TypeError) else str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(str(part)[:40] for part in first['loc'])}: {first['msg']}"
+        raise ResumeError(
+            META_UNREADABLE(
+                f"{META_FILE} of the checkpoint cannot be used: {reason}",
+                fix="resume from another iteration, or from a copy of this one",
+                where=str(path),
+                got=reason,
+                expected=f"the {META_FILE} that relax wrote",
+            )
+        ) from error
     return meta
-
-
-def _bad_meta(path: Path, reason: str) -> ResumeError:
-    return ResumeError(
-        META_UNREADABLE(
-            f"{META_FILE} of the checkpoint cannot be used: {reason}",
-            fix="resume from another iteration, or from a copy of this one",
-            where=str(path),
-            got=reason,
-            expected=f"the {META_FILE} that relax wrote",
-        )
-    )
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -270,25 +264,19 @@ def damages(folder: Path, *, deep: bool = False) -> list[str]:
     Raises ResumeError: `relax.json` itself cannot be used."""
     entries = read_meta(folder).files
     found = strays(folder)
-    safe_to_read = not found
+    compares = deep and not found
     for entry in entries:
+        path = folder / entry.path
         try:
-            damage = _damage(folder / entry.path, entry, deep=deep and safe_to_read)
+            if not path.is_file():
+                found.append(f"{entry.path} is missing")
+            elif (size := path.stat().st_size) != entry.size:
+                found.append(f"{entry.path} has {size} bytes instead of {entry.size}")
+            elif compares and sha256_of(path) != entry.sha256:
+                found.append(f"{entry.path} has changed since it was written")
         except OSError as error:
-            damage = f"{entry.path} cannot be read: {error.strerror}"
-        if damage is not None:
-            found.append(damage)
+            found.append(f"{entry.path} cannot be read: {error.strerror}")
     return found
-
-
-def _damage(path: Path, entry: FileEntry, *, deep: bool) -> str | None:
-    if not path.is_file():
-        return f"{entry.path} is missing"
-    if path.stat().st_size != entry.size:
-        return f"{entry.path} has {path.stat().st_size} bytes instead of {entry.size}"
-    if deep and sha256_of(path) != entry.sha256:
-        return f"{entry.path} has changed since it was written"
-    return None
 
 
 def strays(folder: Path) -> list[str]:

@@ -29,17 +29,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from relax_cli.checkpoint import layout
-from relax_cli.errors import RelaxError, ResumeError, problem_kind
+from relax_cli.errors import RelaxError, ResumeError, problem_kinds
 
-UNSAFE = problem_kind(
+declare = problem_kinds("Folders and checkpoints")
+UNSAFE = declare(
     "checkpoint-unsafe",
-    "Folders and checkpoints",
     "The checkpoint contains what no checkpoint needs: code, a path out of its folder, a pipe. Nothing of it was "
     "executed.",
 )
-UNLOADABLE = problem_kind(
+UNLOADABLE = declare(
     "checkpoint-unloadable",
-    "Folders and checkpoints",
     "The checkpoint does not load into this model, most likely because it belongs to another one.",
 )
 
@@ -48,14 +47,7 @@ COMMON_FILE = "common.pt"
 MOST_METADATA_BYTES = 1 << 30
 MOST_COMMON_BYTES = 1 << 30
 
-CONTENT_ERRORS: tuple[type[Exception], ...] = (
-    OSError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+CONTENT: tuple[type[BaseException], ...] = (OSError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What reading damaged or foreign content raises."""
 
 KNOWN_NAMES = {
@@ -150,20 +142,25 @@ def taken_over_from(folder: Path, *further: type[Exception]) -> Iterator[None]:
     Args:
         further: errors of a library that reads it.
     """
+    expected: tuple[type[BaseException], ...] = (*CONTENT, CheckpointException, *further)
     try:
         yield
     except RelaxError:
         raise
-    except (*CONTENT_ERRORS, *further) as error:
-        raise _unloadable(error, folder) from error
-    except CheckpointException as error:
+    except expected as error:
         root = root_of(error)
         if isinstance(root, RelaxError):
             raise root from error
         if isinstance(root, pickle.UnpicklingError):
-            reason = "a shard contains something other than tensors, or is damaged"
-            raise unsafe(folder, reason) from error
-        raise _unloadable(root, folder) from error
+            raise unsafe(folder, "a shard contains something other than tensors, or is damaged") from error
+        reason = (str(root).strip() or type(root).__name__).splitlines()[0]
+        raise ResumeError(
+            UNLOADABLE(
+                f"the checkpoint does not load into this model: {reason}",
+                fix="check that --hf-checkpoint is the model the run was started with, and that no file is damaged",
+                where=str(folder),
+            )
+        ) from error
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -172,17 +169,6 @@ def root_of(error: BaseException) -> BaseException:
         failure, _ = error.failures[min(error.failures)]
         return failure
     return error
-
-
-def _unloadable(error: BaseException, folder: Path) -> ResumeError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ResumeError(
-        UNLOADABLE(
-            f"the checkpoint does not load into this model: {reason}",
-            fix="check that --hf-checkpoint is the model the run was started with, and that no file is damaged",
-            where=str(folder),
-        )
-    )
 
 
 class SafeReader(FileSystemReader):
@@ -231,8 +217,8 @@ class _InertUnpickler(pickle.Unpickler):
 
 def _build_metadata(root: Any, folder: Path) -> Metadata:
     fields = _state(root, "Metadata")
-    tensors = {_text(name): _build_entry(entry) for name, entry in _dictionary(fields["state_dict_metadata"]).items()}
-    places = {_build_index(i): _build_place(p, folder) for i, p in _dictionary(fields["storage_data"]).items()}
+    tensors = {_text(name): _build_entry(entry) for name, entry in fields["state_dict_metadata"].items()}
+    places = {_build_index(i): _build_place(p, folder) for i, p in fields["storage_data"].items()}
     return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
 
@@ -240,8 +226,7 @@ def _build_entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(record).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
     fields = _state(record, "TensorStorageMetadata")
-    properties = fields["properties"]
-    dtype = _state_of(properties, "TensorProperties")[0]
+    dtype = _state(fields["properties"], "TensorProperties")[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no number type")
     chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
@@ -255,9 +240,8 @@ def _build_entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 def _build_index(record: Any) -> MetadataIndex:
     fields = _state(record, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
-    return MetadataIndex(
-        _text(fields["fqn"]), None if offset is None else _size(offset), None if index is None else _number(index)
-    )
+    place = None if offset is None else _size(offset)
+    return MetadataIndex(_text(fields["fqn"]), place, None if index is None else _number(index))
 
 
 def _build_place(record: Any, folder: Path) -> _StorageInfo:
@@ -270,20 +254,11 @@ def _build_place(record: Any, folder: Path) -> _StorageInfo:
     return _StorageInfo(path, _number(fields["offset"]), _number(fields["length"]))
 
 
-def _state_of(record: Any, name: str) -> Any:
+def _state(record: Any, name: str) -> Any:
+    """What was written of an object of the class `name`; of another shape than expected, it fails where it is used."""
     if not isinstance(record, _Record) or type(record).__name__ != name:
         raise TypeError(f"something is not a {name}")
     return record.state
-
-
-def _state(record: Any, name: str) -> dict[str, Any]:
-    return _dictionary(_state_of(record, name))
-
-
-def _dictionary(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise TypeError("something is not a dictionary")
-    return value
 
 
 def _size(record: Any) -> torch.Size:

@@ -140,10 +140,10 @@ def export(
     # Only here: the other commands of this module answer without importing torch.
     import torch
 
-    from relax_cli.checkpoint.export import export_hf, export_peft
+    from relax_cli.checkpoint.export import export_hf
 
-    write = export_peft if peft else export_hf
-    done = write(checkpoint, out, model, None if dtype == "as-trained" else getattr(torch, dtype))
+    kept = None if dtype == "as-trained" else getattr(torch, dtype)
+    done = export_hf(checkpoint, out, model, kept, peft=peft)
     data = {
         "ok": True,
         "out": str(out),

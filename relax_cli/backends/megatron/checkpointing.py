@@ -42,11 +42,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.serialization import set_crc32_options
 
 from relax_cli.backends.megatron import parallel
 from relax_cli.checkpoint import safe_load
 from relax_cli.checkpoint.folders import storage_failed
-from relax_cli.checkpoint.hashing import HashingFileSystem, leave_out_crc32
+from relax_cli.checkpoint.hashing import HashingFileSystem
 from relax_cli.checkpoint.layout import FileEntry
 from relax_cli.checkpoint.store import Group, on_first_rank
 
@@ -76,7 +77,7 @@ def prepare(state: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], l
         writer.fs = files = HashingFileSystem()
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         try:
-            leave_out_crc32()
+            set_crc32_options(False)  # The check sums inside files: sha256 covers these whole.
             save_sharded(tensors, storage_writer=writer, planner=planner, process_group=group)
         except (OSError, CheckpointException) as error:
             raise storage_failed(safe_load.root_of(error), folder) from error
