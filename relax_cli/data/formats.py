@@ -10,13 +10,13 @@ import lzma
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 from relax_cli.data.rows import bad_row
 from relax_cli.data.values import printable
-from relax_cli.errors import MACHINE_THEME, ConfigError, Problem, problem_kind
+from relax_cli.errors import MACHINE_THEME, ConfigError, Problem, problem_kinds
 
 MOST_LINE_BYTES = 32 << 20
 """Parsed, a line takes up to sixty times its size in memory."""
@@ -32,30 +32,20 @@ Progress = Callable[[str, float], None]
 Row = tuple[str, dict[str, Any]]
 """`file:line` and the row."""
 
-UNREADABLE = problem_kind(
+declare = problem_kinds("Data", option="--prompt-data")
+UNREADABLE = declare(
     "prompt-data-unreadable",
-    "Data",
     "The file is damaged, not a regular file, in another encoding than UTF-8, or of a kind that is not read.",
-    option="--prompt-data",
 )
-FILE_MISSING = problem_kind(
-    "prompt-data-file-missing",
-    MACHINE_THEME,
-    "The file of `--prompt-data` or `--eval-prompt-data` does not exist.",
-    option="--prompt-data",
-)
-TOO_LARGE = problem_kind(
+TOO_LARGE = declare(
     "prompt-data-too-large",
-    "Data",
     f"The file has more than {MOST_ROWS:,} rows, or is a Parquet file that unfolds to far more rows than it has bytes.",
-    option="--prompt-data",
 )
-PARQUET_MISSING = problem_kind(
-    "parquet-missing",
-    MACHINE_THEME,
-    "pyarrow, which reads Parquet and Arrow files, is not installed.",
-    option="--prompt-data",
+declare = problem_kinds(MACHINE_THEME, option="--prompt-data")
+FILE_MISSING = declare(
+    "prompt-data-file-missing", "The file of `--prompt-data` or `--eval-prompt-data` does not exist."
 )
+PARQUET_MISSING = declare("parquet-missing", "pyarrow, which reads Parquet and Arrow files, is not installed.")
 
 _COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
@@ -109,12 +99,8 @@ def read_rows(
 
 def _json_lines(path: Path, head: bytes, progress: Progress | None) -> Iterator[Row | Problem]:
     size = max(1, path.stat().st_size)
-    with ExitStack() as stack:
-        raw: IO[bytes] = stack.enter_context(path.open("rb"))
-        file = raw
-        opener = next((opener for magic, opener in _COMPRESSED.items() if head.startswith(magic)), None)
-        if opener is not None:
-            file = stack.enter_context(opener(raw))
+    opener = next((opener for magic, opener in _COMPRESSED.items() if head.startswith(magic)), nullcontext)
+    with path.open("rb") as raw, opener(raw) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), 1):
             if progress is not None and number % ROWS_PER_REPORT == 0:
                 progress(str(path), raw.tell() / size)
@@ -155,12 +141,9 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _columns(path: Path, head: bytes, needed: set[str], optional: set[str], progress: Progress | None) -> Iterator[Row]:
-    try:
-        import pyarrow
-        from pyarrow import ipc, parquet
-    except ImportError as error:
-        what = "the pyarrow package, which reads Parquet and Arrow files, is not installed"
-        raise ConfigError(PARQUET_MISSING(what, got=str(path), fix="pip install 'relax-cli[parquet]'")) from error
+    pyarrow = _pyarrow(str(path), "Parquet and Arrow files")
+    from pyarrow import ipc, parquet
+
     size = path.stat().st_size
     try:
         with ExitStack() as stack:
@@ -210,13 +193,18 @@ def _refuse(path: Path, head: bytes) -> None:
 
 
 def _zstandard(raw: IO[bytes]) -> IO[bytes]:
+    pyarrow = _pyarrow(raw.name, "zstandard")
+    stream: IO[bytes] = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd"))
+    return stream
+
+
+def _pyarrow(path: str, reads: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        what = "the pyarrow package, which reads zstandard, is not installed"
-        raise ConfigError(PARQUET_MISSING(what, got=raw.name, fix="pip install 'relax-cli[parquet]'")) from error
-    stream: IO[bytes] = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd"))
-    return stream
+        what = f"the pyarrow package, which reads {reads}, is not installed"
+        raise ConfigError(PARQUET_MISSING(what, got=path, fix="pip install 'relax-cli[parquet]'")) from error
+    return pyarrow
 
 
 def _start(line: bytes) -> str:

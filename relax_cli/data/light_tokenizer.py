@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -19,13 +19,6 @@ from relax_cli.errors import ConfigError
 from relax_cli.models.files import MODEL_FOLDER, MOST_TOKENIZER_BYTES, check_regular, read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Token ids of a text."""
-
-    input_ids: list[int]
 
 
 class LightTokenizer:
@@ -41,9 +34,9 @@ class LightTokenizer:
         eos = special.get("eos_token")
         self.eos_token_id: int | None = None if eos is None else tokenizer.token_to_id(eos)
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
-        """Ids of a text."""
-        return Encoding(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> SimpleNamespace:
+        """The `input_ids` of a text."""
+        return SimpleNamespace(input_ids=self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_many(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Ids of each text, on all cores."""
@@ -113,13 +106,9 @@ def _compiled(template: str) -> Any:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     # Only training on whole chats asks which text the assistant generated; the tag itself prints nothing.
-    return environment.from_string(_without_generation_tags(template))
-
-
-def _without_generation_tags(template: str) -> str:
-    """`{% generation %}` as a block of plain Jinja that changes nothing, white-space control included."""
-    opened = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", template)
-    return re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", opened)
+    template = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", template)
+    template = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", template)
+    return environment.from_string(template)
 
 
 def _token(value: Any) -> str | None:

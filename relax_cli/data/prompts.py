@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from typing import Any
 
 from relax_cli.config.schema import DataSection
 from relax_cli.data.formats import Progress, read_rows
@@ -64,10 +65,8 @@ def read_prompts(section: DataSection, spec: str, progress: Progress | None = No
     Raises ConfigError: the data cannot be read at all."""
     source = source_of(spec)
     if source.is_task:
-        chat = (section.system_prompt, section.chat_template_kwargs)
-        found: Iterable[Prompt | Problem] = (
-            replace(p, system=chat[0], template=chat[1]) for p in generate(source.place)
-        )
+        chat: dict[str, Any] = {"system": section.system_prompt, "template": section.chat_template_kwargs}
+        found: Iterable[Prompt | Problem] = (replace(p, **chat) for p in generate(source.place))
     else:
         needed = [key for key in (section.input_key, section.label_key) if key is not None]
         optional = [section.metadata_key, section.tools_key, REWARD_KEY]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 from urllib.parse import unquote
 
 from pydantic import TypeAdapter, ValidationError
 
+from relax_cli.config.names import nearest
 from relax_cli.data.formats import MOST_ROWS
 from relax_cli.data.rows import Prompt
 from relax_cli.errors import MACHINE_THEME, ConfigError, problem_kind
@@ -35,15 +35,9 @@ def generate(spec: str) -> list[Prompt]:
     except ImportError as error:
         raise ConfigError(MISSING("the reasoning_gym package is not installed", got=spec, fix=INSTALL)) from error
     if task not in DATASETS:
-        nearest = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0.0)[0]
-        raise _task_error(
-            spec,
-            f"reasoning-gym has no task {task!r}",
-            task,
-            nearest,
-            f"--prompt-data {REASONING_GYM}{nearest}",
-        )
-
+        near = nearest(task, DATASETS, cutoff=0.0)
+        what, fix = f"reasoning-gym has no task {task!r}", f"--prompt-data {REASONING_GYM}{near}"
+        raise _task_error(spec, what, task, near, fix)
     parameters = dict(_parameters(spec, query, get_type_hints(DATASETS[task][1])))
     if parameters.get("size", 0) > MOST_ROWS:
         raise _task_error(spec, "too many prompts", query, f"at most {MOST_ROWS:,}", f"size={MOST_ROWS}")
@@ -69,21 +63,15 @@ def _parameters(spec: str, query: str, types: dict[str, Any]) -> Iterator[tuple[
             raise _task_error(spec, f"parameter {name!r} is given twice", query, f"one {name}", f"{name}={value}")
         seen.add(name)
         if name not in types:
-            nearest = difflib.get_close_matches(name, types, n=1, cutoff=0.0)[0]
-            raise _task_error(spec, f"unknown parameter {name!r}", name, ", ".join(types), f"{nearest}={value}")
-        adapter = TypeAdapter(types[name])
+            near = nearest(name, types, cutoff=0.0)
+            raise _task_error(spec, f"unknown parameter {name!r}", name, ", ".join(types), f"{near}={value}")
+        adapter, text = TypeAdapter(types[name]), unquote(value)
         try:
-            yield name, _validate(adapter, unquote(value))
+            # Numbers, booleans and words as they are typed; lists and objects as JSON.
+            yield name, adapter.validate_json(text) if text[:1] in ("[", "{") else adapter.validate_strings(text)
         except ValidationError as error:
-            message = error.errors()[0]["msg"]
-            raise _task_error(
-                spec, f"bad value of {name!r}: {message}", value, str(types[name]), f"{name}=…"
-            ) from error
-
-
-def _validate(adapter: TypeAdapter[Any], value: str) -> Any:
-    """Numbers, booleans and words as they are typed; lists and objects as JSON."""
-    return adapter.validate_json(value) if value[:1] in ("[", "{") else adapter.validate_strings(value)
+            what = f"bad value of {name!r}: {error.errors()[0]['msg']}"
+            raise _task_error(spec, what, value, str(types[name]), f"{name}=…") from error
 
 
 def _task_error(spec: str, message: str, got: str, expected: str, fix: str) -> ConfigError:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from relax_cli.config.names import nearest
 from relax_cli.config.schema import DataSection
 from relax_cli.data.values import Unusable, label_value, metadata_of, plain_json, printable, shown, text_of
 from relax_cli.errors import Problem, problem_kind
 
 MOST_CHARACTERS = 4 << 20
 """Of a prompt: a tokenizer needs 150 bytes for each."""
-TOO_LONG = f"has more than {MOST_CHARACTERS:,} characters"
+NEITHER = "is neither text nor chat messages"
 CALLS = "tool_calls"
 """The key of an assistant's message whose value is a list of objects."""
 MOST_KEYS = 20
@@ -72,28 +72,24 @@ class _Absent(Exception):
 
 def prompt_of_row(section: DataSection, row: Mapping[str, Any], where: str) -> Prompt | Problem:
     """The prompt of a row; keys may lead into objects: `reward_model.ground_truth`."""
+    key: str | None
     try:
-        content: str | Messages = _content(_look_up(row, section.input_key))
-    except _Absent:
-        return missing_key("--input-key", section.input_key, row, where)
-    except Unusable as error:
-        return bad_row(where, f"{section.input_key!r} {error}", shown(row.get(section.input_key)), CONTENT)
-    label = None
-    key = section.label_key
-    try:
-        if key is not None:
-            label = label_value(_look_up(row, key))
-        expected, key = "a JSON object", section.metadata_key
+        key, expected = section.input_key, CONTENT
+        content = _content(_look_up(row, key))
+        key, expected = section.label_key, "text or a number"
+        label = None if key is None else label_value(_look_up(row, key))
+        key, expected = section.metadata_key, "a JSON object"
         metadata = metadata_of(row.get(key))
-        expected, key = "a list of JSON objects, each a function", section.tools_key
+        key, expected = section.tools_key, "a list of JSON objects, each a function"
         tools = _tools(row, key)
-        expected, key = "the name of a reward", REWARD_KEY
+        key, expected = REWARD_KEY, "the name of a reward"
         reward = None if row.get(key) is None else text_of(row[key])
     except _Absent:
+        if key == section.input_key:
+            return missing_key("--input-key", key, row, where)
         return missing_key("--label-key", str(key), row, where, besides=section.input_key)
     except Unusable as error:
-        got = shown(row.get(str(key)))
-        return bad_row(where, f"{key!r} {error}", got, "text or a number" if key == section.label_key else expected)
+        return bad_row(where, f"{key!r} {error}", shown(row.get(str(key))), expected)
     template = section.chat_template_kwargs if tools is None else section.chat_template_kwargs | {TOOLS: tools}
     return Prompt(content, label, metadata, where, section.system_prompt, template, reward)
 
@@ -118,9 +114,8 @@ def missing_key(option: str, key: str, row: Mapping[str, Any], where: str, besid
         besides: a key that has another use.
     """
     keys = [name for name in _paths(row) if name != besides]
-    inner = [name for name in keys if name.rpartition(".")[2] == key]
-    usual = [name for name in USUAL_KEYS[option] if name in keys]
-    nearest = inner or difflib.get_close_matches(key, keys, n=1) or usual
+    inner = next((name for name in keys if name.rpartition(".")[2] == key), "")
+    near = inner or nearest(key, keys) or next((name for name in USUAL_KEYS[option] if name in keys), "")
     names = [printable(str(name)) for name in list(row)[:MOST_KEYS]]
     return BAD_ROW(
         f"row has no key {key!r}",
@@ -128,7 +123,7 @@ def missing_key(option: str, key: str, row: Mapping[str, Any], where: str, besid
         where=where,
         got=", ".join(names) + (", …" if len(row) > MOST_KEYS else "") or "no keys",
         expected=key,
-        fix=f"{option} {nearest[0]}" if nearest else f"{option} with the key that the rows have for it",
+        fix=f"{option} {near or 'with the key that the rows have for it'}",
     )
 
 
@@ -151,28 +146,27 @@ def _paths(row: Mapping[str, Any], depth: int = 2) -> Iterator[str]:
 
 
 def _content(content: Any) -> str | Messages:
+    found: str | Messages
     if isinstance(content, list):
-        messages = [_message(message, number) for number, message in enumerate(content, 1)]
-        if not messages:
+        found = [_message(message, number) for number, message in enumerate(content, 1)]
+        if not found:
             raise Unusable("has no messages")
-        if messages[-1]["role"] == "assistant":
+        if found[-1]["role"] == "assistant":
             raise Unusable("ends with the assistant's message: the model would be shown the answer")
-        size = sum(len(message["content"]) for message in messages)
-    else:
-        if not isinstance(content, str | bytes):
-            raise Unusable("is neither text nor chat messages")
+        size = sum(len(message["content"]) for message in found)
+    elif isinstance(content, str | bytes):
         try:
-            text = text_of(content)
+            found = text_of(content)
         except Unusable as error:
-            raise Unusable(f"is neither text nor chat messages: it {error}") from error
-        if not text:
+            raise Unusable(f"{NEITHER}: it {error}") from error
+        if not found:
             raise Unusable("is empty: neither text nor chat messages")
-        if len(text) > MOST_CHARACTERS:
-            raise Unusable(TOO_LONG)
-        return text
+        size = len(found)
+    else:
+        raise Unusable(NEITHER)
     if size > MOST_CHARACTERS:
-        raise Unusable(TOO_LONG)
-    return messages
+        raise Unusable(f"has more than {MOST_CHARACTERS:,} characters")
+    return found
 
 
 def _tools(row: Mapping[str, Any], key: str) -> list[dict[str, Any]] | None:
@@ -196,14 +190,14 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if isinstance(message, dict) and message.get(CALLS) and message.get("content") is None:
         message = {**message, "content": ""}
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise Unusable(f"is neither text nor chat messages: message {number} lacks role or content")
+        raise Unusable(f"{NEITHER}: message {number} lacks role or content")
     try:
         # Arrow gives every message of a file the keys of all, null where there is none.
         kept = {name: _part(name, value) for name, value in message.items() if value is not None}
     except Unusable as error:
-        raise Unusable(f"is neither text nor chat messages: in message {number} {error}") from error
+        raise Unusable(f"{NEITHER}: in message {number} {error}") from error
     if not kept.get("role") or "content" not in kept:
-        raise Unusable(f"is neither text nor chat messages: message {number} has no role or content")
+        raise Unusable(f"{NEITHER}: message {number} has no role or content")
     return kept
 
 
