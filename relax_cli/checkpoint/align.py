@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ class Alignment:
     """The newest iteration that both can resume from, and what leads there."""
 
     iteration: int
-    moves: tuple[Move, Move]
+    moves: tuple[Move, ...]
     left_out: tuple[LeftOut, ...]
 
 
@@ -86,11 +87,9 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
     for iteration in sorted({*layout.list_iterations(actor), *layout.list_iterations(critic)}, reverse=True):
         reason = why_no_pair(actor, critic, iteration, deep=deep)
         if reason is None:
-            moves = [
-                Move(role, folder, layout.read_tracker(folder), iteration)
-                for role, folder in (("actor", actor), ("critic", critic))
-            ]
-            return Alignment(iteration, (moves[0], moves[1]), tuple(left_out))
+            folders = {"actor": actor, "critic": critic}.items()
+            moves = tuple(Move(role, folder, layout.read_tracker(folder), iteration) for role, folder in folders)
+            return Alignment(iteration, moves, tuple(left_out))
         left_out.append(LeftOut(iteration, reason))
     shown = "; ".join(f"{left.iteration}: {left.reason}" for left in left_out[:4])
     raise ResumeError(
@@ -129,6 +128,14 @@ def resumable(actor: Path, critic: Path | None = None, role: str = "actor", *, d
             reason = why_no_pair(actor, critic, iteration, deep=deep)
         if reason is None:
             yield iteration
+
+
+def go_back(iteration: int, actor: Path, critic: Path | None, *, deep: bool = False) -> str:
+    """The command that lets an iteration count."""
+    if critic is None:
+        return f"echo {iteration} > {shlex.quote(str(actor / layout.TRACKER_FILE))}"
+    folders = shlex.join(["--load", str(actor), "--critic-load", str(critic)])
+    return f"relax checkpoint align {folders}{' --deep' if deep else ''} --yes"
 
 
 def why_no_pair(actor: Path, critic: Path, iteration: int, *, deep: bool = False) -> str | None:

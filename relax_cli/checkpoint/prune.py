@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.align import require_folder, resumable, why_unusable
+from relax_cli.checkpoint.align import go_back, require_folder, resumable, why_unusable
 from relax_cli.checkpoint.resume import critic_folder
 from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 
@@ -35,20 +35,9 @@ class Entry:
     reason: str
 
 
-@dataclass(frozen=True)
-class Pruning:
-    """What stays and what goes, in the order in which it goes."""
-
-    entries: tuple[Entry, ...]
-
-    @property
-    def doomed(self) -> tuple[Entry, ...]:
-        """What goes."""
-        return tuple(entry for entry in self.entries if not entry.keep)
-
-
-def plan_pruning(actor: Path, critic: Path | None, keep: int) -> Pruning:
-    """Keep the newest `keep` complete checkpoints, or pairs where a critic is given, and what a tracker names.
+def plan_pruning(actor: Path, critic: Path | None, keep: int) -> list[Entry]:
+    """What stays and what goes, in the order in which it goes: the newest `keep` complete checkpoints stay, or pairs
+    where a critic is given, and what a tracker names.
 
     Args:
         actor: without `critic` any one save folder of a run that has no other.
@@ -64,21 +53,26 @@ def plan_pruning(actor: Path, critic: Path | None, keep: int) -> Pruning:
     sides = {role: actor} | ({"critic": critic} if critic is not None else {})
     complete = sorted(resumable(actor, critic, role))
     if not complete:
-        raise _nothing_complete(tuple(sides.values()))
+        both = " in both folders" if critic else ""
+        raise ResumeError(
+            NOTHING_COMPLETE(
+                f"no iteration is complete{both}, so nothing is removed",
+                fix=f"relax checkpoint list {shlex.quote(str(critic or actor))} says what each one lacks",
+                where=" and ".join(map(str, sides.values())),
+                expected="a checkpoint to resume from after pruning",
+            )
+        )
     stay = dict.fromkeys(complete[-keep:], f"of the newest {keep} complete" + (" pairs" if critic else ""))
     for folder in sides.values():
-        stay |= _named_by(folder, _go_back_to(complete[-1], actor, critic))
-    entries = [entry for role, folder in sides.items() for entry in _entries(role, folder, complete, stay)]
-    return Pruning(tuple(entries))
+        stay |= _named_by(folder, go_back(complete[-1], actor, critic))
+    return [entry for role, folder in sides.items() for entry in _entries(role, folder, complete, stay)]
 
 
-def apply(pruning: Pruning) -> None:
+def apply(entries: Sequence[Entry]) -> None:
     """Remove what goes, oldest first; each loses its name before its files.
     Raises OSError: the disk refused; what is left is found by the next call."""
-    for entry in pruning.doomed:
-        if entry.path.name.startswith("."):
-            layout.remove_tree(entry.path)
-        else:
+    for entry in entries:
+        if not entry.keep:
             layout.remove_checkpoint(entry.path)
 
 
@@ -87,14 +81,6 @@ def size_of(path: Path) -> int:
     if path.is_symlink() or path.is_file():
         return path.lstat().st_size
     return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() or file.is_symlink())
-
-
-def _go_back_to(iteration: int, actor: Path, critic: Path | None) -> str:
-    """The command that lets a complete iteration count."""
-    if critic is None:
-        return f"echo {iteration} > {shlex.quote(str(actor / layout.TRACKER_FILE))}"
-    folders = shlex.join(["--load", str(actor), "--critic-load", str(critic)])
-    return f"relax checkpoint align {folders} --yes"
 
 
 def _named_by(folder: Path, fix: str) -> dict[int, str]:
@@ -128,47 +114,31 @@ def _entries(role: str, folder: Path, complete: Sequence[int], stay: dict[int, s
             damage = why_unusable(folder, iteration, role)
             reason = damage or ("older" if iteration in complete else "its other half is missing or broken")
         entries.append(Entry(role, path, size_of(path), iteration in stay, reason))
-    leftovers = [
-        Entry(role, path, size_of(path), False, "left by an interrupted save") for path in layout.list_leftovers(folder)
-    ]
-    return [*leftovers, *entries]
+    left = "left by an interrupted save"
+    return [*(Entry(role, path, size_of(path), False, left) for path in layout.list_leftovers(folder)), *entries]
 
 
 def _refuse_half_a_pair(folder: Path, keep: int) -> str:
     """The role of a save folder whose run saved no other.
     Raises ConfigError: pruning it alone could leave a pair without its other half."""
-    role = "actor"
     for iteration in reversed(layout.list_iterations(folder)):
         try:
             meta = layout.read_meta(layout.iteration_folder(folder, iteration))
         except ResumeError:
             continue
-        if meta.role == "critic" or meta.extra.get("has_critic", False):
-            is_critic = meta.role == "critic"
-            actor = "ACTOR_DIR" if is_critic else str(folder)
-            critic = str(folder) if is_critic else str(critic_folder(folder, meta) or "CRITIC_DIR")
-            raise ConfigError(
-                HALF_A_PAIR(
-                    f"these are the checkpoints of {'a critic' if is_critic else 'an actor with a critic'}: "
-                    "pruned alone, they could leave no pair",
-                    fix=shlex.join(["relax", "checkpoint", "prune", actor, "--critic", critic, "--keep", str(keep)]),
-                    option="DIR" if is_critic else "--critic",
-                    got=str(folder),
-                    expected="the save folders of actor and critic",
-                )
+        is_critic = meta.role == "critic"
+        if not is_critic and not meta.extra.get("has_critic", False):
+            return meta.role
+        actor = "ACTOR_DIR" if is_critic else str(folder)
+        critic = str(folder) if is_critic else str(critic_folder(folder, meta) or "CRITIC_DIR")
+        raise ConfigError(
+            HALF_A_PAIR(
+                f"these are the checkpoints of {'a critic' if is_critic else 'an actor with a critic'}: "
+                "pruned alone, they could leave no pair",
+                fix=shlex.join(["relax", "checkpoint", "prune", actor, "--critic", critic, "--keep", str(keep)]),
+                option="DIR" if is_critic else "--critic",
+                got=str(folder),
+                expected="the save folders of actor and critic",
             )
-        role = meta.role
-        break
-    return role
-
-
-def _nothing_complete(folders: Sequence[Path]) -> ResumeError:
-    several = len(folders) > 1
-    return ResumeError(
-        NOTHING_COMPLETE(
-            "no iteration is complete" + (" in both folders" if several else "") + ", so nothing is removed",
-            fix=f"relax checkpoint list {shlex.quote(str(folders[-1]))} says what each one lacks",
-            where=" and ".join(str(folder) for folder in folders),
-            expected="a checkpoint to resume from after pruning",
         )
-    )
+    return "actor"

@@ -273,9 +273,6 @@ def _with_way_back(problems: list[Problem], actor: Side, critic: Side | None = N
     whole = next(align.resumable(at, other, deep=deep), None)
     if whole is None:
         return problems
-    fix = f"echo {whole} > {shlex.quote(str(at / layout.TRACKER_FILE))}"
-    if other is not None:
-        fix = shlex.join(["relax", "checkpoint", "align", "--load", str(at), "--critic-load", str(other)])
-        fix += " --deep --yes" if deep else " --yes"
+    fix = align.go_back(whole, at, other, deep=deep)
     newest = f"the newest complete {'one' if critic is None else 'in both'} is iteration {whole}"
     return [replace(p, expected="; ".join(filter(None, [p.expected, newest])), fix=fix) for p in problems]

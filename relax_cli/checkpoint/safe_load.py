@@ -78,13 +78,6 @@ KNOWN_NAMES = {
 """What `.metadata` has a use for, by module. None of it is called or even imported while the file is read."""
 
 
-def refuse_strays(folder: Path) -> None:
-    """Raises ResumeError where a name in a checkpoint leads out of it, or is not a file."""
-    found = layout.strays(folder)
-    if found:
-        raise unsafe(folder, found[0])
-
-
 def unsafe(where: Path, reason: str) -> ResumeError:
     """The error about a checkpoint that contains what no checkpoint needs."""
     return ResumeError(
@@ -137,11 +130,14 @@ def read_metadata(folder: Path) -> Metadata:
 
 @contextmanager
 def taken_over_from(folder: Path, *further: type[Exception]) -> Iterator[None]:
-    """Raises ResumeError for whatever goes wrong with the content of a checkpoint.
+    """Raises ResumeError for whatever goes wrong with the content of a checkpoint, and at once where a name in it leads
+    out of it, or is not a file.
 
     Args:
         further: errors of a library that reads it.
     """
+    if found := layout.strays(folder):
+        raise unsafe(folder, found[0])
     expected: tuple[type[BaseException], ...] = (*CONTENT, CheckpointException, *further)
     try:
         yield

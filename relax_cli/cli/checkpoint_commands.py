@@ -106,17 +106,18 @@ def prune_checkpoints(
     Never what a tracker names, the newest complete one, or one half of a pair that is kept.
     """
     plan = prune.plan_pruning(folder, critic, keep)
-    if yes and plan.doomed:
+    if yes and not all(entry.keep for entry in plan):
         with _alone({folder: "DIR"} | ({critic: "--critic"} if critic is not None else {})):
             # Another run may have finished a save since.
             plan = prune.plan_pruning(folder, critic, keep)
             prune.apply(plan)
-    freed = sum(entry.bytes for entry in plan.doomed)
+    doomed = [entry for entry in plan if not entry.keep]
+    freed = sum(entry.bytes for entry in doomed)
     data = {
         "ok": True,
-        "removed": yes and bool(plan.doomed),
+        "removed": yes and bool(doomed),
         "bytes": freed,
-        "checkpoints": [asdict(entry) for entry in plan.entries],
+        "checkpoints": [asdict(entry) for entry in plan],
     }
     output.result(data, _pruning_text(plan, freed, done=yes))
 
@@ -227,9 +228,9 @@ def _alignment_text(plan: align.Alignment, *, done: bool) -> str:
     return "\n".join([*lines, "", end if any(move.changes for move in plan.moves) else "nothing to do"])
 
 
-def _pruning_text(plan: prune.Pruning, freed: int, *, done: bool) -> str:
+def _pruning_text(plan: list[prune.Entry], freed: int, *, done: bool) -> str:
     lines: list[str] = []
-    for entry in plan.entries:
+    for entry in plan:
         heading = f"{entry.role} in {entry.path.parent}"
         if heading not in lines:
             lines.append(heading)
@@ -238,7 +239,7 @@ def _pruning_text(plan: prune.Pruning, freed: int, *, done: bool) -> str:
         fits = len(line) + len(entry.reason) <= WIDTH
         lines += [line + entry.reason] if fits else [line.rstrip(), f"        {entry.reason}"]
     end = f"removed {_megabytes(freed)}" if done else f"{_megabytes(freed)} would be freed; {NOT_DONE}"
-    return "\n".join([*lines, "", end if plan.doomed else "nothing to remove"])
+    return "\n".join([*lines, "", "nothing to remove" if all(entry.keep for entry in plan) else end])
 
 
 def _megabytes(size: int) -> str:

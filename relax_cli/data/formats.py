@@ -17,6 +17,7 @@ from typing import IO, Any
 from relax_cli.data.rows import bad_row
 from relax_cli.data.values import printable
 from relax_cli.errors import MACHINE_THEME, ConfigError, Problem, problem_kinds
+from relax_cli.models.files import DoubleKey, unique_keys
 
 MOST_LINE_BYTES = 32 << 20
 """Parsed, a line takes up to sixty times its size in memory."""
@@ -116,9 +117,9 @@ def _json_lines(path: Path, head: bytes, progress: Progress | None) -> Iterator[
 
 def _parsed(line: bytes, where: str) -> Row | Problem:
     try:
-        row = json.loads(line, object_pairs_hook=_without_doubles)
-    except _DoubleKey as error:
-        return bad_row(where, f"the key {printable(str(error))!r} is given twice", _start(line), "each key once")
+        row = json.loads(line, object_pairs_hook=unique_keys)
+    except DoubleKey as error:
+        return bad_row(where, f"the key {printable(error.name)!r} is given twice", _start(line), "each key once")
     except UnicodeDecodeError:
         return bad_row(where, "line is not UTF-8", _start(line), "one JSON object a line")
     except (ValueError, RecursionError) as error:
@@ -126,18 +127,6 @@ def _parsed(line: bytes, where: str) -> Row | Problem:
     if not isinstance(row, dict):
         return bad_row(where, "line is not a JSON object", _start(line), '{"input": …}')
     return where, row
-
-
-class _DoubleKey(Exception):
-    """An object has one key twice."""
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DoubleKey(next(name for name in names if names.count(name) > 1))
-    return row
 
 
 def _columns(path: Path, head: bytes, needed: set[str], optional: set[str], progress: Progress | None) -> Iterator[Row]:

@@ -64,21 +64,20 @@ def encode_prompt(
         ConfigError: the tokenizer has no chat template, the template refuses the messages, messages came
             without `--apply-chat-template`, there is nothing to encode, or an id is not below `vocab_size`.
     """
-    text, add_special_tokens = encoded_text(tokenizer, prompt, apply_chat_template=apply_chat_template)
-    ids = list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+    text = encoded_text(tokenizer, prompt, apply_chat_template=apply_chat_template)
+    ids = list(tokenizer(text, add_special_tokens=not apply_chat_template).input_ids)
     if (problem := ids_problem(prompt, ids, vocab_size)) is not None:
         raise ConfigError(problem)
     return ids
 
 
-def encoded_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) -> tuple[str, bool]:
-    """The text of a prompt that is encoded, and whether the tokenizer adds its special tokens.
+def encoded_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) -> str:
+    """The text of a prompt that is encoded; a chat template writes the special tokens itself.
     Raises ConfigError: see `encode_prompt`."""
     if apply_chat_template:
-        # The template writes the special tokens itself.
-        return _render(tokenizer, prompt), False
+        return _render(tokenizer, prompt)
     if isinstance(prompt.content, str) and TOOLS not in prompt.template:
-        return prompt.content, True
+        return prompt.content
     what = "chat messages need" if not isinstance(prompt.content, str) else "tools need"
     raise _prompt_error(prompt, f"{what} the chat template", fix="--apply-chat-template")
 
@@ -103,8 +102,8 @@ def fitting(tokenizer: Any, limit: int, *, apply_chat_template: bool) -> Callabl
         kept: list[Prompt] = []
         for first in range(0, len(prompts), CHUNK):
             chunk = prompts[first : first + CHUNK]
-            encoded = [encoded_text(tokenizer, p, apply_chat_template=apply_chat_template) for p in chunk]
-            ids = tokenizer([text for text, _ in encoded], add_special_tokens=not apply_chat_template).input_ids
+            texts = [encoded_text(tokenizer, p, apply_chat_template=apply_chat_template) for p in chunk]
+            ids = tokenizer(texts, add_special_tokens=not apply_chat_template).input_ids
             kept += [prompt for prompt, one in zip(chunk, ids, strict=True) if len(one) <= limit]
         return kept
 

@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model folder. Raises ConfigError: it cannot be read, or is not an object."""
     try:
         check_regular(path, MOST_JSON_BYTES)
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
         _check_depth(value)
     # UnicodeDecodeError, JSONDecodeError and Python's limit on the digits of a number are ValueErrors.
     except (OSError, ValueError, RecursionError) as error:
@@ -76,11 +76,20 @@ def irregular_files(folder: Path) -> list[Problem]:
     return problems
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class DoubleKey(ValueError):
+    """An object has one key twice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the key {name!r} is given twice")
+        self.name = name
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of JSON that others wrote. Raises DoubleKey."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+        raise DoubleKey(next(name for name in names if names.count(name) > 1))
     return found
 
 

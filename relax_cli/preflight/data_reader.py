@@ -224,7 +224,7 @@ class DataReader:
         rendered: list[Prompt] = []
         for prompt in prompts:
             try:
-                text, _ = encoded_text(self._tokenizer, prompt, apply_chat_template=chat)
+                text = encoded_text(self._tokenizer, prompt, apply_chat_template=chat)
             except ConfigError as error:
                 seen.problems.add(error.problems[0])
                 continue

@@ -169,8 +169,8 @@ def test_a_folder_that_a_run_is_writing_is_left_alone(tmp_path: Path, command: s
         }
 
 
-def doomed(plan: prune.Pruning) -> list[str]:
-    return [f"{entry.role} {entry.path.name}" for entry in plan.doomed]
+def doomed(plan: list[prune.Entry]) -> list[str]:
+    return [f"{entry.role} {entry.path.name}" for entry in plan if not entry.keep]
 
 
 def test_prune_shows_what_would_go_and_removes_nothing(tmp_path: Path) -> None:

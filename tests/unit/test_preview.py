@@ -267,7 +267,7 @@ def test_a_system_prompt_precedes_chats_without_one(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = DataSection(label_key="label", system_prompt="be brief", chat_template_kwargs={"kind": "K "})
     for tokenizer in (load_light(folder), load_tokenizer(folder)):
-        texts = [encoded_text(tokenizer, p, apply_chat_template=True)[0] for p in load_prompts(section, str(path))]
+        texts = [encoded_text(tokenizer, p, apply_chat_template=True) for p in load_prompts(section, str(path))]
         assert texts == ["K system:be brief user:hello "] * 2 + ["K system:mine user:hello "]
     (task,) = load_prompts(section, "reasoning-gym:chain_sum?size=1")
     assert (task.system, task.template) == ("be brief", {"kind": "K "})
@@ -326,7 +326,7 @@ def test_tools_need_the_chat_template(tmp_path: Path) -> None:
     prompt = Prompt("hello", None, {}, "", template={"tools": [{"name": "add"}]})
     folder = tokenizer_folder(tmp_path, "{{ tools[0].name }} {{ messages[0].content }}")
     for tokenizer in (load_light(folder), load_tokenizer(folder)):
-        assert encoded_text(tokenizer, prompt, apply_chat_template=True)[0] == "add hello"
+        assert encoded_text(tokenizer, prompt, apply_chat_template=True) == "add hello"
         with pytest.raises(ConfigError, match="tools need the chat template"):
             encoded_text(tokenizer, prompt, apply_chat_template=False)
 

@@ -98,7 +98,6 @@ def load(state: dict[str, Any], folder: Path, *, only_weights: bool = False) -> 
     Raises:
         ResumeError: the checkpoint is damaged, belongs to another model, or contains code.
     """
-    safe_load.refuse_strays(folder)
     with taken_over_from(folder):
         if maybe_load_config(str(folder)) is None:
             raise CheckpointingException(f"{folder} is not a distributed checkpoint")

@@ -42,7 +42,7 @@ def observation_ids(
 
 def _behind_the_response(tokenizer: Any, opening: Prompt, observed: list[dict[str, str]]) -> str:
     chat = [*_messages(opening.content), {"role": "assistant", "content": ASSISTANT}, *observed]
-    text, _ = encoded_text(tokenizer, replace(opening, content=chat), apply_chat_template=True)
+    text = encoded_text(tokenizer, replace(opening, content=chat), apply_chat_template=True)
     _, found, behind = text.partition(ASSISTANT)
     if not found:
         what = "the chat template does not show the assistant's messages, so it cannot be used for episodes"
