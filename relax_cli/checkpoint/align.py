@@ -64,14 +64,7 @@ class Alignment:
 
 def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignment:
     """Find the newest iteration that is complete in both folders and was saved by one run as a pair.
-
-    Args:
-        deep: compare the hash of every file as well.
-
-    Raises:
-        ConfigError: a folder does not exist, or both are the same.
-        ResumeError: there is no such iteration.
-    """
+    Raises ConfigError: a folder does not exist, or both are the same; ResumeError: there is no such iteration."""
     for option, folder in (("--load", actor), ("--critic-load", critic)):
         require_folder(option, folder)
     if actor.resolve() == critic.resolve():

@@ -55,12 +55,7 @@ def withdraw(save_dir: Path, iteration: int) -> None:
 
 def rotate(save_dir: Path, current: int, keep: int | None, protected: Collection[int] = ()) -> None:
     """Drop what is older than the newest `keep` complete checkpoints up to `current` (None: keep all).
-
-    What interrupted writes left goes in any case, the iterations `protected` in none.
-
-    Raises:
-        RunError: the disk refused.
-    """
+    What interrupted writes left goes in any case, the iterations `protected` in none. Raises RunError: as above."""
     with disk_errors():
         layout.remove_leftovers(save_dir)
         if keep is None:
@@ -93,10 +88,4 @@ def storage_failed(error: BaseException, where: Path) -> RunError:
     fix = "make room or repair the permissions of the folder; the previous checkpoint is intact"
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         fix = "leave the save folder where it is during a run; something removed or renamed it, or a part of it"
-    return RunError(
-        STORAGE_FAILED(
-            f"writing the checkpoint failed: {reason}",
-            fix=fix,
-            where=str(where),
-        )
-    )
+    return RunError(STORAGE_FAILED(f"writing the checkpoint failed: {reason}", fix=fix, where=str(where)))

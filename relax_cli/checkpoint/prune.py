@@ -37,10 +37,7 @@ class Entry:
 
 def plan_pruning(actor: Path, critic: Path | None, keep: int) -> list[Entry]:
     """What stays and what goes, in the order in which it goes: the newest `keep` complete checkpoints stay, or pairs
-    where a critic is given, and what a tracker names.
-
-    Args:
-        actor: without `critic` any one save folder of a run that has no other.
+    where a critic is given, and what a tracker names. Without `critic` any role may be in `actor`.
 
     Raises:
         ConfigError: a folder does not exist, or the other half of a pair was not given.
@@ -85,10 +82,7 @@ def size_of(path: Path) -> int:
 
 def _named_by(folder: Path, fix: str) -> dict[int, str]:
     """Iterations that one folder cannot lose: what its tracker names, its newest complete checkpoint, and its best.
-
-    Args:
-        fix: of a tracker that cannot be understood.
-    """
+    Raises ResumeError: the tracker cannot be understood; `fix` is what to do then."""
     tracker = layout.read_tracker(folder)
     if tracker.problem is not None:
         raise ResumeError(

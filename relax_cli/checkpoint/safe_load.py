@@ -51,29 +51,17 @@ CONTENT: tuple[type[BaseException], ...] = (OSError, AttributeError, LookupError
 """What reading damaged or foreign content raises."""
 
 KNOWN_NAMES = {
-    "torch": frozenset({"Size"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        }
-    ),
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     # Megatron's own writer also leaves its plan there; nothing reads it again.
-    "torch.distributed.checkpoint.planner": frozenset(
-        {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"}
-    ),
-    "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
-    "collections": frozenset({"OrderedDict"}),
+    "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    "pathlib": "Path PosixPath PurePosixPath",
+    "collections": "OrderedDict",
     # Marks of older versions of Megatron, without content.
-    "megatron.core.dist_checkpointing.strategies.torch": frozenset({"MCoreMetadata", "MCoreSavePlan"}),
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
 }
 """What `.metadata` has a use for, by module. None of it is called or even imported while the file is read."""
 
@@ -101,12 +89,7 @@ def load_plain(content: bytes, where: Path) -> Any:
 
 
 def load_common(folder: Path) -> dict[str, Any]:
-    """What a checkpoint has once, next to the shards.
-
-    Raises:
-        ResumeError: see `load_plain`.
-        OSError: the file cannot be read.
-    """
+    """What a checkpoint has once, next to the shards. Raises ResumeError: see `load_plain`; OSError: it is missing."""
     path = folder / COMMON_FILE
     common = load_plain(layout.read_small_file(path, MOST_COMMON_BYTES), path)
     if not isinstance(common, dict):
@@ -169,10 +152,7 @@ def root_of(error: BaseException) -> BaseException:
 
 class SafeReader(FileSystemReader):
     """torch's reader of shards, with `read_metadata` of this module.
-
-    Raises:
-        ResumeError: at once, see there; torch would try again another way, and log the failure.
-    """
+    Raises ResumeError: at once, see there; torch would try again another way, and log the failure."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -205,7 +185,7 @@ class _InertUnpickler(pickle.Unpickler):
         constant = vars(torch).get(name) if module == "torch" else None
         if isinstance(constant, torch.dtype):
             return constant
-        if name not in KNOWN_NAMES.get(module, ()):
+        if name not in KNOWN_NAMES.get(module, "").split():
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a checkpoint has no use for")
         # A class of this one load: whatever a pickle does to it is gone with it.
         return self._classes.setdefault(name, type(name, (dict if name == "OrderedDict" else _Record,), {}))

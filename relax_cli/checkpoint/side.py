@@ -68,11 +68,7 @@ class Side:
 
 
 def inspect(role: str, option: str, folder: str | None, *, deep: bool = False, may_be_new: bool = True) -> Side:
-    """Read tracker and `relax.json` of one role.
-
-    Args:
-        may_be_new: the folder may be missing, or empty.
-    """
+    """Read tracker and `relax.json` of one role, whose folder `may_be_new`: missing, or empty."""
     if folder is None:
         return Side(role, option, None)
     side = Side(role, option, path := Path(folder))

@@ -36,13 +36,10 @@ class Saveable(Protocol):
     """A model that writes and reads its own shards; see `TrainableModel`."""
 
     def prepare_save(self, common: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], list[FileEntry]]:
-        """Take the state, `copied` if it may change before it is written.
+        """Take the state, `copied` if it may change before it is written. The returned function writes this rank's
+        shards into an empty folder; it returns the files it wrote, as far as it hashed them."""
 
-        The returned function writes this rank's shards into an empty folder; it returns the files it wrote, as far as
-        it hashed them.
-        """
-
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path) -> object:
         """Restore from shards."""
 
     def random_state(self) -> dict[str, Any]:
@@ -78,8 +75,8 @@ def prepare(
     """Take everything of `iteration`; the returned function writes it under its temporary name. Every rank calls both.
 
     Args:
-        meta: what `load` returns again, as JSON values. `weight_version` (follows `iteration`), `seeds` and
-            `config_hash` have places of their own in `relax.json`, the arrays of `sampling` a file.
+        meta: JSON values for `relax.json`. `weight_version` (follows `iteration`), `seeds` and `config_hash` have
+            places of their own in it, the arrays of `sampling` a file.
         copied: the model may change before it is written.
         group: where ranks meet while they write.
 
@@ -116,21 +113,15 @@ def prepare(
     return write
 
 
-def load(model: Saveable, folder: Path) -> dict[str, Any]:
-    """Restore a model from a checkpoint folder; returns `role`, `iteration` and the `meta` that `write` was given.
-
-    Every rank calls this. Random generators belong to ranks, so they are restored only at the parallel layout of the
-    checkpoint; nothing a run computes depends on them.
-
-    Raises:
-        ResumeError: `relax.json` is unusable, or the shards do not fit this model or cannot be read.
-    """
+def load(model: Saveable, folder: Path) -> CheckpointMeta:
+    """Restore a model from a checkpoint folder. Every rank calls this. Random generators belong to ranks, so they are
+    restored only at the parallel layout of the checkpoint; nothing a run computes depends on them.
+    Raises ResumeError: `relax.json` is unusable, or the shards do not fit this model or cannot be read."""
     meta = layout.read_meta(folder)
     model.load(folder)
     if meta.parallel == model.parallel_layout() and len(meta.random_state) == world_size():
         model.restore_random_state(meta.random_state[dist.get_rank() if dist.is_initialized() else 0])
-    known = {"weight_version": meta.weight_version, "seeds": meta.seeds, "config_hash": meta.config_hash}
-    return {"role": meta.role, "iteration": meta.iteration, **known, **meta.extra}
+    return meta
 
 
 def is_first_rank() -> bool:

@@ -74,9 +74,7 @@ def read_rows(
     Args:
         needed: the keys that every row must have; with the optional ones all that is read where a format allows it.
         progress: called now and then with the file's name and the part of it that is read.
-
-    Raises:
-        ConfigError: the file cannot be read.
+    Raises ConfigError: the file cannot be read.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):

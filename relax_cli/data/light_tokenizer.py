@@ -46,11 +46,7 @@ class LightTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool, **given: Any
     ) -> str:
-        """Rendered chat messages.
-
-        Raises:
-            jinja2.TemplateError: the template is invalid or refuses the messages.
-        """
+        """Rendered chat messages. Raises jinja2.TemplateError: the template is invalid or refuses the messages."""
         assert not tokenize
         known = {"tools": None, "documents": None, **self._special, **given}
         text: str = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
@@ -86,11 +82,7 @@ def load_light(folder: Path) -> LightTokenizer | None:
 
 
 def _compiled(template: str) -> Any:
-    """A chat template with what templates on Hugging Face may use.
-
-    Raises:
-        jinja2.TemplateError: it is invalid.
-    """
+    """A chat template with what templates on Hugging Face may use. Raises jinja2.TemplateError: it is invalid."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -31,14 +31,9 @@ def load_prompts(
     fitting: Callable[[list[Prompt]], list[Prompt]] | None = None,
 ) -> Prompts:
     """Read every prompt of one item of `--prompt-data` (see docs/data.md), or of several.
-
-    Args:
-        fitting: leaves out the prompts of an item that are too long.
-
-    Raises:
-        ConfigError: the data are missing, empty or have bad rows (each named by file and line), or there is
-            no such task or parameter. Rows with the same fault are one problem.
-    """
+    `fitting` leaves out the prompts of an item that are too long.
+    Raises ConfigError: the data are missing, empty or have bad rows (each named by file and line), or there is no such
+    task or parameter. Rows with the same fault are one problem."""
     items = [specs] if isinstance(specs, str) else specs
     weights = weights_of([source_of(item) for item in items])
     prompts, sizes, problems = Prompts(), [], RepeatedProblems()

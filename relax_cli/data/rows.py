@@ -108,11 +108,8 @@ def bad_row(where: str, message: str, got: str, expected: str) -> Problem:
 
 
 def missing_key(option: str, key: str, row: Mapping[str, Any], where: str, besides: str | None = None) -> Problem:
-    """A row without `key`. What is offered is a key of a like name, never just another one: that would train.
-
-    Args:
-        besides: a key that has another use.
-    """
+    """A row without `key`. What is offered is a key of a like name, never just another one: that would train; nor
+    `besides`, which has another use."""
     keys = [name for name in _paths(row) if name != besides]
     inner = next((name for name in keys if name.rpartition(".")[2] == key), "")
     near = inner or nearest(key, keys) or next((name for name in USUAL_KEYS[option] if name in keys), "")

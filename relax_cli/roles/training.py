@@ -226,9 +226,9 @@ class TrainingRole(ModelRole):
         folder = Path(self._save_dir).absolute()
         return store.prepare(self.model, folder, iteration, self.name, meta, copied=copied, group=self._group)
 
-    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        """Restore model, optimizer, schedule and random state; returns what the checkpoint says of itself."""
-        return store.load(self.model, folder)
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore model, optimizer, schedule and random state."""
+        store.load(self.model, folder)
 
 
 def loss_denominator(kind: Aggregation, batch: BatchSection, tokens: float, longest_response: int) -> float:

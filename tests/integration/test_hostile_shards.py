@@ -126,7 +126,7 @@ def test_the_plants_are_live(plant_it: Callable[[Path, Exploit], None], checkpoi
 
 
 def test_an_untouched_checkpoint_loads(model: Any, checkpoint: Path) -> None:
-    assert store.load(model, checkpoint)["iteration"] == 1
+    assert store.load(model, checkpoint).iteration == 1
 
 
 @pytest.mark.usefixtures("model")
