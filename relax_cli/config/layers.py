@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -227,21 +228,29 @@ def _override_settings(overrides: Sequence[str], model: type[Config], problems: 
         section, dot, key = path.strip().partition(".")
         if not equals or not dot:
             name = meant_option(path, fields)
-            fix = f"--set {fields[name][0]}.{name}={text}" if name and equals else "--set SECTION.KEY=VALUE"
+            fix = (
+                f"--set {shlex.quote(f'{fields[name][0]}.{name}={text}')}"
+                if name and equals
+                else "--set SECTION.KEY=VALUE"
+            )
             message = f"--set {override!r} is not section.key=value"
             problems.append(SET_SYNTAX(message, fix=fix, where="--set", got=override))
         elif section not in model.model_fields:
             guess = nearest(section, model.model_fields)
             sections = f"sections: {', '.join(model.model_fields)}"
             name = meant_option(key, fields)
-            fix = f"--set {fields[name][0]}.{name}={text}" if name else sections
+            fix = f"--set {shlex.quote(f'{fields[name][0]}.{name}={text}')}" if name else sections
             message = f"there is no section {section!r}"
             problems.append(
                 UNKNOWN_SECTION(message, fix=fix, option="--set", where="--set", got=section, expected=guess)
             )
         elif key not in fields or fields[key][0] != section:
             unknown = unknown_key(section, key, SET, model)
-            fix = f"--set {unknown.fix.removeprefix('use ')}={text}" if unknown.expected else unknown.fix
+            fix = (
+                f"--set {shlex.quote(unknown.fix.removeprefix('use ') + '=' + text)}"
+                if unknown.expected
+                else unknown.fix
+            )
             problems.append(replace(unknown, option=SET, fix=fix))
         else:
             settings.append(Setting(section, key, text, SET, is_text=True))

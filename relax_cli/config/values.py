@@ -230,7 +230,7 @@ def invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
 
 def _demand(message: str) -> tuple[str, str]:
     """What a message of pydantic demands, after `a value that`: `is` and `greater than 0`, `has` and `1 item`."""
-    text = message.removeprefix("Value error, ").partition(", unable")[0]
+    text = message.removeprefix("Value error, ").partition(", unable")[0].partition(", got")[0]
     for should, verb in (("should be ", "is"), ("should have ", "has"), ("should match ", "matches")):
         _, found, demand = text.partition(should)
         if found:

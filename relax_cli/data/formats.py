@@ -7,8 +7,10 @@ import gzip
 import io
 import json
 import lzma
+import shlex
 import stat
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -59,7 +61,14 @@ _REFUSED = {
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
     b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
     b"[": ("a JSON array", "jq -c '.[]' FILE > NEW.jsonl"),
+    b"{\n": ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
+    b"{\r\n": ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
 }
+_TABLES = {".csv": ("CSV", "excel"), ".tsv": ("TSV", "excel-tab")}
+_TABLE_TO_LINES = (
+    "python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader("
+    'open(sys.argv[1], encoding="utf-8-sig", newline=""), dialect="{}")]\' FILE > NEW.jsonl'
+)
 PARQUET = b"PAR1"
 ARROW_FILE = b"ARROW1"
 ARROW_STREAM = b"\xff\xff\xff\xff"
@@ -137,17 +146,17 @@ def _columns(path: Path, head: bytes, needed: set[str], optional: set[str], prog
             if head.startswith((ARROW_FILE, ARROW_STREAM)):
                 mapped = stack.enter_context(pyarrow.memory_map(str(path)))
                 table = (ipc.open_file if head.startswith(ARROW_FILE) else ipc.open_stream)(mapped).read_all()
-                total, wanted = table.num_rows, _wanted(table.schema.names, needed, optional)
+                total, wanted = table.num_rows, _wanted(path, table.schema.names, needed, optional)
                 batches = (table if wanted is None else table.select(wanted)).to_batches(BATCH_ROWS)
             else:
                 file = stack.enter_context(parquet.ParquetFile(path))
-                total, wanted = file.metadata.num_rows, _wanted(file.schema_arrow.names, needed, optional)
+                total, wanted = file.metadata.num_rows, _wanted(path, file.schema_arrow.names, needed, optional)
                 batches = file.iter_batches(BATCH_ROWS, columns=wanted)
             if total > MOST_ROWS or (total > 1_000_000 and total > MOST_ROWS_PER_BYTE * size):
                 raise _too_large(path, f"{total:,} rows in {size:,} bytes")
             number = 0
             for batch in batches:
-                for row in batch.to_pylist():
+                for row in _as_written(batch).to_pylist():
                     number += 1
                     yield f"{path}: row {number}", row
                 if progress is not None:
@@ -160,8 +169,19 @@ def _columns(path: Path, head: bytes, needed: set[str], optional: set[str], prog
         raise _unreadable(path, what, "--prompt-data FILE.parquet") from error
 
 
-def _wanted(names: list[str], needed: set[str], optional: set[str]) -> list[str] | None:
+def _as_written(batch: Any) -> Any:
+    """The batch with numbers of four bytes as people write them: 0.1, where `to_pylist` has 0.10000000149."""
+    for index, field in enumerate(batch.schema):
+        if str(field.type) == "float":
+            batch = batch.set_column(index, field.name, batch.column(index).cast("string").cast("double"))
+    return batch
+
+
+def _wanted(path: Path, names: list[str], needed: set[str], optional: set[str]) -> list[str] | None:
     """The columns to read; None for all: a row that lacks a key shows the ones that it has."""
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        what = f"prompt data cannot be read: the column {printable(twice)!r} is there twice"
+        raise _unreadable(path, what, "rename or remove one of the two columns")
     if not all({key, key.partition(".")[0]} & {*names} for key in needed):
         return None
     columns = {key if key in names else key.partition(".")[0] for key in needed | optional}
@@ -169,13 +189,15 @@ def _wanted(names: list[str], needed: set[str], optional: set[str]) -> list[str]
 
 
 def _refuse(path: Path, head: bytes) -> None:
-    start = head.lstrip()
-    for magic, (kind, fix) in _REFUSED.items():
-        if start.startswith(magic):
-            fix = fix.replace("FILE", str(path))
-            raise _unreadable(path, f"the data file is {kind}", fix)
+    start = head.removeprefix(BOM_UTF8).lstrip()
+    found = next((known for magic, known in _REFUSED.items() if start.startswith(magic)), None)
+    if found is None and path.suffix.lower() in _TABLES and not start.startswith((b"{", *_COMPRESSED)):
+        kind, dialect = _TABLES[path.suffix.lower()]
+        found = kind, _TABLE_TO_LINES.format(dialect)
+    if found is not None:
+        raise _unreadable(path, f"the data file is {found[0]}", found[1].replace("FILE", shlex.quote(str(path))))
     if b"\x00" in head and not any(head.startswith(magic) for magic in _COMPRESSED):
-        fix = f"iconv -f UTF-16 -t UTF-8 {path} > NEW.jsonl, if it is UTF-16"
+        fix = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path))} > NEW.jsonl, if it is UTF-16"
         raise _unreadable(path, "the data file is not UTF-8 text: it contains NUL bytes", fix)
 
 

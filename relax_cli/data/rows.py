@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +121,7 @@ def missing_key(option: str, key: str, row: Mapping[str, Any], where: str, besid
         where=where,
         got=", ".join(names) + (", …" if len(row) > MOST_KEYS else "") or "no keys",
         expected=key,
-        fix=f"{option} {near or 'with the key that the rows have for it'}",
+        fix=f"{option} {shlex.quote(near) if near else 'with the key that the rows have for it'}",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,9 @@ def weights_of(sources: Sequence[Source]) -> list[float]:
     if weights and len(weights) < len(sources):
         places = [source.place for source in sources if source.weight is None]
         what = "only some items of --prompt-data have a weight"
-        raise _error(what, ", ".join(places), "a weight for each, or for none", f"--prompt-data '{places[0]}*1'")
+        raise _error(
+            what, ", ".join(places), "a weight for each, or for none", f"--prompt-data {shlex.quote(f'{places[0]}*1')}"
+        )
     return weights
 
 
@@ -96,7 +99,7 @@ def _saved_files(folder: Path) -> list[Path]:
     try:
         if (folder / SPLITS).is_file():
             splits = json.loads((folder / SPLITS).read_text("utf-8"))["splits"]
-            fix = f"--prompt-data {folder / splits[0]}"
+            fix = f"--prompt-data {shlex.quote(str(folder / splits[0]))}"
             raise _folder(folder, f"the folder has several splits: {', '.join(splits)}", "the folder of one split", fix)
         state = json.loads((folder / SAVED).read_text("utf-8"))
         if state.get("_indices_data_files"):
@@ -108,7 +111,7 @@ def _saved_files(folder: Path) -> list[Path]:
         raise
     except FileNotFoundError as error:
         what = "the folder is not a data set that datasets saved: it has no state.json"
-        fix = f"--prompt-data '{folder}/*.jsonl', for the files in it"
+        fix = f"--prompt-data {shlex.quote(f'{folder}/*.jsonl')}, for the files in it"
         raise _folder(folder, what, "a folder of Dataset.save_to_disk, or files", fix) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         what = f"the folder of the data set cannot be read: {type(error).__name__}: {error}"

@@ -125,7 +125,9 @@ def _plain(value: Any, key: str, depth: int) -> Any:
         raise Unusable(f"{key} is nested more than {DEEPEST} deep")
     if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):
         # A map of Arrow.
-        value = dict(value)
+        pairs, value = value, dict(value)
+        if len(value) < len(pairs):
+            raise Unusable(f"{key or 'it'} has a key twice")
     if isinstance(value, dict):
         return {name: _plain(item, f"{key}.{name}" if key else name, depth + 1) for name, item in _texts(value, key)}
     if isinstance(value, list | tuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -40,7 +41,7 @@ def write_package(name: str, folder: Path, *, taken: dict[str, str], kind: Kind 
     check_name(name, taken, kind)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         got = "a folder with files in it" if folder.is_dir() else "a file"
-        expected, fix = "a folder that is new or empty", f"--dir {folder}-2"
+        expected, fix = "a folder that is new or empty", f"--dir {shlex.quote(f'{folder}-2')}"
         raise ConfigError(FOLDER_IN_USE(f"{folder} is not empty", got=got, expected=expected, fix=fix))
     written = []
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Collection
 from importlib.machinery import ModuleSpec
@@ -63,7 +64,11 @@ class UserFile:
         module = self._import(found, path)
         if name not in module:
             listed = [key for key, value in module.items() if is_listed(value) and not key.startswith("_")]
-            fix = f"{self.option} {path}:{listed[0]}" if len(listed) == 1 else f"define {name} in {path}"
+            fix = (
+                f"{self.option} {shlex.quote(f'{path}:{listed[0]}')}"
+                if len(listed) == 1
+                else f"define {name} in {path}"
+            )
             what = f"the {self.what} file has no {self.noun} {name!r}"
             got = ", ".join(listed) or f"no {self.noun}"
             raise self._error(self.missing, what, fix, where=path, got=got)
@@ -81,7 +86,7 @@ class UserFile:
         """The error of a file whose code failed; `what` happened then."""
         kind = self.file if isinstance(error.__cause__, SyntaxError) else self.broken
         got = " → ".join(f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in error.frames[-4:])
-        fix = f"correct {path}; `python {path}` shows the whole traceback"
+        fix = f"correct {path}; `{shlex.join([sys.executable, path])}` shows the whole traceback"
         where = from_here(error.place) or path
         return self._error(kind, f"{what}: {error.reason}", fix, where=where, got=got)
 

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import re
+import subprocess
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -109,6 +110,15 @@ PARQUET_LABELS = [
 def test_a_parquet_label_becomes_the_same(tmp_path: Path, value: Any, label: Any) -> None:
     (prompt,) = load_prompts(SECTION, parquet(tmp_path, [{"input": "x", "label": value}]))
     assert prompt.label == label
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_a_short_float_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None:
+    numpy, pyarrow = pytest.importorskip("numpy"), pytest.importorskip("pyarrow")
+    schema = pyarrow.schema([("input", pyarrow.string()), ("label", getattr(pyarrow, kind)())])
+    values = getattr(numpy, kind)
+    spec = parquet(tmp_path, [{"input": "x", "label": values(value)} for value in (0.1, 46.0, 2.5)], schema)
+    assert [prompt.label for prompt in load_prompts(SECTION, spec)] == ["0.1", "46", "2.5"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"\xff", timedelta(1), [timedelta(1)], None])
@@ -275,6 +285,7 @@ KEYS = [
     ({"prompt": "x", "label": "y"}, {"label_key": "label"}, "--input-key prompt"),
     ({"prompt": "x", "rm": {"ground_truth": "y"}}, {"input_key": "prompt", "label_key": "ground_truth"},
      "--label-key rm.ground_truth"),
+    ({"the input ": "x", "label": "y"}, {"input_key": "the input"}, "--input-key 'the input '"),
     ({"input": "x"}, {"label_key": "label"}, None),
     ({"input": "x"}, {"label_key": "inputs"}, None),
 ]  # fmt: skip
@@ -325,6 +336,7 @@ def test_a_damaged_compressed_file_is_one_problem(tmp_path: Path, suffix: str) -
     assert caught.value.problems[0].id in ("prompt-data-unreadable", "prompt-data-row")
 
 
+KEYS_OF_A_ROW = ("input", "label", "metadata")
 REFUSED = {
     "utf-16": LINE.encode("utf-16"),
     "utf-16-le": LINE.encode("utf-16-le"),
@@ -333,6 +345,8 @@ REFUSED = {
     "zip": b"PK\x03\x04" + bytes(60),
     "arrow": b"ARROW1\x00\x00",
     "array": b'[\n  {"input": "x", "label": "y"}\n]',
+    "array-bom": b'\xef\xbb\xbf[{"input": "x", "label": "y"}]',
+    "pretty": b'{\n  "input": "x",\n  "label": "y"\n}\n',
     "zeros": bytes(1000),
 }
 
@@ -342,6 +356,27 @@ def test_other_kinds_of_files_are_refused_once(tmp_path: Path, kind: str) -> Non
     path = tmp_path / "data.jsonl"
     path.write_bytes(REFUSED[kind])
     assert problem_of(str(path)).id == "prompt-data-unreadable"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a b.csv", "\ufeffinput,label\r\nx,046\r\n'y',\"4,6\"\r\n"), ("b.TSV", "input\tlabel\nx\t046\n'y'\t4,6\n")],
+)
+def test_a_table_of_text_is_named_and_its_fix_works(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, "utf-8", newline="")
+    fix = problem_of(str(tmp_path / name)).fix
+    assert subprocess.run(fix, shell=True, cwd=tmp_path, timeout=60, check=False).returncode == 0
+    read = [(prompt.content, prompt.label) for prompt in load_prompts(SECTION, str(tmp_path / "NEW.jsonl"))]
+    assert read == [("x", "046"), ("'y'", "4,6")]
+
+
+@pytest.mark.parametrize("place", ["column", "map"])
+def test_a_key_given_twice_is_refused_in_parquet(tmp_path: Path, place: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the `parquet` extra")
+    text, pairs = pyarrow.array(["x"]), pyarrow.array([[("a", 1), ("a", 2)]], pyarrow.map_("string", "int64"))
+    columns = {"column": ([text] * 3, ["input", "label", "label"]), "map": ([text, text, pairs], [*KEYS_OF_A_ROW])}
+    problem = problem_of(parquet(tmp_path, pyarrow.Table.from_arrays(*columns[place])))
+    assert "twice" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from relax_cli.models.spec import indivisible_sizes
 from relax_cli.preflight.rules.folders import one_folder_for_two, save_in_use
 from relax_cli.preflight.start import decide_run, examine_run
 from tests.support.checkpoints import save, save_release, write_weights
-from tests.support.rules import problems_by
+from tests.support.rules import problems_by, problems_of
 
 MODEL = {
     "model_type": "qwen3",
@@ -475,3 +477,16 @@ def test_another_reference_of_the_kl_terms_is_said(config: Config, tmp_path: Pat
         assert report.warnings[0].fix == f"--ref-load {tmp_path / 'model'}"
     strict = examined(changed(resumed, run={"strict": True}))
     assert [problem.id for problem in strict.problems] == expected
+
+
+def test_a_fix_with_a_folder_can_be_pasted(tmp_path: Path) -> None:
+    folder = tmp_path / "it's a run"
+    folder.mkdir()
+    (folder / "notes").touch()
+    found = problems_of(
+        Config.model_validate({"run": {"run_dir": str(folder)}, "critic": {"critic_save": str(folder)}})
+    )
+    fixes = [p.fix.partition(", or ")[0].removeprefix("add ") for p in found if "s a run" in p.fix]
+    words = [shlex.split(fix) for fix in fixes]
+    assert words
+    assert all(re.fullmatch("--[a-z-]+", option) for option, _ in words)

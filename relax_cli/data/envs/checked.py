@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +61,7 @@ class CheckedEnv:
             count = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
             raise self._wrong("step", f"{count}: {shown(returned)}", TURN)
         observation, reward, done = returned
-        number = None
-        with suppress(ValueError, TypeError, RuntimeError):
-            number = as_float(reward)
+        number = as_float(reward)
         if number is None or not abs(number) <= MOST_REWARD:
             expected = f"a finite number, at most {MOST_REWARD:g} in size"
             raise self._wrong("step", f"the reward {shown(reward)}", expected)

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import isfinite
@@ -75,7 +75,7 @@ class CheckedReward:
     def _scores(self, samples: Sequence[RewardInput]) -> list[Any]:
         # A list of its own: the caller's must not change.
         returned = _finished(self._function(list(samples)), self._runner)
-        if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
+        if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
             what, expected = f"returned a {type(returned).__name__} for a batch", f"a list of {len(samples)} scores"
             raise self._error(what, _shown(returned), expected)
         # A generator may have no end.
@@ -243,17 +243,14 @@ def _total(shares: Sequence[tuple[str, str]], results: dict[str, RewardResult]) 
 
 
 def as_float(value: Any) -> float | None:
-    """The number that a value of the user's is; None where it is none.
-    Raises RuntimeError or ValueError: it is an array of several."""
-    # float() takes the text "1.0", which is a mistake here.
-    if isinstance(value, str | bytes | bytearray):
-        return None
-    # One number in an array or tensor.
-    if not isinstance(value, float | int) and callable(getattr(value, "item", None)):
-        value = value.item()
+    """The number that a value of the user's is; None where it is none."""
     try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
+        # One number in an array or tensor.
+        if not isinstance(value, float | int) and callable(getattr(value, "item", None)):
+            value = value.item()
+        # float() takes the text "1.0", which is a mistake here.
+        return None if isinstance(value, str | bytes | bytearray) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
 
 

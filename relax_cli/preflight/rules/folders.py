@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 from pathlib import Path
 
 from relax_cli.checkpoint.resume import RUN_DIR_IN_USE, SAVE_IN_USE
@@ -27,7 +28,7 @@ def critic_save_without_save(config: Config) -> Found:
     """The critic is saved, but not the actor, so the run could never be resumed."""
     critic = config.critic.critic_save
     if "critic" in config.parallel.resource and config.checkpoint.save is None and critic is not None:
-        yield Finding(fix=f"add --save {critic.rstrip('/')}-actor, or drop --critic-save")
+        yield Finding(fix=f"add --save {shlex.quote(critic.rstrip('/') + '-actor')}, or drop --critic-save")
 
 
 @rule(RUN_DIR_IN_USE, needs="files")
@@ -36,8 +37,8 @@ def run_dir_in_use(run: RunSection, checkpoint: CheckpointSection) -> Found:
     path = None if run.run_dir is None else Path(run.run_dir)
     if path is not None and checkpoint.load is None and holds_a_run(path):
         save = checkpoint.save
-        resume = f", or resume with --load {save}" if save is not None and has_checkpoints(save) else ""
-        fix = f"--run-dir {unused_name(str(run.run_dir))}{resume}"
+        resume = f", or resume with --load {shlex.quote(save)}" if save is not None and has_checkpoints(save) else ""
+        fix = f"--run-dir {shlex.quote(unused_name(str(run.run_dir)))}{resume}"
         yield Finding("the run folder has a run or other files in it", fix, expected="a new or empty folder")
 
 
@@ -46,7 +47,7 @@ def old_step_numbers(run: RunSection, checkpoint: CheckpointSection) -> Found:
     """The run folder numbers its steps from 0, as an earlier version did. Steps begin at 1 now, and one folder does not
     mix both: the run is resumed into another folder."""
     if run.run_dir is not None and checkpoint.load is not None and counts_from_zero(Path(run.run_dir)):
-        fix = f"--run-dir {unused_name(run.run_dir)}"
+        fix = f"--run-dir {shlex.quote(unused_name(run.run_dir))}"
         yield Finding(fix=fix, expected="a new folder, or one whose steps begin at 1")
 
 
@@ -59,7 +60,7 @@ def save_in_use(checkpoint: CheckpointSection, critic: CriticSection) -> Found:
     )
     for option, load, folder, source in pairs:
         if folder is not None and has_checkpoints(folder) and not _same_folder(folder, source):
-            fix = f"choose another folder, or resume that run with --{load} {folder}"
+            fix = f"choose another folder, or resume that run with --{load} {shlex.quote(folder)}"
             yield Finding(fix=fix, option=f"--{option}", expected="a folder without checkpoints")
 
 
@@ -69,7 +70,7 @@ def one_folder_for_two(checkpoint: CheckpointSection, critic: CriticSection) -> 
     save = checkpoint.save
     if save is not None and _same_folder(save, critic.critic_save):
         message = "actor and critic would be saved to one folder and overwrite each other"
-        yield Finding(message, f"--critic-save {beside(save)}", expected="two folders")
+        yield Finding(message, f"--critic-save {shlex.quote(beside(save))}", expected="two folders")
 
 
 @rule("folder-read-only", MACHINE_THEME, needs="machine")

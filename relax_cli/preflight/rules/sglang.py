@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from relax_cli.config.model import flag
@@ -162,7 +163,7 @@ def sglang_python_relative(sglang: SglangSection) -> Found:
     """`--sglang-python` is an absolute path: workers start servers from other folders, and on other machines."""
     python = sglang.sglang_python
     if python is not None and not Path(python).is_absolute():
-        fix = f"--sglang-python {Path(python).absolute()}"
+        fix = f"--sglang-python {shlex.quote(str(Path(python).absolute()))}"
         yield Finding("--sglang-python is not an absolute path", fix, expected="an absolute path")
 
 
