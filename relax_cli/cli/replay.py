@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,6 @@ def replay(
         where = ", ".join(f"{name} {value}" for name, value in place.items() if value is not None)
         lines += ["", f"first difference: {stage.name}, {where}"]
         lines += [f"  stored      {stage.first.stored!r}", f"  recomputed  {stage.first.recomputed!r}"]
-    data = {"ok": not differs, "step": again.step, "stages": [stage.dict() for stage in stages]}
+    data = {"ok": not differs, "step": again.step, "stages": [asdict(stage) for stage in stages]}
     output.result(data, "\n".join(lines))
     return ExitCode.FAILED if differs else ExitCode.OK

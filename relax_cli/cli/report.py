@@ -14,8 +14,7 @@ from relax_cli.cli.lines import table
 from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.tracking.numbers import number_text
 from relax_cli.tracking.plots import curve, sparkline
-from relax_cli.tracking.report.data import columns, differing, evaluations, run_data, warnings
-from relax_cli.tracking.report.page import write_page
+from relax_cli.tracking.report.page import columns, differing, evaluations, run_data, warnings, write_page
 from relax_cli.tracking.run_reader import RunFolder, read_run
 from relax_cli.tracking.view import WATCHED
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,16 +42,17 @@ class Task:
         """The tiny warm-started model, made by `scripts/make_tiny_model.py`."""
         return self.folder / "model"
 
-    @property
-    def recipe(self) -> Path:
-        """The recipe, with `STEPS` and `SEED` to be filled in."""
-        return self.folder / "recipe.yaml"
+    def recipe(self, steps: str, seed: str) -> str:
+        """The recipe, or a pattern of it."""
+        text = (self.folder / "recipe.yaml").read_text("utf-8")
+        return text.replace("STEPS", steps).replace("SEED", seed)
 
-    def texts(self) -> dict[str, str]:
-        """Relative path to content of all files but the model's and the recipe."""
+    def contents(self) -> dict[str, bytes]:
+        """Relative path to content of all files but the recipe."""
         train, heldout = self.split()
-        data = {"data/train.jsonl": jsonl(train), "data/heldout.jsonl": jsonl(heldout)}
-        return data | {name: (self.folder / name).read_text("utf-8") for name in self.files}
+        data = {"data/train.jsonl": jsonl(train).encode(), "data/heldout.jsonl": jsonl(heldout).encode()}
+        paths = [*(self.folder / name for name in self.files), *self.model.iterdir()]
+        return data | {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
 
 
 def split() -> tuple[Pairs, Pairs]:
@@ -85,7 +85,7 @@ TASKS: dict[TaskName, Task] = {
     "addition": ADDITION,
     "tool": Task(Path(__file__).parent / "tool", tool_split, ("calculator.py",)),
 }
-MODEL, RECIPE = ADDITION.model, ADDITION.recipe
+MODEL = ADDITION.model
 
 
 def prepare(folder: Path, *, seed: int, steps: int, task: TaskName = "addition") -> None:
@@ -97,7 +97,7 @@ def prepare(folder: Path, *, seed: int, steps: int, task: TaskName = "addition")
         ConfigError: the folder contains something else, or cannot be written.
     """
     chosen = TASKS[task]
-    recipe = chosen.recipe.read_text("utf-8").replace("STEPS", str(steps)).replace("SEED", str(seed))
+    recipe = chosen.recipe(str(steps), str(seed))
     try:
         if folder.is_dir() and any(folder.iterdir()):
             _require_untouched(folder, chosen)
@@ -123,11 +123,9 @@ def _write(folder: Path, task: Task, recipe: str) -> None:
     where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=where, prefix=".quickstart-") as scratch:
         new = Path(scratch) / "new"
-        shutil.copytree(task.model, new / "model")
-        for name, text in task.texts().items():
-            (new / name).parent.mkdir(exist_ok=True)
-            (new / name).write_text(text, "utf-8")
-        (new / "recipe.yaml").write_text(recipe, "utf-8")
+        for name, content in (task.contents() | {"recipe.yaml": recipe.encode()}).items():
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / name).write_bytes(content)
         if is_new:
             new.rename(folder)
         else:
@@ -136,15 +134,13 @@ def _write(folder: Path, task: Task, recipe: str) -> None:
 
 
 def _require_untouched(folder: Path, task: Task) -> None:
-    expected = {name: text.encode() for name, text in task.texts().items()}
-    expected |= {f"model/{file.name}": file.read_bytes() for file in task.model.iterdir()}
-    # Any number of steps and any seed may have been used before.
-    pattern = re.escape(task.recipe.read_text("utf-8")).replace("STEPS", r"\d+").replace("SEED", r"\d+")
-
+    expected = task.contents()
     found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if not file.is_dir()}
     strangers = sorted(set(found) - set(expected) - {"recipe.yaml"})
     missing = sorted((set(expected) | {"recipe.yaml"}) - set(found))
     changed = [name for name in expected if name in found and found[name].read_bytes() != expected[name]]
+    # Any number of steps and any seed may have been used before.
+    pattern = re.escape(task.recipe("STEPS", "SEED")).replace("STEPS", r"\d+").replace("SEED", r"\d+")
     if "recipe.yaml" in found and not re.fullmatch(pattern, found["recipe.yaml"].read_text("utf-8", errors="replace")):
         changed.append("recipe.yaml")
     parts = {"also contains": strangers, "has changed": changed, "lacks": missing}

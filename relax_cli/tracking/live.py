@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from relax_cli.tracking.evaluations import Evaluation, evaluations_of
+from relax_cli.tracking.evaluations import evaluations_of
 from relax_cli.tracking.numbers import (
     PHASES,
     columns_of,
@@ -25,7 +26,6 @@ from relax_cli.tracking.numbers import (
     step_line,
     step_text,
 )
-from relax_cli.tracking.quiet import only_console
 from relax_cli.tracking.view import RunHeader, RunState, broken_in_red, picture
 
 REDRAWN_EVERY = 0.25
@@ -95,7 +95,7 @@ class StepDisplay:
         self._state.begin("", "", self._clock())
         self._stack.close()
         if self._live is not None and self._log is not None and self._log.exists():
-            self._print(f"what libraries, rewards and plugins printed: {self._log}")
+            self.note(f"what libraries, rewards and plugins printed: {self._log}")
 
     def _debug(self, *args: Any, **kwargs: Any) -> Any:
         """`breakpoint()` gets the terminal, with one line per step from then on."""
@@ -113,7 +113,7 @@ class StepDisplay:
             if text != state.activity:
                 state.begin(text, "", self._clock())
                 if self._live is None and text and not state.last:
-                    self._print(f"{text} ...")
+                    self.note(f"{text} ...")
 
     def phase(self, name: str) -> None:
         """Show the phase of the current step, on a terminal only: a line per phase would drown the steps."""
@@ -122,16 +122,12 @@ class StepDisplay:
             state.begin(PHASES.get(name, (name, name))[1], name, self._clock())
         if was_starting and state.started:
             parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in state.started)
-            self._print(f"started in {sum(seconds for _, seconds in state.started):.1f} s: {parts}")
-
-    def note(self, text: str) -> None:
-        """Print a permanent line above the live view."""
-        self._print(text)
+            self.note(f"started in {sum(seconds for _, seconds in state.started):.1f} s: {parts}")
 
     def warn(self, text: str) -> None:
         """Print a warning, which also stays in the live view until newer ones replace it."""
         with self._lock:
-            self._print(f"warning: {text}")
+            self.note(f"warning: {text}")
             at = f"step {self._state.last['step']}: " if self._state.last else ""
             self._state.warnings.append(at + text.partition("\n")[0])
 
@@ -140,19 +136,13 @@ class StepDisplay:
         with self._lock:
             for record in records:
                 self._state.remember(record)
-                self._remember_evaluations(record)
-
-    def _remember_evaluations(self, record: Mapping[str, Any]) -> list[Evaluation]:
-        found = evaluations_of(record)
-        for evaluation in found:
-            self._state.evaluations.setdefault(evaluation.name, []).append(evaluation)
-        return found
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """Show what held-out sets gave after a step."""
         with self._lock:
-            for evaluation in self._remember_evaluations(record):
-                self._print(f"step {evaluation.step}: {evaluation.text}")
+            self._state.remember(record)
+            for evaluation in evaluations_of(record):
+                self.note(f"step {evaluation.step}: {evaluation.text}")
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Show a finished step: `step` (from 1), metrics by name, `phase_seconds`; a dash for what is missing."""
@@ -161,7 +151,7 @@ class StepDisplay:
             state.observe(record, self._clock())
             self.status("")
             if self._live is None:
-                self._print(plain_line(record, state.total, state.eta, self._columns))
+                self.note(plain_line(record, state.total, state.eta, self._columns))
             else:
                 self._print_row(record)
                 self._live.refresh()
@@ -177,7 +167,8 @@ class StepDisplay:
         row = step_line(record, self._state.total, columns, with_phases=with_phases)
         self._console.print(broken_in_red(row), no_wrap=True, overflow="ellipsis")
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print a permanent line above the live view."""
         with self._lock:
             # A terminal gets whole words, a file whole lines.
             whole = self._live is None
@@ -191,3 +182,28 @@ class StepDisplay:
 
     def _render(self) -> RenderableType:
         return picture(self._state, *self._console.size, self._clock())
+
+
+@contextmanager
+def only_console(console: Console, log: Path) -> Iterator[None]:
+    """Meanwhile only `console` writes to the terminal; what libraries, rewards and C code print goes to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        sys.stderr.flush()
+        terminal = stack.enter_context(os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="replace"))
+        if not os.isatty(0):
+            # rich asks the standard streams how large the terminal is.
+            console.size = ConsoleDimensions(*os.get_terminal_size(terminal.fileno()))
+        previous, console.file = console.file, terminal
+        stack.callback(setattr, console, "file", previous)
+        others = stack.enter_context(log.open("a", buffering=1, encoding="utf-8", errors="backslashreplace"))
+        for number in (1, 2):
+            kept = os.dup(number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            os.dup2(others.fileno(), number)
+        stack.enter_context(redirect_stdout(others))
+        stack.enter_context(redirect_stderr(others))
+        yield
+    if not log.stat().st_size:
+        log.unlink()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -61,10 +61,6 @@ class Stage:
     detail: str
     first: Difference | None = None
 
-    def dict(self) -> dict[str, Any]:
-        """For `--format json`."""
-        return asdict(self)
-
 
 class NotReplayed(Exception):
     """What a stage needs is not stored."""
@@ -90,18 +86,19 @@ class Replay:
 
     def stages(self) -> Iterator[Stage]:
         """Every stage in the order of a step."""
-        yield self._stage("rewards", self._rewards)
-        yield self._stage("advantages", self._advantages)
-        yield self._stage("value loss", self._value_loss)
-        yield self._stage("policy loss", self._policy_loss)
-
-    def _stage(self, name: str, replay: Callable[[], Stage]) -> Stage:
-        try:
-            return replay()
-        except NotReplayed as reason:
-            return Stage(name, "not replayed", str(reason))
-        except RelaxError as error:
-            return Stage(name, "not replayed", "; ".join(problem.message for problem in error.problems))
+        replays = {
+            "rewards": self._rewards,
+            "advantages": self._advantages,
+            "value loss": self._value_loss,
+            "policy loss": self._policy_loss,
+        }
+        for name, replay in replays.items():
+            try:
+                yield replay()
+            except NotReplayed as reason:
+                yield Stage(name, "not replayed", str(reason))
+            except RelaxError as error:
+                yield Stage(name, "not replayed", "; ".join(problem.message for problem in error.problems))
 
     def _columns(self) -> Columns:
         columns: Columns = {
@@ -253,14 +250,12 @@ class Replay:
         return _compared(name, self._wrong_metrics(means), len(means), f"metrics ({', '.join(means)})")
 
     def _wrong_metrics(self, found: dict[str, float]) -> list[Difference]:
-        def is_close(a: float | None, b: float) -> bool:
-            return a is not None and math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=SMALLEST)
-
-        return [
-            Difference(self.metrics[name], value, metric=name)
-            for name, value in found.items()
-            if name in self.metrics and not is_close(self.metrics[name], value)
-        ]
+        wrong = []
+        for name, value in found.items():
+            stored = self.metrics.get(name, value)
+            if stored is None or not math.isclose(stored, value, rel_tol=TOLERANCE, abs_tol=SMALLEST):
+                wrong.append(Difference(stored, value, metric=name))
+        return wrong
 
 
 def _compared(name: str, wrong: list[Difference], count: int, what: str) -> Stage:

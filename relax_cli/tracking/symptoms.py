@@ -92,35 +92,21 @@ def _reward_flat(history: History) -> str | None:
     return f"the mean reward has not risen for {FLAT_FOR} steps: {before:.3g} in the first {half}, then {after:.3g}"
 
 
-def _all_truncated(history: History) -> str | None:
-    if min(history.values("truncated_frac"), default=0.0) < 1:
-        return None
-    return f"every response of the last {PATIENCE} steps was cut at the length limit"
-
-
-def _above(metric: str, limit: float, text: str) -> Callable[[History], str | None]:
-    """Sees a metric that is above a limit in each of the last steps."""
+def _lasting(
+    metric: str, is_bad: Callable[[float], bool], text: str, steps: int = PATIENCE
+) -> Callable[[History], str | None]:
+    """Sees a metric that is bad in each of the last steps; the text may show its newest value."""
 
     def sees(history: History) -> str | None:
-        values = history.values(metric)
-        if not values or min(values) <= limit:
-            return None
-        return f"{metric} is {values[-1]:.3g}, above {limit:g} for {PATIENCE} steps: {text}"
+        values = history.values(metric, steps)
+        return text.format(values[-1]) if values and all(map(is_bad, values)) else None
 
     return sees
 
 
-def _value_head_still(history: History) -> str | None:
-    if any(history.values("critic/value_head_moved") or [1.0]):
-        return None
-    return f"the critic's value head has not moved in {PATIENCE} steps"
-
-
-def _explained_variance(history: History) -> str | None:
-    values = history.values("explained_variance", NEGATIVE_FOR)
-    if not values or max(values) >= 0:
-        return None
-    return f"explained_variance has been below 0 for {NEGATIVE_FOR} steps ({values[-1]:.3g}): worse than no values"
+def _above(metric: str, limit: float, text: str) -> Callable[[History], str | None]:
+    seen = f"{metric} is {{:.3g}}, above {limit:g} for {PATIENCE} steps: {text}"
+    return _lasting(metric, lambda value: value > limit, seen)
 
 
 def _entropy_collapse(history: History) -> str | None:
@@ -184,7 +170,11 @@ SYMPTOMS = (
         gone_after=FLAT_FOR // 2,
     ),
     Symptom(
-        "all-truncated", _all_truncated,
+        "all-truncated",
+        _lasting(
+            "truncated_frac", lambda value: value >= 1,
+            f"every response of the last {PATIENCE} steps was cut at the length limit",
+        ),
         "--rollout-max-response-len, the end-of-sequence token of the model, --apply-chat-template, --rollout-stop",
     ),
     Symptom(
@@ -200,11 +190,20 @@ SYMPTOMS = (
         "a larger --value-clip when rewards are much larger than 1, a lower --critic-lr",
     ),
     Symptom(
-        "value-head-still", _value_head_still,
+        "value-head-still",
+        _lasting(
+            "critic/value_head_moved", lambda value: value == 0,
+            f"the critic's value head has not moved in {PATIENCE} steps",
+        ),
         "critic/lr, critic/grad_norm and critic/skipped_steps (--critic-lr, --critic-lr-warmup-iters)",
     ),
     Symptom(
-        "explained-variance", _explained_variance,
+        "explained-variance",
+        _lasting(
+            "explained_variance", lambda value: value < 0,
+            f"explained_variance has been below 0 for {NEGATIVE_FOR} steps ({{:.3g}}): worse than no values",
+            NEGATIVE_FOR,
+        ),
         "more --num-critic-only-steps, another --critic-lr, value_clip_frac",
     ),
     Symptom(

@@ -23,7 +23,7 @@ COLUMNS = {
 the number of steps after which it was sampled (with `--partial-rollout`)."""
 
 
-def is_trainable(sample: Sample) -> Numbers:
+def is_trainable(sample: Mapping[str, Any]) -> Numbers:
     """For each response token whether it is trained; observations of an episode are not."""
     mask = sample.get("response_mask")
     return np.ones(len(sample["response_token_ids"]), bool) if mask is None else mask != 0
@@ -47,6 +47,5 @@ def token_numbers(sample: Sample) -> dict[str, Numbers]:
 
 def advantage(sample: Mapping[str, Any]) -> float | None:
     """The mean advantage of a sample's trainable tokens: with a group estimator, that of the sample."""
-    if "advantages" not in sample or not is_trainable(dict(sample)).any():
-        return None
-    return float(sample["advantages"][is_trainable(dict(sample))].mean())
+    trainable = is_trainable(sample)
+    return float(sample["advantages"][trainable].mean()) if "advantages" in sample and trainable.any() else None

@@ -69,13 +69,11 @@ class Trackers:
             self._warn(f"the tracker {name} failed, the run continues without it: {error.story}")
 
 
-def numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Every number of a record but its step and time; numbers of nested objects as `outer/inner`."""
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and name not in ("step", "time"):
-            yield prefix + name, float(value)
+    for name, value in _flat(record, "/"):
+        if isinstance(value, int | float) and name not in ("step", "time"):
+            yield name, float(value)
 
 
 class TensorBoard:
@@ -86,7 +84,7 @@ class TensorBoard:
 
         purge = run.done + 1 if run.done else None
         self._writer: Any = SummaryWriter(str(run.run_dir / "tb"), purge_step=purge)
-        self._writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in _flat(run.config)))
+        self._add_text("config", run.config)
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in numbers(record):
@@ -94,8 +92,11 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        self._writer.add_text("summary", "\n".join(f"    {name}: {value}" for name, value in _flat(summary)))
+        self._add_text("summary", summary)
         self._writer.close()
+
+    def _add_text(self, name: str, values: Mapping[str, Any]) -> None:
+        self._writer.add_text(name, "\n".join(f"    {key}: {value}" for key, value in _flat(values)))
 
 
 class Wandb:
@@ -147,15 +148,12 @@ class MLflow:
     """A run in the store of `MLFLOW_TRACKING_URI`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        client = import_module("mlflow").MlflowClient()
-        self._client: Any = client
-        name = "relax"
+        self._client: Any = import_module("mlflow").MlflowClient()
 
         def new() -> str:
-            found = client.get_experiment_by_name(name)
-            experiment = client.create_experiment(name) if found is None else found.experiment_id
-            made: str = client.create_run(experiment, run_name=run.name).info.run_id
-            return made
+            found = self._client.get_experiment_by_name("relax")
+            experiment = self._client.create_experiment("relax") if found is None else found.experiment_id
+            return str(self._client.create_run(experiment, run_name=run.name).info.run_id)
 
         self._id = run.kept("mlflow", new)
         self._client.update_run(self._id, status="RUNNING")
@@ -181,10 +179,10 @@ class MLflow:
             self._client.log_batch(self._id, tags=tags[start : start + MLFLOW_TAGS])
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
     """`section.option` to a value that every tracker takes."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from ((f"{name}{separator}{inner}", found) for inner, found in _flat(value, separator))
         else:
-            yield prefix + name, value if isinstance(value, str | int | float) else str(value)
+            yield name, value if isinstance(value, str | int | float) else str(value)

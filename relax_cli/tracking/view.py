@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from relax_cli.tracking.evaluations import Evaluation
+from relax_cli.tracking.evaluations import Evaluation, evaluations_of
 from relax_cli.tracking.numbers import PHASES, clock_text, count_text, number_text
 from relax_cli.tracking.plots import sparkline
 
@@ -89,10 +89,12 @@ class RunState:
         self.activity, self.phase, self.since = activity, phase, now
 
     def remember(self, record: Mapping[str, Any]) -> None:
-        """The metrics of a step; of an earlier one where the run is resumed."""
+        """The metrics and evaluations of a step; of an earlier one where the run is resumed."""
         for name, values in self.history.items():
             if record.get(name) is not None:
                 values.append(record[name])
+        for evaluation in evaluations_of(record):
+            self.evaluations.setdefault(evaluation.name, []).append(evaluation)
 
     def observe(self, record: Mapping[str, Any], now: float) -> None:
         """A finished step."""

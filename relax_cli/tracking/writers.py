@@ -40,11 +40,8 @@ class MetricsWriter:
         self._late: list[dict[str, str]] = []
         """Warnings that no record has yet."""
         if self._path.exists():
-            text = _text_of(self._path)
-            kept = _lines_of(done, text, self._path)
-            if kept != text:
-                replace_file(self._path, kept)
-            self.last = json.loads(kept.splitlines()[-1]) if kept else None
+            kept = _kept_lines(self._path, done)
+            self.last = json.loads(kept[-1]) if kept else None
         self._file = self._path.open("a", encoding="utf-8")
         fsync_folder(run_dir)
 
@@ -116,21 +113,20 @@ def write_config(run_dir: Path, dump: Mapping[str, Any]) -> Path:
     return path
 
 
-def _text_of(path: Path) -> str:
+def _kept_lines(path: Path, done: int) -> list[str]:
+    """The complete lines of the first `done` steps, which must be consecutive; the file is cut to them."""
     try:
-        return path.read_text("utf-8")
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _bad_metrics(path, str(error), "a text file with one JSON object per line") from None
-
-
-def _lines_of(done: int, text: str, path: Path) -> str:
-    """The complete lines of the first `done` steps, which must be consecutive."""
     kept: list[str] = []
     last_step: int | None = None
     # Without its newline the last piece is a torn line, or nothing.
     for number, line in enumerate(text.split("\n")[:-1], start=1):
-        step = _step_of(line)
-        if step is None or (last_step is not None and step != last_step + 1):
+        step = None
+        with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+            step = json.loads(line)["step"]
+        if not isinstance(step, int) or (last_step is not None and step != last_step + 1):
             expected = "a step's metrics" if last_step is None else f"the metrics of step {last_step + 1}"
             raise _bad_metrics(path, line[:60], expected, number)
         last_step = step
@@ -138,16 +134,9 @@ def _lines_of(done: int, text: str, path: Path) -> str:
             kept.append(line + "\n")
     if kept and last_step is not None and last_step < done:
         raise _bad_metrics(path, f"last step {last_step}", f"last step {done} or later")
-    return "".join(kept)
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
+    if "".join(kept) != text:
+        replace_file(path, "".join(kept))
+    return kept
 
 
 def _bad_metrics(path: Path, got: str, expected: str, line: int | None = None) -> ResumeError:

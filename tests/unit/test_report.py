@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from relax_cli.cli.app import build_app
 from relax_cli.roles.sample_files import SampleWriter
-from relax_cli.tracking.report.data import MOST_TOKENS, chosen, run_data
-from relax_cli.tracking.report.page import page, write_page
+from relax_cli.tracking.report.page import MOST_TOKENS, chosen, page, run_data, write_page
 from relax_cli.tracking.run_reader import read_run
 from tests.support.run_folders import HOSTILE, made_up_run, made_up_sample
 
