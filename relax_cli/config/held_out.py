@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
-from relax_cli.config.section import LEAST_TEMPERATURE, Section
+from relax_cli.config.section import LEAST_TEMPERATURE, Section, option
 
 Generation = TypeVar("Generation", bound=Section)
 
@@ -24,28 +24,27 @@ OF_A_SET = {
 class EvalSection(Section):
     """Held-out evaluation."""
 
-    eval_interval: int | None = Field(
-        None, ge=1, description="rollouts between evaluations; also before the first and after the last"
+    eval_interval: int | None = option(
+        None, "rollouts between evaluations; also before the first and after the last", ge=1
     )
-    eval_prompt_data: tuple[str, ...] = Field((), description="held-out prompts as NAME PATH or NAME=PATH (repeatable)")
-    n_samples_per_eval_prompt: int = Field(1, ge=1, description="samples per held-out prompt")
-    eval_temperature: float | None = Field(
-        None, ge=0, description="temperature of evaluations, 0 is greedy; follows --rollout-temperature when unset"
+    eval_prompt_data: tuple[str, ...] = option((), "held-out prompts as NAME PATH or NAME=PATH (repeatable)")
+    n_samples_per_eval_prompt: int = option(1, "samples per held-out prompt", ge=1)
+    eval_temperature: float | None = option(
+        None, "temperature of evaluations, 0 is greedy; follows --rollout-temperature when unset", ge=0
     )
-    eval_top_p: float | None = Field(
-        None, gt=0, le=1, description="nucleus sampling mass of evaluations; follows --rollout-top-p when unset"
+    eval_top_p: float | None = option(
+        None, "nucleus sampling mass of evaluations; follows --rollout-top-p when unset", gt=0, le=1
     )
-    eval_top_k: int | None = Field(
-        None, ge=-1, description="sample among the k likeliest tokens; follows --rollout-top-k when unset"
+    eval_top_k: int | None = option(
+        None, "sample among the k likeliest tokens; follows --rollout-top-k when unset", ge=-1
     )
-    eval_max_response_len: int | None = Field(
-        None, ge=1, description="maximum new tokens; follows --rollout-max-response-len when unset"
+    eval_max_response_len: int | None = option(
+        None, "maximum new tokens; follows --rollout-max-response-len when unset", ge=1
     )
-    eval_sampling: tuple[str, ...] = Field(
-        (),
-        description="one set's own NAME:temperature=T,top_p=P,top_k=K,max_response_len=L,n=N, any of them (repeatable)",
+    eval_sampling: tuple[str, ...] = option(
+        (), "one set's own NAME:temperature=T,top_p=P,top_k=K,max_response_len=L,n=N, any of them (repeatable)"
     )
-    eval_pass_reward: float = Field(1.0, description="reward from which a response passes (pass@k, majority@k)")
+    eval_pass_reward: float = option(1.0, "reward from which a response passes (pass@k, majority@k)")
 
     @field_validator("eval_temperature")
     @classmethod

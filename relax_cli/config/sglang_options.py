@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from relax_cli.config.model import flag
 from relax_cli.config.names import nearest
 
 RESERVED: dict[str, str] = {
@@ -47,7 +47,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     for name, value in options.items():
         if value is not None and value is not False:
             values = () if value is True else value if isinstance(value, list | tuple) else (value,)
-            words += [f"--{name.replace('_', '-')}", *map(_word, values)]
+            words += [flag(name), *map(_word, values)]
     return words
 
 
@@ -82,13 +82,8 @@ class ServerOption:
 
 @cache
 def installed_options(python: str | None = None) -> Mapping[str, ServerOption] | None:
-    """The server options of the installed sglang by name, `_` for `-`; None where there is none.
-
-    Read from its source: importing it takes many seconds and a GPU.
-
-    Args:
-        python: interpreter of the environment to look into; None for this one.
-    """
+    """The server options of the sglang installed for `python` (None: here) by name, `_` for `-`; None where there is
+    none. Read from its source: importing it takes many seconds and a GPU."""
     options: dict[str, ServerOption] = {}
     for folder in _package_here() if python is None else _package_of(Path(python)):
         groups = folder / "srt" / "arg_groups"
@@ -112,11 +107,6 @@ def _package_here() -> list[Path]:
 def _package_of(python: Path) -> list[Path]:
     """Where an environment keeps its packages, found without running it."""
     return sorted(python.parent.parent.glob("lib/python3*/site-packages/sglang"))
-
-
-def misspelt(name: str, own: Collection[str]) -> str:
-    """The option of ours that is meant, if the name is hardly another word."""
-    return next(iter(difflib.get_close_matches(name, own, n=1, cutoff=0.85)), "")
 
 
 def _options_in(tree: ast.Module, lists: Mapping[str, ast.expr]) -> Iterator[tuple[str, ServerOption | None]]:

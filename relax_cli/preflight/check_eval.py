@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from relax_cli.config.held_out import EvalSection
 from relax_cli.config.layers import Layers, known
-from relax_cli.config.model import flag
-from relax_cli.config.schema import (
-    DataSection,
-    EpisodeSection,
-    ModelSection,
-    RewardSection,
-    RolloutSection,
-    SglangSection,
-)
+from relax_cli.config.model import flag, options_by_name
+from relax_cli.config.schema import Config
 from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
 from relax_cli.errors import problem_kind
 from relax_cli.plugin.manager import Plugins
@@ -26,15 +18,18 @@ from relax_cli.preflight.resolve import command_words, resolve
 from relax_cli.preflight.rules import RuleContext, run_rules
 from relax_cli.preflight.rules.batches import THEME
 
-SECTIONS = (ModelSection, DataSection, RolloutSection, SglangSection, RewardSection, EpisodeSection, EvalSection)
-OF_TRAINING = frozenset(
-    {"prompt_data", "shuffle", "eval_interval", "ref_load", "rollout_external", "rollout_external_engine_addrs"}
-)
+SECTIONS = ("model", "data", "rollout", "sglang", "reward", "episode", "eval")
+OF_TRAINING = {
+    "prompt_data",
+    "shuffle",
+    "eval_interval",
+    "ref_load",
+    "rollout_external",
+    "rollout_external_engine_addrs",
+}
 """Options of these sections that only a run has."""
-OPTIONS = frozenset(
-    {*(name for section in SECTIONS for name in section.model_fields), "load", "run_dir", "device", "threads_per_rank"}
-    - OF_TRAINING
-)
+_READ = {name for name, (section, _) in options_by_name(Config).items() if section in SECTIONS}
+OPTIONS = frozenset({*_READ, "load", "run_dir", "device", "threads_per_rank"} - OF_TRAINING)
 """What an evaluation reads."""
 OWN = (
     "data.prompt_data=[]",

@@ -138,12 +138,13 @@ def check_run(
     problems = [p for p in problems if not is_about_machine(p)]
     graph = _graph(plugins, config, problems)
     start = plan = None
-    if graph is not None and not skip_files:
-        has_critic = "critic" in graph
-        start = known(lambda: examine_run(config, has_critic=has_critic, num_rollout=inputs.rollouts(config)))
     if graph is not None:
-        planned = with_paths(config, resolved.unread)
-        seen = inputs if skip_files else _with_named_model(inputs, planned, resolved)
+        has_critic, planned, seen = "critic" in graph, with_paths(config, resolved.unread), inputs
+        if not skip_files:
+            start = known(lambda: examine_run(config, has_critic=has_critic, num_rollout=inputs.rollouts(config)))
+        if not skip_files and "hf_checkpoint" in resolved.unread:
+            # A model folder whose path is not known has a last part, which may be that of a model that is.
+            seen = replace(inputs, model=known(lambda: read_model(planned).spec))
         plan = known(lambda: _plan(planned, graph, seen, machine, start))
     problems, notes = (problems + notes, []) if here else (problems, notes)
     problems = shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
@@ -164,13 +165,6 @@ def check_run(
     )
 
 
-def _with_named_model(inputs: RunInputs, planned: Config, resolved: Resolved) -> RunInputs:
-    """A model folder whose path is not known has a last part, which may be that of a model that is."""
-    if "hf_checkpoint" not in resolved.unread:
-        return inputs
-    return replace(inputs, model=known(lambda: read_model(planned).spec))
-
-
 def _graph(plugins: Plugins, config: Config, problems: list[Problem]) -> ServiceGraph | None:
     try:
         return plugins.service_graph(config)
@@ -183,9 +177,9 @@ def _graph(plugins: Plugins, config: Config, problems: list[Problem]) -> Service
 def _plan(
     config: Config, graph: ServiceGraph, inputs: RunInputs, machine: Machine, start: ResumeReport | None
 ) -> Plan | None:
-    first = 0 if start is None else start.decision.iteration or 0
     if not has_counts(config) or not set(graph.names) <= config.parallel.resource.keys():
         return None
+    first = 0 if start is None else start.decision.iteration or 0
     return build_plan(config, graph.roles, inputs, machine, cores=usable_cores(), first_rollout=first)
 
 

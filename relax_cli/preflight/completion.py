@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from relax_cli.checkpoint.layout import TRACKER_FILE
-from relax_cli.config.model import flag
 from relax_cli.config.schema import Config
 from relax_cli.plugin.records import Change
 
@@ -17,53 +16,32 @@ CRITIC_LOAD = "the critic's checkpoints are next to --load"
 
 def complete(config: Config, *, has_critic: bool) -> tuple[Config, list[Change]]:
     """The configuration with a place for the reference model and folders for the critic, where they are not set."""
-    config, changes = _with_reference_shape(config)
+    resource, critic, changes = config.parallel.resource, config.critic, list[Change]()
+    if config.algorithm.needs_reference and "reference" not in resource and "actor" in resource:
+        completed = {**resource, "reference": resource["actor"]}
+        parallel = config.parallel.model_copy(update={"resource": completed})
+        changes.append(Change("--resource", json.dumps(resource), json.dumps(completed), REFERENCE_SHAPE))
+        config = config.model_copy(update={"parallel": parallel})
     if has_critic:
-        config, more = _with_critic_folders(config)
-        changes += more
+        load, save = critic_folders(
+            config.checkpoint.load,
+            config.checkpoint.save,
+            critic.critic_load,
+            critic.critic_save,
+            from_actor=critic.critic_init_from_actor,
+        )
+        changes += [Change("--critic-load", None, load, CRITIC_LOAD)] if load != critic.critic_load else []
+        changes += [Change("--critic-save", None, save, CRITIC_SAVE)] if save != critic.critic_save else []
+        critic = critic.model_copy(update={"critic_load": load, "critic_save": save})
+        config = config.model_copy(update={"critic": critic})
     return config, changes
-
-
-def _with_reference_shape(config: Config) -> tuple[Config, list[Change]]:
-    """The reference model of KL terms gets the place of the actor, unless one is given."""
-    resource = config.parallel.resource
-    if not config.algorithm.needs_reference or "reference" in resource or "actor" not in resource:
-        return config, []
-    completed = {**resource, "reference": resource["actor"]}
-    parallel = config.parallel.model_copy(update={"resource": completed})
-    change = Change("--resource", json.dumps(resource), json.dumps(completed), REFERENCE_SHAPE)
-    return config.model_copy(update={"parallel": parallel}), [change]
-
-
-def _with_critic_folders(config: Config) -> tuple[Config, list[Change]]:
-    """`--critic-save` is `<save>-critic`, and `--critic-load` is `<load>-critic` where that is what a run wrote."""
-    critic = config.critic
-    folders = critic_folders(
-        config.checkpoint.load,
-        config.checkpoint.save,
-        critic.critic_load,
-        critic.critic_save,
-        from_actor=critic.critic_init_from_actor,
-    )
-    update = dict(zip(("critic_load", "critic_save"), folders, strict=True))
-    why = {"critic_load": CRITIC_LOAD, "critic_save": CRITIC_SAVE}
-    changes = [
-        Change(flag(name), None, folder, why[name])
-        for name, folder in update.items()
-        if folder != getattr(critic, name)
-    ]
-    return config.model_copy(update={"critic": critic.model_copy(update=update)}), changes
 
 
 def critic_folders(
     load: str | None, save: str | None, critic_load: str | None, critic_save: str | None, *, from_actor: bool = False
 ) -> tuple[str | None, str | None]:
     """`--critic-load` and `--critic-save` of a run with a critic, with the folders next to the actor's where they are
-    not given.
-
-    Args:
-        from_actor: the critic may start from the actor's backbone.
-    """
+    not given. `from_actor`: the critic may start from the actor's backbone."""
     if load is not None and critic_load is None and not from_actor:
         # `--load X --save X` starts from nothing the first time, so that one script restarts itself.
         is_first_start = load == save and critic_save is None and not has_checkpoints(load)
@@ -82,20 +60,10 @@ def beside(folder: str) -> str:
 RUN_FORMAT = 2
 """`format` in the `config.json` of a run folder. Step k is the k-th rollout; without a format, steps began at 0."""
 
-LEFT_BY_A_START = frozenset(
-    {
-        ".lock",
-        ".config.json.tmp",
-        "config.json",
-        "evals",
-        "logs",
-        "metrics.jsonl",
-        "rollouts",
-        "tb",
-        "tokenizer.json",
-        "weights",
-    }
-)
+LEFT_BY_A_START = {
+    *(".lock", ".config.json.tmp", "config.json", "evals", "logs", "metrics.jsonl"),
+    *("rollouts", "tb", "tokenizer.json", "weights"),
+}
 """What a run writes into its folder before its first step has finished."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from relax_cli.checkpoint.fingerprint import folder_of_model
 from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.layers import known
-from relax_cli.config.schema import BatchSection, Config
+from relax_cli.config.schema import Config
 from relax_cli.data.curriculum import check_curriculum
 from relax_cli.data.envs.load import check_env
 from relax_cli.data.formats import FILE_MISSING
@@ -88,8 +88,12 @@ class RunInputs:
                 yield prompt + sampling_of_set(config.eval, name, config.rollout).rollout_max_response_len
 
     def rollouts(self, config: Config) -> int | None:
-        """How many rollouts the run has; None where that depends on data that were not read."""
-        return rollouts_of(config.batch, self.prompts)
+        """`--num-rollout`, or whole rollouts in `--num-epoch` passes over the prompts, at least one; None where that
+        depends on data that were not read."""
+        batch = config.batch
+        if batch.num_rollout is not None or batch.num_epoch is None or self.prompts is None:
+            return batch.num_rollout
+        return max(1, self.prompts * batch.num_epoch // batch.rollout_batch_size)
 
 
 def read_inputs(
@@ -112,7 +116,9 @@ def read_inputs(
     if (curriculum := known(lambda: config.data.curriculum)) and is_file_spec(curriculum):
         problems += check_curriculum(curriculum)
     reader = DataReader(config, model.tokenizer, model.spec, progress, rewards)
-    for option, source in prompt_sources(config):
+    items, sets = known(lambda: config.data.prompt_data) or (), known(lambda: config.eval.sets) or ()
+    sources = [("--prompt-data", spec) for spec in dict.fromkeys(items)]
+    for option, source in (*sources, *(("--eval-prompt-data", spec) for _, spec in sets)):
         try:
             reader(config.data, source)
         except ConfigError as error:
@@ -120,35 +126,19 @@ def read_inputs(
             found = [p for p in error.problems if p.id != SOURCE.id or option != "--prompt-data"]
             problems += [_of_option(p, option) for p in found]
     counted = {spec: (max(s.lengths), s.longest) for spec, s in reader.summaries.items() if s.lengths}
-    longest = max(counted.values(), default=None)
-    by_set = {name: counted[spec] for name, spec in known(lambda: config.eval.sets) or () if spec in counted}
-    training = [counted[spec] for spec in known(lambda: config.data.prompt_data) or () if spec in counted]
-    by_set |= {"": max(training)} if training else {}
-    read = RunInputs(
-        model.spec, longest=longest, longest_by_set=by_set, model_config=model.config, problems=tuple(problems)
+    by_set = {name: counted[spec] for name, spec in sets if spec in counted}
+    training = [counted[spec] for spec in items if spec in counted]
+    seen = [reader.summaries[spec] for spec in items if spec in reader.summaries]
+    is_whole = bool(items) and len(seen) == len(items)
+    return RunInputs(
+        model.spec,
+        sum(one.prompts for one in seen) if is_whole else None,
+        tuple(n for one in seen for n in one.lengths) if is_whole else (),
+        max(counted.values(), default=None),
+        by_set | ({"": max(training)} if training else {}),
+        model.config,
+        tuple(problems),
     )
-    seen = [reader.summaries.get(spec) for spec in known(lambda: config.data.prompt_data) or ()]
-    if not seen or None in seen:
-        return read
-    lengths = tuple(n for one in seen if one is not None for n in one.lengths)
-    return replace(read, prompts=sum(one.prompts for one in seen if one is not None), prompt_lens=lengths)
-
-
-def prompt_sources(config: Config) -> Iterator[tuple[str, str]]:
-    """Option and item of every set of prompts, training prompts first."""
-    for spec in dict.fromkeys(known(lambda: config.data.prompt_data) or ()):
-        yield "--prompt-data", spec
-    for _, spec in known(lambda: config.eval.sets) or ():
-        yield "--eval-prompt-data", spec
-
-
-def rollouts_of(batch: BatchSection, prompts: int | None) -> int | None:
-    """`--num-rollout`, or whole rollouts in `--num-epoch` passes over so many prompts, at least one."""
-    if batch.num_rollout is not None:
-        return batch.num_rollout
-    if batch.num_epoch is None or prompts is None:
-        return None
-    return max(1, prompts * batch.num_epoch // batch.rollout_batch_size)
 
 
 def is_of_quickstart(path: str) -> bool:

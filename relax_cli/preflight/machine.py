@@ -23,11 +23,9 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 def free_disk(path: str) -> int | None:
     """Bytes free where `path` is or would be created; None where that cannot be found out."""
-    place = Path(os.path.abspath(path))
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    here = Path(os.path.abspath(path))
     try:
-        usage = shutil.disk_usage(place)
+        usage = shutil.disk_usage(next(place for place in (here, *here.parents) if place.exists()))
     except OSError:
         return None
     return usage.free if usage.total else None
@@ -61,9 +59,7 @@ def ray_temp_trouble() -> str:
     length = len(os.fsencode(f"{folder}{RAY_SOCKET}"))
     if length > MOST_SOCKET_BYTES:
         return f"its sockets there have paths of {length} bytes, and Linux takes at most {MOST_SOCKET_BYTES}"
-    place = folder / "ray"
-    while not place.exists():
-        place = place.parent
+    place = next(place for place in (folder / "ray", folder, *folder.parents) if place.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         return f"this user cannot write {place}"
     return ""
@@ -90,13 +86,10 @@ def smallest_gpu() -> int | None:
     """Bytes of the smallest GPU that nvidia-smi shows; None where it cannot be asked."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(
-            command, capture_output=True, encoding="utf-8", timeout=NVIDIA_SMI_SECONDS, check=True
-        ).stdout
+        answer = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=NVIDIA_SMI_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return None
-    sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]
-    return min(sizes, default=None)
+    return min((int(line) << 20 for line in answer.split() if line.isdigit()), default=None)
 
 
 def allocator_settings() -> str:

@@ -13,42 +13,34 @@ from typing import Any
 
 from relax_cli.algorithms.schedule import learning_rate
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.fingerprint import Identity, adapters_in, differences, folder_of_model, identify
+from relax_cli.checkpoint.fingerprint import adapters_in, differences, folder_of_model, identify
 from relax_cli.checkpoint.resume import RUN_DIR_IN_USE, SAVE_IN_USE, ResumeReport, examine_resume
 from relax_cli.checkpoint.side import Side
 from relax_cli.config.schema import Config
-from relax_cli.errors import Problem, ResumeError, problem_kind
+from relax_cli.errors import Problem, ResumeError, problem_kinds
 from relax_cli.models.lora import lora_of
 from relax_cli.preflight.completion import has_metrics
 from relax_cli.preflight.plan import optimizer_steps
 
-LORA_WEIGHTS = problem_kind(
+declare = problem_kinds("Folders and checkpoints", option="--num-rollout")
+LORA_WEIGHTS = declare(
     "lora-weights-only",
-    "Folders and checkpoints",
     "A run with low-rank adapters would start from bare weights of a checkpoint, or a critic from the checkpoint of an "
     "actor that has adapters only.",
     option="--load",
 )
-NOTHING_LEFT = problem_kind(
-    "resume-nothing-left",
-    "Folders and checkpoints",
-    "The checkpoint has more rollouts than `--num-rollout`.",
-    option="--num-rollout",
-)
-REFERENCE_NOT_START = problem_kind(
+NOTHING_LEFT = declare("resume-nothing-left", "The checkpoint has more rollouts than `--num-rollout`.")
+REFERENCE_NOT_START = declare(
     "reference-not-start",
-    "Folders and checkpoints",
     "A warning: a run that starts from bare weights compares its KL terms with `--hf-checkpoint`, as no `--ref-load` "
     "is given.",
     option="--ref-load",
     severity="warning",
 )
-OTHER_SCHEDULE = problem_kind(
+OTHER_SCHEDULE = declare(
     "resume-other-schedule",
-    "Folders and checkpoints",
     "A warning: the learning rate decays over `--num-rollout`, which is not what it was when the checkpoint was saved. "
     "The next step's rate is given for both. The rates of the steps already taken stay as they were.",
-    option="--num-rollout",
     severity="warning",
 )
 
@@ -73,20 +65,15 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
         return _with(report, list(_new_run_problems(config)), config)
     if report.decision.verdict != "resume":
         return report
-    run = identify(config, folder_of_model(config.model.hf_checkpoint))
-    report = _with(report, compare(report, config, run), config)
+    report = _with(report, _differences(report, config), config)
     last, iteration = num_rollout or config.batch.num_rollout, report.sides[0].iteration
     report = report.refused(list(_other_schedule(config, report.sides[0], last, has_critic=has_critic)))
     if last is None or iteration is None or iteration <= last:
         return report
-    problem = NOTHING_LEFT(
-        f"nothing is left to do: the checkpoint has finished {iteration} rollouts",
-        where=str(report.sides[0].checkpoint),
-        got=str(last),
-        expected=f"at least {iteration}",
-        fix=f"--num-rollout with a number above {iteration}; the learning-rate schedule stretches to it",
-    )
-    return report.refused([problem])
+    message = f"nothing is left to do: the checkpoint has finished {iteration} rollouts"
+    fix = f"--num-rollout with a number above {iteration}; the learning-rate schedule stretches to it"
+    where, expected = str(report.sides[0].checkpoint), f"at least {iteration}"
+    return report.refused([NOTHING_LEFT(message, fix=fix, where=where, got=str(last), expected=expected)])
 
 
 def _weights_for_adapters(report: ResumeReport, config: Config) -> Iterator[Problem]:
@@ -125,9 +112,9 @@ def decide_run(config: Config, *, has_critic: bool) -> ResumeReport:
     return report
 
 
-def compare(report: ResumeReport, config: Config, run: Identity) -> list[Problem]:
-    """What sets the checkpoints that would be resumed apart from `run`; once, though both sides of a pair say it."""
-    found: dict[str, Problem] = {}
+def _differences(report: ResumeReport, config: Config) -> list[Problem]:
+    """What sets the checkpoints that would be resumed apart from the run; once, though both sides of a pair say it."""
+    run, found = identify(config, folder_of_model(config.model.hf_checkpoint)), dict[str, Problem]()
     for side in report.sides:
         if side.meta is not None and side.checkpoint is not None:
             for problem in differences(config, run, side.meta, side.checkpoint):
@@ -155,24 +142,16 @@ def _other_schedule(config: Config, actor: Side, rollouts: int | None, *, has_cr
 
     def rate(total: int) -> str:
         steps, _ = optimizer_steps(config, total, has_critic=has_critic)
-        value = learning_rate(
-            taken,
-            peak=section.lr,
-            floor=section.min_lr,
-            warmup=section.lr_warmup_iters,
-            total=steps,
-            decay=section.lr_decay_style,
-        )
-        return f"{value:.3g}"
+        peak, floor, warmup, decay = section.lr, section.min_lr, section.lr_warmup_iters, section.lr_decay_style
+        return f"{learning_rate(taken, peak=peak, floor=floor, warmup=warmup, total=steps, decay=decay):.3g}"
 
+    keeps = f"--num-rollout {before} keeps the schedule"
     yield OTHER_SCHEDULE(
         f"the learning rate decays over {rollouts} rollouts now, over {before} when the checkpoint was saved",
         where=str(actor.checkpoint),
         got=f"the actor's next step has rate {rate(rollouts)}",
         expected=f"{rate(before)} on the schedule of before",
-        fix=f"--num-rollout {before} keeps the schedule"
-        if iteration < before
-        else "accept it, or --lr-decay-style constant with the --lr to continue at",
+        fix=keeps if iteration < before else "accept it, or --lr-decay-style constant with the --lr to continue at",
     )
 
 
@@ -186,13 +165,9 @@ def _new_run_problems(config: Config) -> Iterator[Problem]:
     places = {"--save": config.checkpoint.save, "--critic-save": config.critic.critic_save}
     for option, folder in places.items():
         if folder is not None and layout.list_iterations(Path(folder)):
-            yield SAVE_IN_USE(
-                f"the run starts at step 1, and the folder of {option} contains other checkpoints",
-                fix=f"{option} {shlex.quote(folder.rstrip('/') + '-new')}",
-                option=option,
-                got=folder,
-                expected="a folder without checkpoints",
-            )
+            message = f"the run starts at step 1, and the folder of {option} contains other checkpoints"
+            fix, expected = f"{option} {shlex.quote(folder.rstrip('/') + '-new')}", "a folder without checkpoints"
+            yield SAVE_IN_USE(message, fix=fix, option=option, got=folder, expected=expected)
     model = config.model.hf_checkpoint
     if config.algorithm.needs_reference and config.model.ref_load is None:
         yield REFERENCE_NOT_START(
@@ -203,9 +178,6 @@ def _new_run_problems(config: Config) -> Iterator[Problem]:
         )
     run_dir = config.run.run_dir
     if run_dir is not None and has_metrics(Path(run_dir)):
-        yield RUN_DIR_IN_USE(
-            "the run starts at step 1, and the run folder already contains a run",
-            fix=f"--run-dir {shlex.quote(run_dir.rstrip('/') + '-2')}",
-            got=run_dir,
-            expected="a new or empty folder",
-        )
+        message = "the run starts at step 1, and the run folder already contains a run"
+        fix = f"--run-dir {shlex.quote(run_dir.rstrip('/') + '-2')}"
+        yield RUN_DIR_IN_USE(message, fix=fix, got=run_dir, expected="a new or empty folder")

@@ -50,39 +50,24 @@ def largest_pass(
 
 
 def activation_bytes(
-    spec: ModelSpec,
-    layout: ParallelSection,
-    work: Pass,
-    bytes_each: int,
-    *,
-    layers: int | None = None,
-    in_flight: int = 1,
+    spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int, *, layers: int, in_flight: int
 ) -> int:
-    """What is saved for the backward pass under the chosen recomputation, and the gradients of one layer.
-
-    Args:
-        layers: of a pipeline stage; all when None.
-        in_flight: micro-batches that wait there for their backward pass.
-    """
+    """What is saved for the backward pass under the chosen recomputation, and the gradients of one layer; `in_flight`
+    micro-batches wait for theirs."""
     ranks = layout.tensor_model_parallel_size
     gradients = work.tokens * (spec.mlp_in_flight(ranks) + 4 * spec.hidden_size)
-    return bytes_each * (_saved(spec, layout, work, layers or spec.num_layers, in_flight) + gradients)
+    return bytes_each * (_saved(spec, layout, work, layers, in_flight) + gradients)
 
 
-def at_head_bytes(
-    spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int, *, layers: int | None = None
-) -> int:
+def at_head_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int, *, layers: int) -> int:
     """What is saved while logits exist: the layers are computed again one at a time, and later."""
-    return bytes_each * (
-        _saved(spec, layout, work, layers or spec.num_layers, 1, again=False) + 2 * work.answers * spec.hidden_size
-    )
+    saved = _saved(spec, layout, work, layers, 1, again=False)
+    return bytes_each * (saved + 2 * work.answers * spec.hidden_size)
 
 
 def logits_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, *, entropy_grad: bool) -> int:
     """fp32 tensors of the logits' size in the backward pass of `heads`: what is kept, and gradients. Forward has fewer.
-
-    A vocabulary that is split keeps exponentials in the place of one log-softmax.
-    """
+    A vocabulary that is split keeps exponentials in the place of one log-softmax."""
     ranks = layout.tensor_model_parallel_size
     copies = (6 if entropy_grad else 4) if ranks > 1 else (4 if entropy_grad else 3)
     tokens = min(work.answers, layout.log_probs_chunk_size or work.answers)
@@ -98,11 +83,7 @@ def forward_bytes(spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_ea
 def _saved(
     spec: ModelSpec, layout: ParallelSection, work: Pass, layers: int, in_flight: int, *, again: bool = True
 ) -> int:
-    """Numbers that are kept from the forward to the backward pass.
-
-    Args:
-        again: count the layers that are computed again at a time.
-    """
+    """Numbers that are kept from the forward to the backward pass; `again`: with layers that are computed again."""
     kept = _whole_layers(spec, layout, work) * layers // spec.num_layers
     layer_input = work.tokens * _states(spec, layout)
     if layout.recompute_granularity != "full":

@@ -12,14 +12,7 @@ from relax_cli.config.placement import KV_CACHE_BYTES, MOST_ROWS, PREFILL_TOKENS
 from relax_cli.config.schema import CheckpointSection, Config
 from relax_cli.models.lora import lora_of
 from relax_cli.models.spec import ModelSpec
-from relax_cli.preflight.memory.activations import (
-    Pass,
-    activation_bytes,
-    at_head_bytes,
-    forward_bytes,
-    largest_pass,
-    logits_bytes,
-)
+from relax_cli.preflight.memory import activations
 from relax_cli.preflight.memory.gpu import server_memory
 from relax_cli.preflight.memory.sizes import (
     CPU,
@@ -50,12 +43,10 @@ def precision_of(config: Config) -> Precision:
 
 
 def roles_memory(config: Config, roles: tuple[str, ...], spec: ModelSpec, lengths: Lengths) -> list[RoleMemory]:
-    """One process of each role, on the CPU or the GPU as `--device` says (`auto`: CPU).
-
-    Of several pipeline stages the one that needs the most.
-    """
+    """One process of each role, on the CPU or the GPU as `--device` says (`auto`: CPU). Of several pipeline stages the
+    one that needs the most."""
     counts = config.parallel.stage_layers(spec.num_layers)
-    stages = [_Sizes(config, spec, lengths, precision_of(config), stage) for stage in range(len(counts))]
+    stages = [_Sizes(config, spec, lengths, stage) for stage in range(len(counts))]
     return [max((sizes.role(role) for sizes in stages), key=lambda memory: memory.peak_bytes) for role in roles]
 
 
@@ -126,12 +117,9 @@ def kept_checkpoints(section: CheckpointSection, rollouts: int | None) -> int:
 class _Sizes:
     """The arithmetic of one configuration."""
 
-    def __init__(self, config: Config, spec: ModelSpec, lengths: Lengths, precision: Precision, stage: int = 0) -> None:
-        self.config = config
-        self.layout = config.parallel
-        self.spec = spec
-        self.lengths = lengths
-        self.precision = precision
+    def __init__(self, config: Config, spec: ModelSpec, lengths: Lengths, stage: int) -> None:
+        self.config, self.layout, self.spec, self.lengths = config, config.parallel, spec, lengths
+        self.precision = precision_of(config)
         self.tensor_parallel = config.parallel.tensor_model_parallel_size
         counts = self.layout.stage_layers(spec.num_layers)
         self.stage, self.stages, self.layers = stage, len(counts), counts[stage]
@@ -139,8 +127,7 @@ class _Sizes:
         """Parameters of the experts of a stage."""
         self.experts_elsewhere = self.experts - self.experts // config.parallel.expert_model_parallel_size
         """Parameters of experts that a rank leaves to others."""
-        self.engine = rollout_engine(config)
-        self.on_cpu = precision is CPU
+        self.on_cpu = self.precision is CPU
 
     def role(self, role: str) -> RoleMemory:
         """One process of `role`."""
@@ -152,7 +139,7 @@ class _Sizes:
             return self._reference(ranks, base)
         if role != "rollout":
             return RoleMemory(role, ranks, base, {}, {}, keeps_freed=self.on_cpu)
-        return self._server(ranks, base) if self.engine == "sglang" else self._embedded(ranks, base)
+        return self._server(ranks, base) if rollout_engine(self.config) == "sglang" else self._embedded(ranks, base)
 
     def _server(self, ranks: int, base: dict[str, int]) -> RoleMemory:
         """A worker that generates on an SGLang server."""
@@ -175,19 +162,19 @@ class _Sizes:
     def _trained(self, role: str, ranks: int, base: dict[str, int]) -> RoleMemory:
         """Actor or critic: its state, its largest forward and backward pass, and what publishing adds."""
         work = self._pass(ranks)
-        layers, bytes_each = self.layers, self.precision.activations
         passes = -(-self.config.batch.samples_per_step // self._data_parallel(ranks) // max(1, int(work.samples)))
         in_flight = max(1, min(self.stages - self.stage, passes))
-        activations = activation_bytes(self.spec, self.layout, work, bytes_each, layers=layers, in_flight=in_flight)
-        working = {"activations": activations}
+        sizes = self.spec, self.layout, work, self.precision.activations
+        saved = activations.activation_bytes(*sizes, layers=self.layers, in_flight=in_flight)
+        working = {"activations": saved}
         publishing: dict[str, int] = {}
         if role == "actor":
             logits = self._logits(work, entropy_grad=self.config.algorithm.entropy_coef != 0)
             # What a CPU's allocator has freed of the one is of no use to the other.
-            head = at_head_bytes(self.spec, self.layout, work, bytes_each, layers=layers)
+            head = activations.at_head_bytes(*sizes, layers=self.layers)
             if logits and self.on_cpu:
                 working["logits"] = logits
-            elif logits and head + logits > activations:
+            elif logits and head + logits > saved:
                 working = {"activations": head, "logits": logits}
             publishing = self._published()
             if self.on_cpu and lora_of(self.config, role) is not None:
@@ -239,16 +226,16 @@ class _Sizes:
         parameters = self._parameters("reference") - self.experts_elsewhere
         parameters += -(-self.spec.untrained_parameters // self.tensor_parallel)
         weights = self.precision.weights * parameters
-        working = {
-            "activations": forward_bytes(self.spec, self.layout, work, self.precision.activations),
-            "logits": self._logits(work, entropy_grad=False),
-        }
+        passed = activations.forward_bytes(self.spec, self.layout, work, self.precision.activations)
+        working = {"activations": passed, "logits": self._logits(work, entropy_grad=False)}
         host = {} if self.on_cpu else {"parked": weights}
         resident = base | {"weights": weights}
         return RoleMemory("reference", ranks, resident, working, {}, keeps_freed=self.on_cpu, host=host)
 
-    def _logits(self, work: Pass, *, entropy_grad: bool) -> int:
-        return logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad) if self._is_last else 0
+    def _logits(self, work: activations.Pass, *, entropy_grad: bool) -> int:
+        if not self._is_last:
+            return 0
+        return activations.logits_bytes(self.spec, self.layout, work, entropy_grad=entropy_grad)
 
     def _published(self) -> dict[str, int]:
         """Weights on their way from the actor to the rollout workers."""
@@ -318,9 +305,7 @@ class _Sizes:
         others = self._trained_parameters(role) - experts
         return -(-others // replicas) - (-experts // (replicas * self.tensor_parallel))
 
-    def _pass(self, ranks: int) -> Pass:
-        chosen = self.config.batch.pack_sequences
-        packed = self.on_cpu if chosen is None else chosen
-        return largest_pass(
-            self.config.batch, self.lengths, self._data_parallel(ranks), packed=packed, layout=self.layout
-        )
+    def _pass(self, ranks: int) -> activations.Pass:
+        batch, replicas = self.config.batch, self._data_parallel(ranks)
+        packed = self.on_cpu if batch.pack_sequences is None else batch.pack_sequences
+        return activations.largest_pass(batch, self.lengths, replicas, packed=packed, layout=self.layout)

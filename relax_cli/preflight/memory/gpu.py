@@ -82,10 +82,12 @@ def server_memory(section: SglangSection, spec: ModelSpec, ranks: int) -> RoleMe
     """One GPU's part of an SGLang server, unless it runs elsewhere; its KV cache is in `GpuMemory`."""
     if section.rollout_external:
         return RoleMemory("rollout", ranks, {}, {}, {}, keeps_freed=False)
-    weights = server_weights(section, spec)
     # New weights are received one bucket at a time, before there is a KV cache.
-    received = {"received weights": section.update_weight_buffer_size}
-    return RoleMemory("rollout", ranks, {"weights": weights}, {}, received, keeps_freed=False)
+    weights, received = (
+        {"weights": server_weights(section, spec)},
+        {"received weights": section.update_weight_buffer_size},
+    )
+    return RoleMemory("rollout", ranks, weights, {}, received, keeps_freed=False)
 
 
 def server_weights(section: SglangSection, spec: ModelSpec) -> int:
@@ -154,15 +156,12 @@ def what_to_lower(config: Config, spec: ModelSpec, memory: RoleMemory, lengths: 
 
 
 def _state_options(config: Config, memory: RoleMemory) -> list[str]:
-    found = []
-    if memory.role != "reference":
-        layout = config.parallel
-        several = memory.ranks > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
-        if several and not config.optimizer.use_distributed_optimizer:
-            found.append("--use-distributed-optimizer")
-        if not config.optimizer.optimizer_cpu_offload:
-            found.append("--optimizer-cpu-offload")
-    return found
+    if memory.role == "reference":
+        return []
+    layout, optimizer = config.parallel, config.optimizer
+    several = memory.ranks > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    found = ["--use-distributed-optimizer"] if several and not optimizer.use_distributed_optimizer else []
+    return found if optimizer.optimizer_cpu_offload else [*found, "--optimizer-cpu-offload"]
 
 
 def _batch_options(config: Config, lengths: Lengths) -> list[str]:

@@ -9,7 +9,7 @@ from relax_cli.config.model import flag
 from relax_cli.config.names import nearest
 from relax_cli.config.placement import ranks_of, rollout_engine
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
-from relax_cli.config.sglang_options import RESERVED, ServerOption, as_arguments, installed_options, misspelt
+from relax_cli.config.sglang_options import RESERVED, ServerOption, as_arguments, installed_options
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
@@ -104,8 +104,8 @@ def sglang_option_reserved(sglang: SglangSection) -> Found:
     """The run sets this option of its servers itself. The fix says which option of relax to use."""
     for name in sglang.sglang_options:
         if name in RESERVED:
-            message = f"the run sets --{_dashed(name)} of its servers itself"
-            yield Finding(message, f"drop --sglang-{_dashed(name)}: {RESERVED[name]}", f"--sglang-{_dashed(name)}")
+            typed, message = flag(f"sglang_{name}"), f"the run sets {flag(name)} of its servers itself"
+            yield Finding(message, f"drop {typed}: {RESERVED[name]}", typed)
 
 
 @rule("sglang-option-unknown", THEME, option="--sglang-options")
@@ -116,11 +116,12 @@ def sglang_option_unknown(sglang: SglangSection) -> Found:
     for name in sglang.sglang_options:
         if name in RESERVED or (installed is not None and name in installed):
             continue
-        guess = misspelt(name, own) if installed is None else nearest(name, [*own, *installed])
+        # Without an sglang to ask, only a name that is hardly another word than one of ours.
+        guess = nearest(name, own, cutoff=0.85) if installed is None else nearest(name, [*own, *installed])
         if installed is not None or guess:
-            typed, meant = f"--sglang-{_dashed(name)}", f"--sglang-{_dashed(guess)}" if guess else ""
+            typed, meant = flag(f"sglang_{name}"), flag(f"sglang_{guess}") if guess else ""
             fix = f"use {meant}" if meant else f"drop {typed}"
-            yield Finding(f"sglang has no option --{_dashed(name)}", fix, typed, meant)
+            yield Finding(f"sglang has no option {flag(name)}", fix, typed, meant)
 
 
 @rule("sglang-option-value", THEME, option="--sglang-options")
@@ -133,12 +134,8 @@ def sglang_option_value(sglang: SglangSection) -> Found:
             typed = " ".join(as_arguments({f"sglang_{name}": value}))
             guess = nearest(str(value), option.choices)
             is_on = option.kind == "bool" and str(value).lower() in ("1", "on", "true", "yes")
-            fix = f"--sglang-{_dashed(name)} {'' if is_on else guess}".strip() if is_on or guess else f"drop {typed}"
-            yield Finding(f"sglang's --{_dashed(name)} does not take this value", fix, typed, expected)
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+            fix = f"{flag(f'sglang_{name}')} {'' if is_on else guess}".strip() if is_on or guess else f"drop {typed}"
+            yield Finding(f"sglang's {flag(name)} does not take this value", fix, typed, expected)
 
 
 @rule("sglang-missing", MACHINE_THEME, option="--rollout-engine", needs="machine")
