@@ -86,7 +86,9 @@ def smallest_gpu() -> int | None:
     """Bytes of the smallest GPU that nvidia-smi shows; None where it cannot be asked."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=NVIDIA_SMI_SECONDS)
+        answer = subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, encoding="utf-8", timeout=NVIDIA_SMI_SECONDS
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return min((int(line) << 20 for line in answer.split() if line.isdigit()), default=None)
