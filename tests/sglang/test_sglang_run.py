@@ -23,6 +23,7 @@ from tests.support.sglang.fake_package import write_package
 from tests.support.sglang.faults import Fault, Faults, to_json
 from tests.support.sglang.server import running_server
 
+SGLANG = ("rollout.rollout_engine=sglang", 'sglang.sglang_options={"device": "cpu"}')
 SMALL = (
     "batch.rollout_batch_size=32",
     "batch.micro_batch_size=16",
@@ -106,7 +107,7 @@ def test_a_run_on_an_external_server_equals_the_embedded_run(
 def test_a_run_that_starts_its_server_equals_the_embedded_run(
     task: Path, embedded: Finished, tmp_path: Path, package: None
 ) -> None:
-    got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, "rollout.rollout_engine=sglang")
+    got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, *SGLANG)
     assert_equal_runs(got, embedded)
     log = (tmp_path / "run" / "logs" / "sglang-0.log").read_text()
     # Without a GPU there is no memory to give up; a real server refuses the memory saver then.
@@ -119,7 +120,12 @@ def test_a_run_that_starts_its_server_equals_the_embedded_run(
 def test_an_evaluation_without_a_trainer_starts_a_server(task: Path, tmp_path: Path, package: None) -> None:
     plugins, found = load_plugins(), {}
     for name in ("embedded", "sglang"):
-        words = [f"rollout.rollout_engine={name}", "eval.eval_temperature=0", f"run.run_dir={tmp_path / name}"]
+        words = [
+            *(SGLANG if name == "sglang" else ()),
+            f"rollout.rollout_engine={name}",
+            "eval.eval_temperature=0",
+            f"run.run_dir={tmp_path / name}",
+        ]
         layers = Layers(["tiny-ppo-cpu"], {"TINY_DIR": str(task)}, [*words, "parallel.device=cpu"])
         checked = check_evaluation(plugins, layers).require_valid()
         evaluate(plugins, checked, None, lambda _: None)
@@ -133,7 +139,7 @@ def test_a_crashed_server_restarts_with_the_newest_weights(
     # It dies in the second step, and the next one in the third.
     faults = Faults(generate=[Fault("none")] * 40 + [Fault("crash")])
     monkeypatch.setenv("CONTRACT_FAULTS", json.dumps(to_json(faults)))
-    got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, "rollout.rollout_engine=sglang")
+    got = train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, *SGLANG)
     assert [step.pop("rollout/server_restarts", 0) for step in got.metrics] == [0, 1, 1]
     assert_equal_runs(got, embedded)
 
@@ -144,7 +150,7 @@ def test_a_server_that_dies_again_ends_the_run_with_its_log(
     faults = Faults(generate=[Fault("crash")])
     monkeypatch.setenv("CONTRACT_FAULTS", json.dumps(to_json(faults)))
     with pytest.raises(RunError, match="ended while it generated") as caught:
-        train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, "rollout.rollout_engine=sglang")
+        train(task, tmp_path / "run", "tiny-ppo-cpu", *SMALL, *SGLANG)
     problem = caught.value.problems[0]
     assert problem.id == "sglang-server-died"
     assert "Scheduler hit an exception: AssertionError" in problem.got

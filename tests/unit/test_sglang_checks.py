@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from relax_cli.config.schema import Config
 from relax_cli.config.sglang_options import ServerOption, as_arguments, installed_options
 from relax_cli.preflight.rules import RULES
 from relax_cli.preflight.rules import sglang as sglang_checks
-from tests.support.rules import problems_by, problems_of
+from tests.support.rules import UNKNOWN, problems_by, problems_of
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -155,6 +156,22 @@ def test_servers_are_started_only_where_sglang_is(monkeypatch: pytest.MonkeyPatc
     assert found(rule, config()) == []
     monkeypatch.setattr(sglang_checks, "installed_options", lambda python: {"port": ServerOption()})
     assert found(rule, wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "ids"),
+    [
+        (0, {}, ["sglang-no-gpu"]),
+        (1, {}, []),
+        (0, {"sglang": {"sglang_options": {"device": "cpu"}}}, []),
+        (0, {"sglang": {"rollout_external": True}}, []),
+        (0, {"rollout": {"rollout_engine": "auto"}}, []),
+    ],
+)
+def test_servers_start_on_a_cpu_only_on_request(gpus: int, given: dict[str, Any], ids: list[str]) -> None:
+    rule = next(rule for rule in RULES if rule.kind.id == "sglang-no-gpu")
+    wanted = {"rollout": {"rollout_engine": "sglang"}, "parallel": {"device": "cpu"}} | given
+    assert [p.id for p in problems_by(rule, config(**wanted), machine=replace(UNKNOWN, gpus=gpus))] == ids
 
 
 def test_servers_may_be_started_from_another_environment(tmp_path: Path) -> None:

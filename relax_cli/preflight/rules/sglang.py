@@ -11,6 +11,7 @@ from relax_cli.config.placement import ranks_of, rollout_engine
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection, SglangSection
 from relax_cli.config.sglang_options import RESERVED, ServerOption, as_arguments, installed_options
 from relax_cli.errors import MACHINE_THEME
+from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "SGLang servers"
@@ -153,6 +154,16 @@ def sglang_missing(config: Config) -> Found:
         ways = "or use --sglang-python, --rollout-external or --rollout-engine embedded"
         message = "--rollout-engine sglang needs the sglang package, which is not installed"
         yield Finding(message, f"pip install 'relax-cli[sglang]', {ways}")
+
+
+@rule("sglang-no-gpu", MACHINE_THEME, option="--rollout-engine", needs="machine")
+def sglang_no_gpu(config: Config, machine: Machine) -> Found:
+    """The run would start SGLang servers on a machine without a GPU. SGLang does so only with `--sglang-device cpu`."""
+    starts = rollout_engine(config) == "sglang" and not config.sglang.rollout_external and not machine.ray_address
+    is_default = config.parallel.device == "cpu" and "device" not in config.sglang.sglang_options
+    if starts and is_default and machine.gpus == 0:
+        fix = "--rollout-engine embedded, or --sglang-device cpu with an sglang that was built for CPUs"
+        yield Finding("SGLang finds no GPU on this machine, and would not start", fix, expected="a GPU")
 
 
 @rule("sglang-python-relative", THEME, option="--sglang-python")

@@ -16,6 +16,7 @@ class ServerArgs:
     model_path: str
     tp_size: int = 1
     log_level: str = "info"
+    device: str = None
 """
 
 

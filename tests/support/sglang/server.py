@@ -449,6 +449,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu"])
     parser.add_argument("--enable-weights-cpu-backup", action="store_true")
     parser.add_argument("--enable-return-routed-experts", action="store_true")
     known, _ = parser.parse_known_args()
