@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.layout import Tracker
 from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 
 declare = problem_kinds("Folders and checkpoints")
@@ -31,7 +30,7 @@ class Move:
 
     role: str
     folder: Path
-    before: Tracker
+    before: layout.Tracker
     after: int
 
     @property

@@ -22,7 +22,6 @@ from relax_cli.checkpoint import layout, safe_load
 from relax_cli.checkpoint.align import resumable
 from relax_cli.checkpoint.fingerprint import adapters_in, folder_differences
 from relax_cli.checkpoint.folders import storage_failed
-from relax_cli.checkpoint.layout import CheckpointMeta
 from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 from relax_cli.models.convert import EXPERTS, hf_tensors, hf_to_megatron, megatron_to_hf, merged, rank_tensors
 from relax_cli.models.hf import HfWeights, write_hf
@@ -41,7 +40,6 @@ DAMAGED = declare(
     "A file of the checkpoint is missing, cut, or has another hash than when it was written.",
     option="DIR",
 )
-
 NO_ADAPTERS = declare(
     "export-no-adapters",
     "`relax checkpoint export-hf --peft` writes low-rank adapters, and the checkpoint has none.",
@@ -90,7 +88,16 @@ def export_hf(
         ResumeError: the checkpoint is damaged, or not an actor's.
         RunError: the disk refused.
     """
-    _refuse_in_use(out)
+    # The rest of an interrupted export does not count.
+    if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= {UNFINISHED}):
+        raise ConfigError(
+            OUT_IN_USE(
+                "the folder to write to is not empty",
+                fix=f"choose another folder, for example {shlex.quote(f'{out.absolute()}-2')}",
+                got=str(out),
+                expected="a new or empty folder",
+            )
+        )
     lora = adapters_in(_refuse_unfit(checkpoint, model_folder))
     if peft and lora is None:
         raise ConfigError(
@@ -124,20 +131,7 @@ def export_hf(
     return Exported(out, str(kept).removeprefix("torch."), sum(tensor.numel() for tensor in weights.values()), size)
 
 
-def _refuse_in_use(out: Path) -> None:
-    """Raises ConfigError where `out` is a file, or not empty; the rest of an interrupted export does not count."""
-    if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= {UNFINISHED}):
-        raise ConfigError(
-            OUT_IN_USE(
-                "the folder to write to is not empty",
-                fix=f"choose another folder, for example {shlex.quote(f'{out.absolute()}-2')}",
-                got=str(out),
-                expected="a new or empty folder",
-            )
-        )
-
-
-def _refuse_unfit(checkpoint: Path, model_folder: Path) -> CheckpointMeta:
+def _refuse_unfit(checkpoint: Path, model_folder: Path) -> layout.CheckpointMeta:
     """`relax.json` of a complete checkpoint, hash for hash, of an actor on this model; else raises ResumeError."""
     meta = layout.read_meta(checkpoint)
     if meta.role != "actor":
@@ -189,26 +183,25 @@ def _parameters(saved: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[
     """Parameters by the names that `convert` knows."""
     for name, tensor in saved.items():
         inner = name.removeprefix(LAYERS)
+        number, _, rest = inner.partition(".")
         if inner == name:
             yield name, tensor
-            continue
-        number, _, rest = inner.partition(".")
-        if number.isdecimal():
-            yield from _experts(f"{LAYERS}{number}.", PARAMETERS.get(rest, rest), tensor)
-            continue
-        if len(tensor) != spec.num_layers:
+        elif number.isdecimal():
+            yield from _of_layer(number, rest, tensor)
+        elif len(tensor) != spec.num_layers:
             raise ValueError(f"it has {len(tensor)} layers, the model {spec.num_layers}")
-        for layer, part in enumerate(tensor):
-            yield from _experts(f"{LAYERS}{layer}.", PARAMETERS.get(inner, inner), part)
+        else:
+            for layer, part in enumerate(tensor):
+                yield from _of_layer(layer, inner, part)
 
 
-def _experts(layer: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _of_layer(layer: int | str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     inner = name.removeprefix(STACKED_EXPERTS)
     if inner == name:
-        yield layer + name, tensor
-        return
-    for number, expert in enumerate(tensor):
-        yield f"{layer}mlp.{EXPERTS}{number}.{inner}", expert
+        yield f"{LAYERS}{layer}.{PARAMETERS.get(name, name)}", tensor
+    else:
+        for number, expert in enumerate(tensor):
+            yield f"{LAYERS}{layer}.mlp.{EXPERTS}{number}.{inner}", expert
 
 
 def _merged(

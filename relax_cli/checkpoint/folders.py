@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.layout import Best
 from relax_cli.errors import RunError, problem_kind
 
 STORAGE_FAILED = problem_kind(
@@ -68,7 +67,7 @@ def rotate(save_dir: Path, current: int, keep: int | None, protected: Collection
                     layout.remove_checkpoint(layout.iteration_folder(save_dir, iteration))
 
 
-def mark_best(save_dir: Path, best: Best) -> None:
+def mark_best(save_dir: Path, best: layout.Best) -> None:
     """Note which checkpoint is the best. Raises RunError: the disk refused."""
     with disk_errors():
         layout.write_best(save_dir, best)

@@ -193,32 +193,24 @@ def critic_folder(actor: Path, meta: CheckpointMeta) -> Path | None:
 
 
 def _decide(actor: Side, critic: Side | None, from_actor: bool) -> tuple[ResumeDecision, list[Problem]]:
-    source = None
-    if actor.checkpoint is not None and actor.problem is None:
-        source = LoadFrom(actor.checkpoint, weights_only=actor.weights_only)
-    if critic is not None and source is not None and from_actor and _may_stand_in(critic):
-        return _start(actor, source, replace(source, weights_only=True)), []
     sides = [actor] if critic is None else [actor, critic]
     problems = [side.problem for side in sides if side.problem is not None]
-    if not problems and critic is not None and not _fit(actor, critic):
-        problems.append(_mismatch(actor, critic))
+    source, critic_source = actor.source, None if critic is None else critic.source
+    if critic is not None and source is not None and from_actor and _may_stand_in(critic):
+        problems, critic_source = [], replace(source, weights_only=True)
+    elif critic is not None and not problems and not _fit(actor, critic):
+        problems = [_mismatch(actor, critic)]
     if problems:
         return ResumeDecision("refuse"), problems
     if source is None:
         return ResumeDecision("cold-start"), []
-    if critic is None or critic.checkpoint is None:
-        return _start(actor, source, None), []
-    return _start(actor, source, LoadFrom(critic.checkpoint, weights_only=critic.weights_only)), []
+    verdict: Literal["weights-only", "resume"] = "weights-only" if source.weights_only else "resume"
+    return ResumeDecision(verdict, actor.iteration, source, critic_source), []
 
 
 def _may_stand_in(critic: Side) -> bool:
     """Whether the actor may stand in for the critic: it has no state here, or none that can be read."""
     return critic.problem.id not in MISTYPED if critic.problem is not None else critic.meta is None
-
-
-def _start(actor: Side, source: LoadFrom, critic: LoadFrom | None) -> ResumeDecision:
-    verdict: Literal["weights-only", "resume"] = "weights-only" if source.weights_only else "resume"
-    return ResumeDecision(verdict, actor.iteration, source, critic)
 
 
 def _as_a_pair(actor: Side, critic: Side, *, deep: bool) -> tuple[Side, Side]:
@@ -241,7 +233,7 @@ def _as_a_pair(actor: Side, critic: Side, *, deep: bool) -> tuple[Side, Side]:
 def _fit(actor: Side, critic: Side) -> bool:
     """Whether both were saved at one point of one run, or both are weights, or nothing."""
     if actor.meta is None or critic.meta is None:
-        return actor.meta is critic.meta and actor.is_empty == critic.is_empty
+        return actor.meta is critic.meta and (actor.source is None) == (critic.source is None)
     return actor.iteration == critic.iteration and actor.meta.save == critic.meta.save
 
 

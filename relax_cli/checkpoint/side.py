@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.layout import CheckpointMeta
 from relax_cli.errors import Problem, ResumeError, problem_kinds
+from relax_cli.plugin.launch_plan import LoadFrom
 
 declare = problem_kinds("Folders and checkpoints")
 UNREADABLE = declare("resume-unreadable", "The tracker, or the checkpoint it names, is missing, damaged or incomplete.")
@@ -46,18 +46,20 @@ class Side:
     problem: Problem | None = None
     checkpoint: Path | None = None
     """Folder of the one checkpoint that the tracker names, where it is there."""
-    meta: CheckpointMeta | None = None
+    meta: layout.CheckpointMeta | None = None
     """Its `relax.json`; None for weights, or where it cannot be used."""
 
     @property
     def weights_only(self) -> bool:
         """Whether there are weights without the state of a run."""
-        return self.problem is None and self.checkpoint is not None and self.meta is None
+        return self.source is not None and self.source.weights_only
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to load, and nothing wrong."""
-        return self.problem is None and self.checkpoint is None
+    def source(self) -> LoadFrom | None:
+        """What the role would load; None where there is nothing, or something is wrong."""
+        if self.checkpoint is None or self.problem is not None:
+            return None
+        return LoadFrom(self.checkpoint, weights_only=self.meta is None)
 
     @property
     def offer(self) -> str:

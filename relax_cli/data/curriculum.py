@@ -159,17 +159,12 @@ def weights_of(name: str, weigh: Weigh, history: RowHistory) -> NDArray[np.float
 
 
 def load_curriculum(spec: str, named: Mapping[str, Curriculum]) -> Weigh:
-    """The function of `--curriculum`. Raises ConfigError: there is none of that name, or it does not load."""
-    if is_file_spec(spec):
-        return find_curriculum(spec)
-    if spec not in named:
-        raise ConfigError(USER_FILE.unknown(spec, named))
-    return named[spec].load()
-
-
-def find_curriculum(spec: str) -> Weigh:
-    """The function of `FILE.py:function`.
-    Raises ConfigError: the file is missing or fails to import, or has no such function."""
+    """The function of `--curriculum`: `FILE.py:function`, or one that has a name.
+    Raises ConfigError: there is none, or it does not load."""
+    if not is_file_spec(spec):
+        if spec not in named:
+            raise ConfigError(USER_FILE.unknown(spec, named))
+        return named[spec].load()
     target: Weigh = USER_FILE.find(spec, inspect.isfunction)
     if not accepts(target, None):
         raise USER_FILE.unfit(spec, "be called with a history", target)
@@ -185,4 +180,4 @@ def try_curriculum(spec: str) -> None:
     """Call the function of `FILE.py:function` once: the part of `check_curriculum` that runs in the other process.
     Raises RelaxError: what is wrong with it."""
     tried = RowHistory.empty(4).after([(1, 0.5), (2, 1.0), (2, 0.0), (3, 1.0)])
-    weights_of(spec, find_curriculum(spec), tried)
+    weights_of(spec, load_curriculum(spec, {}), tried)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,13 +49,9 @@ class LightTokenizer:
         """Rendered chat messages. Raises jinja2.TemplateError: the template is invalid or refuses the messages."""
         assert not tokenize
         known = {"tools": None, "documents": None, **self._special, **given}
-        text: str = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
+        template = _compiled(self.chat_template or "")
+        text: str = template.render(messages=messages, add_generation_prompt=add_generation_prompt, **known)
         return text
-
-    @cached_property
-    def _template(self) -> Any:
-        assert self.chat_template is not None
-        return _compiled(self.chat_template)
 
 
 def load_light(folder: Path) -> LightTokenizer | None:
@@ -81,6 +77,7 @@ def load_light(folder: Path) -> LightTokenizer | None:
     return LightTokenizer(tokenizer, _template(folder, config), special)
 
 
+@lru_cache(8)
 def _compiled(template: str) -> Any:
     """A chat template with what templates on Hugging Face may use. Raises jinja2.TemplateError: it is invalid."""
     from jinja2 import TemplateError

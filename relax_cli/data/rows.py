@@ -189,18 +189,14 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         message = {**message, "content": ""}
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise Unusable(f"{NEITHER}: message {number} lacks role or content")
-    try:
-        # Arrow gives every message of a file the keys of all, null where there is none.
-        kept = {name: _part(name, value) for name, value in message.items() if value is not None}
-    except Unusable as error:
-        raise Unusable(f"{NEITHER}: in message {number} {error}") from error
+    kept: dict[str, Any] = {}
+    for name, value in message.items():
+        if value is None:
+            continue  # Arrow gives every message of a file the keys of all.
+        try:
+            kept[name] = plain_json(value) if name == CALLS and isinstance(value, list) else text_of(value)
+        except Unusable as error:
+            raise Unusable(f"{NEITHER}: in message {number} {name!r} {error}") from error
     if not kept.get("role") or "content" not in kept:
         raise Unusable(f"{NEITHER}: message {number} has no role or content")
     return kept
-
-
-def _part(name: str, value: Any) -> Any:
-    try:
-        return plain_json(value) if name == CALLS and isinstance(value, list) else text_of(value)
-    except Unusable as error:
-        raise Unusable(f"{name!r} {error}") from error

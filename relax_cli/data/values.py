@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import date, datetime, time
+from datetime import date, time
 from decimal import Decimal
 from math import isfinite, isinf, isnan
 from typing import Any
@@ -119,7 +119,7 @@ def _plain(value: Any, key: str, depth: int) -> Any:
         if not value.is_finite():
             raise Unusable(f"{key or 'it'} is {_kind(value)}, which JSON does not have")
         return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, datetime | date | time):
+    if isinstance(value, date | time):
         return value.isoformat()
     if depth == DEEPEST:
         raise Unusable(f"{key} is nested more than {DEEPEST} deep")

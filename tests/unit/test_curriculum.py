@@ -16,7 +16,6 @@ from relax_cli.data.curriculum import (
     RowHistory,
     WeightedRows,
     check_curriculum,
-    find_curriculum,
     learnability,
     load_curriculum,
     weights_of,
@@ -116,7 +115,7 @@ def test_a_file_that_is_no_curriculum_is_refused(kind: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("curriculum.py").write_text(body)
     with pytest.raises(ConfigError) as caught:
-        find_curriculum(spec)
+        load_curriculum(spec, {})
     assert [problem.id for problem in caught.value.problems] == [kind]
 
 
