@@ -19,7 +19,7 @@ class LocalRanks(Ranks[Role]):
     """A role with one rank, called directly."""
 
     def __init__(self, name: str, role: Role) -> None:
-        super().__init__(name, count=1)
+        super().__init__(name)
         self.role = role
 
     def start(self, request: Callable[[Role], Result]) -> Callable[[], list[Result]]:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from relax_cli.backends.rollout.protocol import ServerDied, WeightsNotSent
 
@@ -26,14 +26,7 @@ if TYPE_CHECKING:
     from relax_cli.roles.reference import ReferenceRole
     from relax_cli.roles.rollout import RolloutRole
     from relax_cli.roles.spread import Spread
-    from relax_cli.roles.training import TrainingRole
-
-
-class Sleeper(Protocol):
-    """A role that shares its device with others."""
-
-    def wake(self) -> None: ...
-    def sleep(self) -> None: ...
+    from relax_cli.roles.training import ModelRole, TrainingRole
 
 
 Role = TypeVar("Role", covariant=True)
@@ -67,9 +60,8 @@ class Ranks(ABC, Generic[Role]):
     with the role or send what it calls (`recorded`) to another process.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.count = count
 
     @abstractmethod
     def start(self, request: Callable[[Role], Result]) -> Callable[[], list[Result]]:
@@ -98,7 +90,7 @@ class RoleGroup:
 class SleepingGroup(RoleGroup):
     """A role that shares its device with others."""
 
-    ranks: Ranks[Sleeper]
+    ranks: Ranks[RolloutRole | ModelRole]
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:

@@ -72,8 +72,6 @@ def finished_advantages(
 class AdvantagesRole:
     """Sees every row, so that whitening is over the whole rollout."""
 
-    name = "advantages"
-
     def __init__(self, context: RoleContext) -> None:
         self.queue, self.config, self.options = context.queue, context.config, context.options
         self.advantages = EstimatorMath(context.estimator).advantages

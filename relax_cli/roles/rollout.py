@@ -53,8 +53,6 @@ EVAL_STREAM = 1 << 40
 class RolloutRole:
     """One generation worker; worker `rank` of `workers` takes its slice of every rollout's prompts."""
 
-    name = "rollout"
-
     def __init__(
         self,
         engine: RolloutEngine,

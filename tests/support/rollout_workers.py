@@ -52,7 +52,7 @@ class InOrder(Ranks[Any]):
     """Workers of this process, called one after the other."""
 
     def __init__(self, workers: Sequence[Any]) -> None:
-        super().__init__("rollout", len(workers))
+        super().__init__("rollout")
         self.workers = workers
 
     def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:

@@ -26,7 +26,7 @@ class OnDisk(Ranks[Any]):
     """A role whose checkpoints are real folders without a model."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        super().__init__(name, count=1)
+        super().__init__(name)
         self.folder = folder
 
     def start(self, request: Callable[[Any], Any]) -> Callable[[], list[Any]]:

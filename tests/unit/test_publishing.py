@@ -19,7 +19,7 @@ class Recorded(Ranks[Any]):
     """Two ranks that do nothing and write down what they are asked."""
 
     def __init__(self, name: str, calls: list[str], answers: dict[str, Any]) -> None:
-        super().__init__(name, count=2)
+        super().__init__(name)
         self.calls = calls
         self.answers = answers
 

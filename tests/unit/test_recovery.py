@@ -18,7 +18,7 @@ class Rollout(Ranks[Any]):
     """Writes down what it is asked, and fails as told."""
 
     def __init__(self, failures: list[Exception], needs_weights: bool = False) -> None:
-        super().__init__("rollout", 2)
+        super().__init__("rollout")
         self.failures = failures
         self.needs_weights = needs_weights
         self.asked: list[str] = []

@@ -56,7 +56,7 @@ class Recorded(Ranks[Any]):
     """A role that saves nothing."""
 
     def __init__(self, name: str, disk: Disk) -> None:
-        super().__init__(name, count=1)
+        super().__init__(name)
         self.disk = disk
         self.meta: list[dict[str, Any]] = []
 

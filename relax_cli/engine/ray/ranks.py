@@ -118,7 +118,7 @@ class RoleWorker:
 
 class RayRanks(Ranks[Role]):
     def __init__(self, name: str, workers: list[Any], run_dir: Path, watch: ProcessWatch) -> None:
-        super().__init__(name, count=len(workers))
+        super().__init__(name)
         self.workers = workers
         self.run_dir = run_dir
         self.watch = watch
