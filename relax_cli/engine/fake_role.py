@@ -97,22 +97,11 @@ def step(role: Any) -> None:
         role.score(0)
 
 
-def simulate(spec: WorkerSpec, lengths: Lengths) -> dict[str, dict[str, int]]:
-    """Peak memory of each phase of a rank, in bytes by kind."""
-    with Accounts() as accounts:
-        builder = FakeBuilder(spec, lengths, accounts)
-        role = builder.build(longest_samples(builder, lengths))
-        role.wake()
-        step(role)
-        found: dict[str, dict[str, int]] = role.model.peaks
-        return found
-
-
 def main() -> None:
-    """Answer the request on standard input: the peaks of the first rank of each pipeline stage."""
+    """Answer the request on standard input: the peaks of the first rank of each stage, in bytes by phase and kind."""
     request = json.load(sys.stdin)
     ranks, stages = request["ranks"], request["config"]["parallel"]["pipeline_model_parallel_size"]
-    found = []
+    lengths, found = Lengths(**request["lengths"]), []
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(request["model"]), "utf-8")
         for stage in range(stages):
@@ -126,7 +115,12 @@ def main() -> None:
                 run_dir=Path(folder),
                 load_from=None,
             )
-            found.append(simulate(spec, Lengths(**request["lengths"])))
+            with Accounts() as accounts:
+                builder = FakeBuilder(spec, lengths, accounts)
+                role = builder.build(longest_samples(builder, lengths))
+                role.wake()
+                step(role)
+                found.append(role.model.peaks)
             parallel.shutdown()
     print(json.dumps(found))
 

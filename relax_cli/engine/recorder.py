@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,9 @@ class Recorder:
             self.warn(f"{warning.message}: {warning.got}")
 
     def warn(self, message: str) -> None:
-        warn(self.display, self.metrics, message)
+        """Show it, and keep it with the metrics."""
+        self.display.warn(message)
+        self.metrics.warn(message)
 
     def phase(self, name: str) -> None:
         self.display.phase(name)
@@ -71,13 +72,12 @@ def open_trackers(
     known, names = plugins.trackers(), tracker_names(config.run)
     if names:
         display.status(f"opening {', '.join(names)}")
-    run = TrackedRun(run_dir, config_dump(config), done)
-    return Trackers([known[name] for name in names], run, partial(warn, display, metrics))
 
+    def warn(message: str) -> None:
+        display.warn(message)
+        metrics.warn(message)
 
-def warn(display: StepDisplay, metrics: MetricsWriter, text: str) -> None:
-    display.warn(text)
-    metrics.warn(text)
+    return Trackers([known[name] for name in names], TrackedRun(run_dir, config_dump(config), done), warn)
 
 
 def memory_gb() -> float:

@@ -39,16 +39,7 @@ from relax_cli.tracking.run_reader import read_run
 from relax_cli.tracking.view import RunHeader
 from relax_cli.tracking.writers import MetricsWriter, write_config
 
-DUMPED_FIELDS = (
-    "response_mask",
-    "ref_log_probs",
-    "values",
-    "bootstrap_values",
-    "advantages",
-    "returns",
-    TOKEN_REWARDS,
-    WEIGHT_VERSIONS,
-)
+DUMPED_FIELDS = ("response_mask", "ref_log_probs", "values", "bootstrap_values", "advantages", "returns")
 """Per-token queue fields written next to each sample, where the run has them."""
 
 NODE_SECONDS = 600.0
@@ -159,7 +150,11 @@ def _with(checked: CheckedRun, **sections: dict[str, str | None]) -> CheckedRun:
 
 
 def dumped_fields(graph: ServiceGraph, config: Config) -> list[str]:
-    written = [name for name in DUMPED_FIELDS if any(name in role.writes for role in graph.roles)]
+    written = [
+        name
+        for name in (*DUMPED_FIELDS, TOKEN_REWARDS, WEIGHT_VERSIONS)
+        if any(name in role.writes for role in graph.roles)
+    ]
     trained = [name for role, name in TRAINED_FIELDS.items() if role in graph]
     return [*written, *trained, *([] if config.algorithm.use_rollout_logprobs else ["old_log_probs"])]
 

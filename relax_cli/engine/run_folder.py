@@ -18,26 +18,21 @@ from typing import Any, TextIO
 
 from relax_cli.config.schema import Config
 from relax_cli.config.versions import installed_version
-from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.errors import ConfigError, ProblemKind, problem_kinds
 from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.preflight.completion import RUN_FORMAT
 
-RUN_FOLDER_UNWRITABLE = problem_kind(
+folder_kind = problem_kinds("Folders and checkpoints")
+LOCKED = folder_kind("folder-locked", "Another running process writes the run folder or a save folder.")
+UNWRITABLE = folder_kind("folder-unwritable", "The run folder or a save folder cannot be created or written.")
+RUN_FOLDER_UNWRITABLE = folder_kind(
     "run-folder-unwritable",
-    "Folders and checkpoints",
     "`--run-dir` is unset, and `runs/ESTIMATOR-TIME` cannot be created where relax was started.",
     option="--run-dir",
 )
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
 """Errors of network file systems without locks; nothing can be claimed there."""
-
-LOCKED = problem_kind(
-    "folder-locked", "Folders and checkpoints", "Another running process writes the run folder or a save folder."
-)
-UNWRITABLE = problem_kind(
-    "folder-unwritable", "Folders and checkpoints", "The run folder or a save folder cannot be created or written."
-)
-RECORDED_VERSIONS = (
+RECORDED_VERSIONS = [
     "relax-cli",
     "torch",
     "megatron-core",
@@ -47,7 +42,7 @@ RECORDED_VERSIONS = (
     "transformers",
     "safetensors",
     "sglang",
-)
+]
 """Distributions whose versions `config.json` records."""
 
 
@@ -106,34 +101,23 @@ def claimed(folders: Mapping[Path, str]) -> Iterator[None]:
 
 def _locked(folder: Path, option: str) -> TextIO:
     """The lock file, which keeps others out while it is open."""
+
+    def refused(kind: ProblemKind, message: str, got: str, otherwise: str) -> ConfigError:
+        fix, expected = f"{option} {folder}-2, or {otherwise}", "a folder of its own for every run"
+        return ConfigError(kind(message, option=option, where=str(folder), got=got, expected=expected, fix=fix))
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            UNWRITABLE(
-                f"the folder cannot be written: {error.strerror}",
-                option=option,
-                where=str(folder),
-                got="a folder that refuses a new file",
-                expected="a folder of its own for every run",
-                fix=f"{option} {folder}-2, or change its permissions",
-            )
-        ) from error
+        message = f"the folder cannot be written: {error.strerror}"
+        raise refused(UNWRITABLE, message, "a folder that refuses a new file", "change its permissions") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ConfigError(
-            LOCKED(
-                "another run is writing this folder",
-                option=option,
-                where=str(folder),
-                got="a folder in use",
-                expected="a folder of its own for every run",
-                fix=f"{option} {folder}-2, or wait for the other run",
-            )
-        ) from None
+        message = "another run is writing this folder"
+        raise refused(LOCKED, message, "a folder in use", "wait for the other run") from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

@@ -33,12 +33,7 @@ class PairSaver:
     def __init__(
         self, roles: list[TrainedGroup], config: Config, meta: dict[str, Any], *, warn: Callable[[str], None]
     ) -> None:
-        """Save nothing yet.
-
-        Args:
-            meta: what every checkpoint says about the run.
-            warn: shows what went wrong while the run continues.
-        """
+        """`meta` is what every checkpoint says about the run; `warn` shows what went wrong while it continues."""
         self.roles = roles
         self.section = config.checkpoint
         saves = {"actor": config.checkpoint.save, "critic": config.critic.critic_save}
@@ -59,14 +54,8 @@ class PairSaver:
         self._being_written = False
 
     def prepare(self, iteration: int, position: Mapping[str, Any] | None = None) -> None:
-        """Write the pair of `iteration`, or begin to; it does not count yet.
-
-        Args:
-            position: see `Sampling.position`.
-
-        Raises:
-            RunError: the disk refused and `--on-save-error` is `stop`; the previous pair counts.
-        """
+        """Write the pair of `iteration` with `Sampling.position`, or begin to; it does not count yet.
+        Raises RunError: the disk refused and `--on-save-error` is `stop`; the previous pair counts."""
         assert self.pending is None, "one pair at a time"
         if self.section.save is None:
             return

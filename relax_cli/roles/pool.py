@@ -90,9 +90,8 @@ class Progress:
 class Work:
     """What a worker does for its pool."""
 
-    prompt: Callable[[int], Prompt]
-    """Of a row of the data."""
-    encode: Callable[[Prompt], list[int]]
+    prompt: Callable[[int], tuple[Prompt, list[int]]]
+    """Of a row of the data, and its tokens."""
     seed: Callable[[int], int]
     """Of a sample's number."""
     generate: Callable[[Sequence[Request]], list[Generation]]
@@ -151,8 +150,7 @@ class Pool:
         for place, group in sorted(self._groups.items()):
             if group.is_complete:
                 continue
-            prompt = self._work.prompt(group.row)
-            ids = self._work.encode(prompt)
+            prompt, ids = self._work.prompt(group.row)
             for i, response in enumerate(group.responses):
                 left = self._most_tokens - len(response.tokens)
                 if left <= 0:
@@ -179,8 +177,7 @@ class Pool:
         new = [g for place, g in sorted(self._groups.items()) if g.is_complete and place not in self._judged]
         samples = []
         for group in new:
-            prompt = self._work.prompt(group.row)
-            ids = self._work.encode(prompt)
+            prompt, ids = self._work.prompt(group.row)
             for i, response in enumerate(group.responses):
                 assert response.finish_reason is not None, "only complete prompts are judged"
                 generation = Generation(

@@ -164,8 +164,7 @@ class RolloutRole:
 
         section = self.config.rollout
         work = Work(
-            prompt=self.prompts.__getitem__,
-            encode=self._encode,
+            prompt=lambda row: (self.prompts[row], self._encode(self.prompts[row])),
             seed=partial(sample_seed, section.rollout_seed, POOL_STREAM),
             generate=lambda requests: self.engine.generate(requests, self.samplings[""]),
             judge=judge,

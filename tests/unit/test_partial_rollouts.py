@@ -35,8 +35,7 @@ class Worker:
         self.rollout_id = -1
         self.asked: list[Request] = []
         work = Work(
-            prompt=lambda row: Prompt(f"row {row}", None, {}, ""),
-            encode=lambda prompt: [9],
+            prompt=lambda row: (Prompt(f"row {row}", None, {}, ""), [9]),
             seed=lambda number: number,
             generate=self.generate,
             judge=self.judge,

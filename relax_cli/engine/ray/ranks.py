@@ -150,45 +150,42 @@ class RayRanks(Ranks[Role]):
     def collect(self, refs: list[Any], doing: str, first: int = 0) -> list[Any]:
         """Results of calls to the ranks from `first` on, as soon as all have one or any has failed.
         Raises RelaxError: what the role raised, or a `RunError` naming role, rank and log file."""
+        waiting = {ref: first + i for i, ref in enumerate(refs)}
+        results: dict[int, Any] = {}
         try:
-            return self._results(refs, doing, first)
+            while waiting:
+                # Ray looks for signals about once a second: short waits let Ctrl-C be answered immediately.
+                done, _ = ray.wait(list(waiting), num_returns=1, timeout=ANSWER_SIGNALS)
+                if done:
+                    rank = waiting.pop(done[0])
+                    results[rank] = self._result(done[0], rank, doing)
+                else:
+                    self.watch.look(f"`{doing}` of {self.name}")
         except BaseException:
             disregard(refs)
             raise
-
-    def _results(self, refs: list[Any], doing: str, first: int) -> list[Any]:
-        waiting = {ref: first + i for i, ref in enumerate(refs)}
-        results: dict[int, Any] = {}
-        while waiting:
-            # Ray looks for signals about once a second: short waits let Ctrl-C be answered immediately.
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=ANSWER_SIGNALS)
-            if not done:
-                self.watch.look(f"`{doing}` of {self.name}")
-                continue
-            rank = waiting.pop(done[0])
-            try:
-                results[rank] = ray.get(done[0])
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, RelaxError):
-                    raise error.cause from None
-                # The connection to a process that died may break before Ray knows of its death.
-                self.watch.settle(f"`{doing}` of {self.name}")
-                raise self._failed(rank, doing, str(error.cause) or repr(error.cause)) from error
-            except ray.exceptions.RayError as error:
-                raise self.watch.died(f"rank {rank} of {self.name}", f"its `{doing}`", error) from error
         return [results[first + i] for i in range(len(refs))]
 
-    def _failed(self, rank: int, doing: str, reason: str) -> RunError:
-        log = log_of(self.run_dir, self.name, rank)
-        return RunError(
-            WORKER_FAILED(
-                f"rank {rank} of {self.name} failed in `{doing}`",
-                where=str(log),
-                got=reason.splitlines()[0][:300],
-                expected="the call to return",
-                fix=f"tail -n 40 {log}",
-            )
-        )
+    def _result(self, ref: ray.ObjectRef, rank: int, doing: str) -> Any:
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RelaxError):
+                raise error.cause from None
+            # The connection to a process that died may break before Ray knows of its death.
+            self.watch.settle(f"`{doing}` of {self.name}")
+            log, reason = log_of(self.run_dir, self.name, rank), str(error.cause) or repr(error.cause)
+            raise RunError(
+                WORKER_FAILED(
+                    f"rank {rank} of {self.name} failed in `{doing}`",
+                    where=str(log),
+                    got=reason.splitlines()[0][:300],
+                    expected="the call to return",
+                    fix=f"tail -n 40 {log}",
+                )
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise self.watch.died(f"rank {rank} of {self.name}", f"its `{doing}`", error) from error
 
 
 def log_of(run_dir: Path, role: str, rank: int) -> Path:
