@@ -258,20 +258,15 @@ def _infinite(stored: Mapping[str, Stored]) -> Iterator[Problem]:
     for name, tensor in stored.items():
         if tensor.dtype not in TYPES:
             continue
-        width, bad = TYPES[tensor.dtype], 0
+        width, mask, bad = TYPES[tensor.dtype], EXPONENTS[tensor.dtype], 0
         for chunk in _chunks(tensor):
             high = chunk[width - 1 :: width]
             if any(byte in high for byte in HIGH_BYTES[tensor.dtype]):
-                bad += _count_infinite(chunk, tensor.dtype)
+                import numpy as np
+
+                bad += int(((np.frombuffer(chunk, dtype=f"<u{width}") & mask) == mask).sum())
         if bad:
             yield not_finite(name, tensor.file, bad, math.prod(tensor.shape))
-
-
-def _count_infinite(chunk: bytes, dtype: str) -> int:
-    import numpy as np
-
-    bits, mask = np.frombuffer(chunk, dtype=f"<u{TYPES[dtype]}"), EXPONENTS[dtype]
-    return int(((bits & mask) == mask).sum())
 
 
 def _same_bytes(one: Stored, two: Stored) -> bool:

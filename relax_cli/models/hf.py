@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_cli.errors import ConfigError
-from relax_cli.models.files import read_json
+from relax_cli.models.files import CONFIG_FILE, read_json
 from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, Shape, not_finite, stored_tensors, unreadable
 from relax_cli.models.spec import ModelSpec
 
@@ -96,7 +96,10 @@ def write_hf(folder: Path, named: Iterable[tuple[str, Tensor]], template_folder:
         shards[-1][name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
     _write_shards(folder, shards)
-    _set_config_dtype(folder / "config.json", next(iter(shards[0].values())).dtype)
+    config = read_json(folder / CONFIG_FILE)
+    dtype = str(next(iter(shards[0].values())).dtype).removeprefix("torch.")
+    config |= {key: dtype for key in ("torch_dtype", "dtype") if key in config}
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
@@ -111,12 +114,3 @@ def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
     total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
-    config = read_json(path)
-    name = str(dtype).removeprefix("torch.")
-    for key in ("torch_dtype", "dtype"):
-        if key in config:
-            config[key] = name
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -16,8 +16,7 @@ from relax_cli.errors import ConfigError
 from relax_cli.models import hf
 from relax_cli.models.convert import hf_to_megatron, megatron_to_hf, merge_shards, rank_tensors
 from relax_cli.models.hf import read_weights, write_hf
-from relax_cli.models.rotary import RopeScaling
-from relax_cli.models.spec import ModelSpec, MoeSpec, read_spec
+from relax_cli.models.spec import ModelSpec, MoeSpec, RopeScaling, read_spec
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

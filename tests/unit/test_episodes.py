@@ -19,7 +19,7 @@ from relax_ppo.advantages import advantages
 
 from relax_cli.algorithms.gae import gae, score_on_last_token
 from relax_cli.algorithms.types import AdvantageInputs
-from relax_cli.backends.rollout import waves
+from relax_cli.backends.rollout.embedded import engine as embedded
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams, Then
 from relax_cli.config.schema import Config, EpisodeSection
 from relax_cli.data.envs.kit import play_example
@@ -65,7 +65,7 @@ class Scripted:
         return found
 
     def converse(self, openings: Sequence[Opening], sampling: SamplingParams, then: Then) -> None:
-        waves.in_waves(openings, lambda ready: self.generate(list(ready.values())), then, ended=lambda _: None)
+        embedded.in_waves(openings, lambda ready: self.generate(list(ready.values())), then, ended=lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_a_limit_ends_an_episode_behind_a_sampled_token(
 
 
 def test_a_slow_environment_keeps_no_other_episode(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waves, "GATHER_SECONDS", 0.01)
+    monkeypatch.setattr(embedded, "GATHER_SECONDS", 0.01)
     others, made = threading.Event(), []
 
     class Mixed(Env):

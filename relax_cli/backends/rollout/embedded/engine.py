@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 
 from torch import Tensor
@@ -13,13 +14,15 @@ from relax_cli.backends.rollout.embedded.decoder import Decoder
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix, in_blocks
 from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Ended, Generation, Opening, Request, SamplingParams, Then
-from relax_cli.backends.rollout.waves import in_waves
 from relax_cli.config.placement import KV_CACHE_BYTES, MOST_ROWS
 from relax_cli.models.hf import read_weights
 from relax_cli.models.spec import ModelSpec, read_spec
 
 KEPT_BYTES = KV_CACHE_BYTES
 """Most of the keys and values that conversations leave behind between their turns."""
+GATHER_SECONDS = 1.0
+"""How long a batch waits for conversations that are not ready. Where all are ready by then, the batches are the same in
+every run, and with them the last bits of the numbers."""
 
 
 def cache_bytes_per_token(spec: ModelSpec) -> int:
@@ -155,3 +158,33 @@ class EmbeddedEngine:
         # A token is at least a byte of text; the margin is for ids that decode to nothing.
         text = self._decode(tokens[-max(len(text.encode()) for text in stop) - 8 :])
         return any(end in text for end in stop)
+
+
+def in_waves(
+    openings: Sequence[Opening],
+    generate: Callable[[dict[int, Request]], list[Generation]],
+    then: Then,
+    ended: Callable[[int], object],
+) -> None:
+    """See `RolloutEngine.converse`: whoever is ready takes part in the next batch.
+
+    Args:
+        generate: responses to the prompts of some conversations, by their numbers, in that order.
+        ended: told the number of each conversation that has no further prompt.
+    """
+    waiting = {opening: number for number, opening in enumerate(openings)}
+    while waiting:
+        wait(waiting, GATHER_SECONDS)
+        answered, _ = wait(waiting, return_when=FIRST_COMPLETED)
+        # In the order of the conversations, not of their answers.
+        numbers = sorted((waiting.pop(answer), answer) for answer in answered)
+        ready: dict[int, Request] = {}
+        for number, answer in numbers:
+            request = answer.result()
+            if request is None:
+                ended(number)
+            else:
+                ready[number] = request
+        generations = generate(ready) if ready else []
+        for number, generation in zip(ready, generations, strict=True):
+            waiting[then(number, generation)] = number

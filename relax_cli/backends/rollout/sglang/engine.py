@@ -161,7 +161,7 @@ class SglangEngine:
     def weights_updated(self, version: int) -> None:
         """See `ServerEngine.weights_updated`."""
         for client in self.clients:
-            check_served(client, version)
+            check_served(client, str(version))
         self.weight_version = str(version)
         self._memory.weights_arrived()
 

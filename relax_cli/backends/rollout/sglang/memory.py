@@ -64,15 +64,8 @@ class ServerMemory:
         back = [tag for tag in tags if tag in self.away]
         self._request("/resume_memory_occupation", back)
         self.away.difference_update(back)
-        if "kv_cache" in back and not self.lacks_weights:
-            self._compare()
-
-    def weights_arrived(self) -> None:
-        """New weights are complete on every server; where memory is away, their checksums are kept."""
-        self.lacks_weights = False
-        self._sums = [self._sum(client) for client in self._clients] if self.away else []
-
-    def _compare(self) -> None:
+        if "kv_cache" not in back or self.lacks_weights:
+            return
         for client, expected in zip(self._clients, self._sums, strict=True):
             if (found := self._sum(client)) != expected:
                 raise RunError(
@@ -85,6 +78,11 @@ class ServerMemory:
                         "`relax doctor` shows",
                     )
                 )
+
+    def weights_arrived(self) -> None:
+        """New weights are complete on every server; where memory is away, their checksums are kept."""
+        self.lacks_weights = False
+        self._sums = [self._sum(client) for client in self._clients] if self.away else []
 
     def _sum(self, client: SglangClient) -> str | None:
         """A checksum over the weights of all ranks of a server; None of one that is too old to have it."""

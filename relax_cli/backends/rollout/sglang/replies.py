@@ -121,7 +121,16 @@ def read_part(
     elif wrong or not tokens:
         raise _bad_reply(sample, *(wrong or ("a complete response has no tokens", "0 tokens")))
     if kind == "length" and len(tokens) < max_new_tokens:
-        raise _cut_short(sample, len(tokens), max_new_tokens)
+        raise RunError(
+            CUT_SHORT(
+                f"the SGLang server ended {sample} before its length limit",
+                where="/generate",
+                got=f"{len(tokens)} tokens, finish_reason length",
+                expected=f"{max_new_tokens} tokens, or a stop",
+                fix="give the server room for prompt and response (--sglang-context-length, --sglang-max-total-tokens, "
+                "--sglang-mem-fraction-static), or lower --rollout-max-response-len",
+            )
+        )
     if tokens:
         _check_version(meta, sample, version)
     log_probs = [float(triple[0]) for triple in triples]
@@ -180,12 +189,10 @@ def _contradiction(tokens: Any, triples: Any, limit: int, vocab_size: int) -> tu
 
 
 def _check_version(meta: dict[str, Any], sample: str, version: str) -> None:
-    spans = meta.get("weight_versions")
     # Where weights changed while it was generated, the server says which tokens are of which.
-    parts = (
-        [span.get("version") if isinstance(span, dict) else span for span in spans] if isinstance(spans, list) else []
-    )
-    seen = {str(part) for part in (meta.get("weight_version"), *parts)}
+    spans = meta.get("weight_versions")
+    stated = [meta.get("weight_version"), *(spans if isinstance(spans, list) else ())]
+    seen = {str(each.get("version") if isinstance(each, dict) else each) for each in stated}
     if seen != {version}:
         raise RunError(
             STALE_WEIGHTS(
@@ -208,33 +215,20 @@ def folder_of(model_info: Any) -> Path | None:
     return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
 
 
-def check_served(client: SglangClient, version: int) -> None:
+def check_served(client: SglangClient, version: str) -> None:
     """Read back the version of a server's weights. Raises RunError: it does not serve `version`, or does not answer."""
     reply = client.request("GET", "/model_info", timeout=CONTROL_SECONDS)
     served = reply.get("weight_version") if isinstance(reply, dict) else None
-    if served != str(version):
+    if served != version:
         raise RunError(
             STALE_WEIGHTS(
                 f"SGLang server {client.address} does not serve the weights it was sent",
                 where=f"http://{client.address}/model_info",
                 got=f"weight_version {served}",
-                expected=str(version),
+                expected=version,
                 fix="let nothing else update this server, and look into its log",
             )
         )
-
-
-def _cut_short(sample: str, got: int, wanted: int) -> RunError:
-    return RunError(
-        CUT_SHORT(
-            f"the SGLang server ended {sample} before its length limit",
-            where="/generate",
-            got=f"{got} tokens, finish_reason length",
-            expected=f"{wanted} tokens, or a stop",
-            fix="give the server room for prompt and response (--sglang-context-length, --sglang-max-total-tokens, "
-            "--sglang-mem-fraction-static), or lower --rollout-max-response-len",
-        )
-    )
 
 
 def _bad_reply(sample: str, what: str, got: str) -> RunError:

@@ -45,7 +45,7 @@ connection to it and the group that it was in."""
 class Transport:
     """One way for some of the servers; a step that it does not need does nothing."""
 
-    def open(self, version: int) -> None:
+    def open(self, version: str) -> None:
         """Prepare for the weights `version`."""
 
     def pack(self, bucket: Bucket) -> Any:
@@ -120,7 +120,7 @@ class DistributedTransport(Transport):
         self._name = ""
         self._group: dist.ProcessGroup | None = None
 
-    def open(self, version: int) -> None:
+    def open(self, version: str) -> None:
         if not self.targets:
             return
         self._name = f"relax-{version}-{uuid.uuid4().hex[:8]}"

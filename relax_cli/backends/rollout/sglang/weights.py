@@ -96,48 +96,49 @@ class WeightSender:
         if "distributed" in self.chosen.values():
             spread = [target for target in self._mine if self.chosen[target] == "distributed"]
             self._transports.append(DistributedTransport(spread, device.backend, self._ask, options.timeout))
+        self._version = ""
         self._in_session: list[WeightTarget] = []
         self._compared = False
         self._remove_folder()  # of a run that was killed
 
     def send(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> None:
         """See `protocol.WeightSender`."""
-        once = partial(self._with_compared_names, buckets, version)
+        self._version = str(version)
         if "disk" in self.chosen.values():
-            self._send_by_disk(once, version)
+            self._send_by_disk(self._with_compared_names(buckets))
         else:
             try:
-                self._send_buckets(once(), version)
+                self._send_buckets(self._with_compared_names(buckets))
             except RunError:
                 self._abandon()
                 raise
-        self._agreed(version, "reading the version back", partial(self._check_version, version))
+        self._agreed("reading the version back", self._check_version)
 
-    def _send_buckets(self, buckets: Iterator[Bucket], version: int) -> None:
-        self._agreed(version, "beginning", self._begin)
+    def _send_buckets(self, buckets: Iterator[Bucket]) -> None:
+        self._agreed("beginning", self._begin)
         for transport in self._transports:
-            self._agreed(version, "preparing", partial(transport.open, version))
+            self._agreed("preparing", partial(transport.open, self._version))
         for bucket in buckets:
             # A server that has a part of the weights must not claim the new version.
-            marks = {"flush_cache": bucket.is_last} | ({"weight_version": str(version)} if bucket.is_last else {})
+            marks = {"flush_cache": bucket.is_last} | ({"weight_version": self._version} if bucket.is_last else {})
             doing = f"bucket {bucket.number} of {bucket.count}"
             for transport in self._transports:
-                packs = self._agreed(version, doing, partial(transport.pack, bucket))
-                self._agreed(version, doing, partial(transport.deliver, bucket, packs, marks))
+                packs = self._agreed(doing, partial(transport.pack, bucket))
+                self._agreed(doing, partial(transport.deliver, bucket, packs, marks))
                 transport.release()
         for transport in self._transports:
-            self._agreed(version, "closing", transport.close)
-        self._agreed(version, "ending", self._end)
+            self._agreed("closing", transport.close)
+        self._agreed("ending", self._end)
 
-    def _send_by_disk(self, buckets: Callable[[], Iterator[Bucket]], version: int) -> None:
+    def _send_by_disk(self, buckets: Iterator[Bucket]) -> None:
         """A model folder that servers read; needs no session. All of them go this way."""
-        folder = self.options.folder / f"v{version}"
-        body = {"model_path": str(folder), "load_format": "auto", "flush_cache": True, "weight_version": str(version)}
+        folder = self.options.folder / f"v{self._version}"
+        body = {"model_path": str(folder), "load_format": "auto", "flush_cache": True, "weight_version": self._version}
         loads = [self._ask(target, "/update_weights_from_disk", body) for target in self._mine]
         try:
-            self._agreed(version, "writing", partial(self._write, buckets(), folder))
+            self._agreed("writing", partial(self._write, buckets, folder))
             doing = f"loading {folder} (the server has to see this folder)"
-            self._agreed(version, doing, partial(fail_fast, loads))
+            self._agreed(doing, partial(fail_fast, loads))
         finally:
             self._remove_folder()
 
@@ -149,7 +150,9 @@ class WeightSender:
                 write_hf(partly, (pair for bucket in buckets for pair in bucket.tensors), self.options.template)
                 partly.rename(folder)
         except (OSError, SafetensorError) as error:
-            raise _disk_failed(folder, error) from error
+            fix = "make room in the run folder, or use another --update-weight-transport"
+            what = f"weights for the SGLang servers cannot be written: {error}"
+            raise RunError(DISK_FAILED(what, where=str(folder), fix=fix)) from error
         finally:
             for _ in buckets:
                 pass  # Gather what is left of the weights: the other ranks wait for this one.
@@ -158,22 +161,27 @@ class WeightSender:
         if self.ranks.rank == 0:
             shutil.rmtree(self.options.folder, ignore_errors=True)
 
-    def _with_compared_names(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> Iterator[Bucket]:
+    def _with_compared_names(self, buckets: Callable[[int], Iterator[Bucket]]) -> Iterator[Bucket]:
         for bucket in buckets(self.options.bucket_bytes):
             if not self._compared:
-                self._agreed(version, "comparing names", partial(self._compare_names, bucket.names))
+                self._agreed("comparing names", partial(self._compare_names, bucket.names))
                 self._compared = True
             yield bucket
 
     def _compare_names(self, ours: frozenset[str]) -> None:
         for target in self._mine:
-            expected, where = names_of(self._clients[target], self.options.template)
+            told = self._clients[target].request("GET", "/model_info", timeout=CONTROL_SECONDS)
+            # Where this machine does not see the folder of the server, it is taken to be like ours.
+            folder = folder_of(told) or self.options.template
+            spec = read_any_spec(folder)
+            names = stored_tensors(folder) if spec.family in FAMILIES else ()
+            expected = {n for n in names if not (n == HEAD and spec.tied) and not n.endswith(ROTARY_TABLE)}
             unknown, missing = sorted(ours - expected), sorted(expected - ours)
             if expected and (unknown or missing):
                 raise RunError(
                     OTHER_NAMES(
                         f"SGLang server {target.address} has loaded a model with other weights than the actor's",
-                        where=str(where),
+                        where=str(folder),
                         got=f"{len(unknown)} names unknown to it {unknown[:3]}, {len(missing)} missing {missing[:3]}",
                         expected="the same names on both sides",
                         fix="start the server with the folder of --hf-checkpoint as its --model-path",
@@ -210,15 +218,15 @@ class WeightSender:
             with contextlib.suppress(SglangError):
                 self._ask(self._in_session.pop(), "/end_weight_update")(timeout=LEAVING_SECONDS)
 
-    def _check_version(self, version: int) -> None:
+    def _check_version(self) -> None:
         for target in self._mine:
-            check_served(self._clients[target], version)
+            check_served(self._clients[target], self._version)
 
     def _ask(self, target: WeightTarget, path: str, body: Mapping[str, Any] | None = None) -> partial[Any]:
         """See `transports.Ask`."""
         return partial(self._clients[target].request, "POST", path, dict(body or {}), timeout=self.options.timeout)
 
-    def _agreed(self, version: int, doing: str, action: Callable[[], Any]) -> list[Any]:
+    def _agreed(self, doing: str, action: Callable[[], Any]) -> list[Any]:
         """Do something on every rank; the results of all.
         Raises RunError: it failed on a rank; raised on all of them."""
         result, failure = None, None
@@ -231,20 +239,8 @@ class WeightSender:
         outcomes = self.ranks.gather((result, failure))
         for _, failed in outcomes:
             if failed is not None:
-                raise _with_place(failed, version, doing)
+                raise _with_place(failed, self._version, doing)
         return [value for value, _ in outcomes]
-
-
-def names_of(client: SglangClient, template: Path) -> tuple[set[str], Path]:
-    """The names of the weights that a server takes, and the model folder that says so; none of a bridged model.
-
-    `template` is read where this machine does not see the folder of the server.
-    Raises RelaxError: the server does not answer, or the folder has weights that cannot be read.
-    """
-    folder = folder_of(client.request("GET", "/model_info", timeout=CONTROL_SECONDS)) or template
-    spec = read_any_spec(folder)
-    names = stored_tensors(folder) if spec.family in FAMILIES else ()
-    return {name for name in names if not (name == HEAD and spec.tied) and not name.endswith(ROTARY_TABLE)}, folder
 
 
 def choose_transport(
@@ -273,7 +269,7 @@ def sharing_ranks(target: WeightTarget, actor_ranks: int) -> list[int]:
     return [((target.first_rank or 0) + i) % actor_ranks for i in range(target.ranks)]
 
 
-def _with_place(error: RelaxError, version: int, doing: str) -> RunError:
+def _with_place(error: RelaxError, version: str, doing: str) -> RunError:
     cause = error.problems[0]
     kind = next((kind for kind in (GROUP_BROKE, DISK_FAILED, OTHER_NAMES) if kind.id == cause.id), NOT_SENT)
     return WeightsNotSent(
@@ -296,15 +292,5 @@ def _transport_refused(target: WeightTarget, wanted: str, why: str) -> RunError:
             got=wanted,
             expected="auto, or disk",
             fix="drop --update-weight-transport, or use --update-weight-transport disk",
-        )
-    )
-
-
-def _disk_failed(folder: Path, error: Exception) -> RunError:
-    return RunError(
-        DISK_FAILED(
-            f"weights for the SGLang servers cannot be written: {error}",
-            where=str(folder),
-            fix="make room in the run folder, or use another --update-weight-transport",
         )
     )
