@@ -66,15 +66,12 @@ def rank_tensors(
         if name.startswith(LAYERS) and only is not None and name not in only:
             continue
         full = _fused([weights[hf] for hf in _hf_names(name)], spec)
-        if name == EMBEDDING and spec.tied and HEAD in weights and not _equal(full, weights[HEAD]):
+        is_twice = name == EMBEDDING and spec.tied and HEAD in weights and not full.is_meta
+        if is_twice and not torch.equal(full, weights[HEAD]):
             raise ConfigError(tied_mismatch())
         if name in (EMBEDDING, OUTPUT) and filler:
             full = F.pad(full, (0, 0, 0, filler))
         yield name, shard_for_rank(name, full, tp_size, tp_rank)
-
-
-def _equal(one: Tensor, two: Tensor) -> bool:
-    return one.is_meta or torch.equal(one, two)
 
 
 def megatron_to_hf(full_state: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

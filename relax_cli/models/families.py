@@ -7,7 +7,7 @@ harmless; every other key is refused by name, unless its value switches nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,20 +139,16 @@ def completed(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     require_counts(path, full, [*sizes, "num_key_value_heads"])
     if family in MOE_FAMILIES:
         _check_experts(path, full)
+    require, hidden = requirement(path, full), full["hidden_size"]
     heads, groups = full["num_attention_heads"], full["num_key_value_heads"]
-    if heads % groups:
-        raise unsupported(path, "num_key_value_heads", groups, f"a divisor of num_attention_heads ({heads})")
-    if not full["head_dim"] and full["hidden_size"] % heads:
-        raise unsupported(path, "hidden_size", full["hidden_size"], f"a multiple of num_attention_heads ({heads})")
-    full["head_dim"] = full["head_dim"] or full["hidden_size"] // heads
+    require(heads % groups == 0, "num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    require(full["head_dim"] or hidden % heads == 0, "hidden_size", f"a multiple of num_attention_heads ({heads})")
+    full["head_dim"] = full["head_dim"] or hidden // heads
     require_counts(path, full, ["head_dim"])
-    if full["head_dim"] % 2:
-        raise unsupported(path, "head_dim", full["head_dim"], "even, as rotary positions need it")
-    if full["num_hidden_layers"] > MOST_LAYERS:
-        raise unsupported(path, "num_hidden_layers", full["num_hidden_layers"], f"at most {MOST_LAYERS}")
+    require(full["head_dim"] % 2 == 0, "head_dim", "even, as rotary positions need it")
+    require(full["num_hidden_layers"] <= MOST_LAYERS, "num_hidden_layers", f"at most {MOST_LAYERS}")
     full["rms_norm_eps"] = positive(path, "rms_norm_eps", full["rms_norm_eps"])
-    if type(full["tie_word_embeddings"]) is not bool:
-        raise unsupported(path, "tie_word_embeddings", full["tie_word_embeddings"], "true or false")
+    require(type(full["tie_word_embeddings"]) is bool, "tie_word_embeddings", "true or false")
     return full
 
 
@@ -165,20 +161,28 @@ def _with_num_experts(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_experts(path: Path, full: dict[str, Any]) -> None:
+    require, chosen = requirement(path, full), full["num_experts_per_tok"]
     experts, layers, dense = full["num_experts"], full["num_hidden_layers"], full["mlp_only_layers"]
-    if full["num_experts_per_tok"] > experts:
-        raise unsupported(path, "num_experts_per_tok", full["num_experts_per_tok"], f"at most num_experts ({experts})")
-    if type(full["norm_topk_prob"]) is not bool:
-        raise unsupported(path, "norm_topk_prob", full["norm_topk_prob"], "true or false")
-    if full["norm_topk_prob"] and full["num_experts_per_tok"] == 1:
-        # Every weight would be 1, whatever the router says.
-        raise unsupported(path, "norm_topk_prob", True, "false, where num_experts_per_tok is 1")
-    if not isinstance(dense, list | None) or not all(type(layer) is int for layer in dense or ()):
-        raise unsupported(path, "mlp_only_layers", dense, "a list of layers")
+    require(chosen <= experts, "num_experts_per_tok", f"at most num_experts ({experts})")
+    require(type(full["norm_topk_prob"]) is bool, "norm_topk_prob", "true or false")
+    # Every weight would be 1, whatever the router says.
+    require(chosen > 1 or not full["norm_topk_prob"], "norm_topk_prob", "false, where num_experts_per_tok is 1")
+    is_list = isinstance(dense, list | None) and all(type(layer) is int for layer in dense or ())
+    require(is_list, "mlp_only_layers", "a list of layers")
     full["mlp_only_layers"] = dense = sorted({layer for layer in dense or () if 0 <= layer < layers})
     step = full["decoder_sparse_step"]
-    if all(layer in dense for layer in range(step - 1, layers, step)):
-        raise unsupported(path, "decoder_sparse_step", step, "one that leaves a layer with experts")
+    has_experts = not all(layer in dense for layer in range(step - 1, layers, step))
+    require(has_experts, "decoder_sparse_step", "one that leaves a layer with experts")
+
+
+def requirement(path: Path, values: Mapping[str, Any], prefix: str = "") -> Callable[[object, str, str], None]:
+    """What refuses the value of a key of `config.json`, unless a condition on it holds; it says what is expected."""
+
+    def require(holds: object, key: str, expected: str) -> None:
+        if not holds:
+            raise unsupported(path, prefix + key, values.get(key), expected)
+
+    return require
 
 
 def positive(path: Path, key: str, value: object) -> float:

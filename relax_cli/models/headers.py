@@ -132,16 +132,14 @@ def shape_problems(found: Mapping[str, Shape], spec: ModelSpec) -> list[Problem]
     """Why tensors of these shapes are not those of the model: missing, unknown or of another shape."""
     expected = expected_shapes(spec)
     missing = [name for name in expected if name not in found]
-    unknown = [name for name in found if name not in expected and not name.endswith(ROTARY_TABLE)]
-    if spec.tied:
-        unknown = [name for name in unknown if name != HEAD]
+    wanted = expected | ({HEAD: expected[EMBEDDING]} if spec.tied else {})
+    unknown = [name for name in found if name not in wanted and not name.endswith(ROTARY_TABLE)]
     problems = []
     if missing:
         problems.append(_mismatch(f"the model has no tensor {_shown(missing)}", "not in the files", _shown(missing)))
     if unknown:
         message = f"the model has tensors that config.json does not describe: {_shown(unknown)}"
         problems.append(_mismatch(message, _shown(unknown), "no such tensors"))
-    wanted = expected | ({HEAD: expected[EMBEDDING]} if spec.tied else {})
     differing = [name for name, shape in wanted.items() if name in found and tuple(found[name]) != shape]
     if differing:
         name = differing[0]

@@ -85,8 +85,8 @@ def files_of_split(
     default = next((name for name, entry in named.items() if entry.get("default")), "default")
     chosen = named.get(config or default) or (configs[0] if len(configs) == 1 and config is None else None)
     if chosen is not None and chosen.get("data_files"):
-        patterns = _patterns(chosen["data_files"], split)
-        return [name for name in data if any(_matches(name, pattern) for pattern in patterns)]
+        patterns = [_regex(pattern) for pattern in _patterns(chosen["data_files"], split)]
+        return [name for name in data if any(re.fullmatch(pattern, name) for pattern in patterns)]
     if len(configs) > 1 and config is None:
         return []
     data = [name for name in data if config is None or name.startswith(f"{config}/")]
@@ -106,11 +106,10 @@ def _patterns(entry: Any, split: str) -> list[str]:
     return [pattern for item in entry for pattern in _patterns(item, split)]
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a path matches a glob, in which `**` stands for any folders and `*` for none."""
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+def _regex(pattern: str) -> str:
+    """Of a glob, in which `**` stands for any folders and `*` for none."""
     meanings = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return re.fullmatch("".join(meanings.get(part, re.escape(part)) for part in parts), name) is not None
+    return "".join(meanings.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*|\?)", pattern))
 
 
 def _configs(card: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.models.families import BRIDGE_FAMILIES as BRIDGE_FAMILIES
 from relax_cli.models.families import FAMILIES as FAMILIES
 from relax_cli.models.families import MOE_FAMILIES as MOE_FAMILIES
-from relax_cli.models.families import completed, positive, require_counts, unsupported
+from relax_cli.models.families import completed, positive, require_counts, requirement, unsupported
 from relax_cli.models.files import CONFIG_FILE, read_json
 
 KNOWN = Path(__file__).parent / "known"
@@ -326,22 +326,19 @@ def _rotary_in(path: Path, key: str, full: Mapping[str, Any]) -> tuple[float, Ro
     kind = rope.get("rope_type") or rope.get("type") or ("absent" if rope.get("factor") else "default")
     if not isinstance(kind, str) or kind not in _NEEDED:
         raise unsupported(path, f"{key}.rope_type", kind, "default, linear or llama3")
-    if rope.get("type") not in (None, kind):
-        raise unsupported(path, f"{key}.type", rope["type"], f"absent, or the same as rope_type ({kind})")
+    require = requirement(path, rope, f"{key}.")
+    require(rope.get("type") in (None, kind), "type", f"absent, or the same as rope_type ({kind})")
     for name, value in rope.items():
-        if value is not None and name not in (_KNOWN if text_only else _KNOWN | _IMAGES):
-            raise unsupported(path, f"{key}.{name}", value, "absent")
-    if text_only and rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise unsupported(path, f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+        require(value is None or name in (_KNOWN if text_only else _KNOWN | _IMAGES), name, "absent")
+    require(not text_only or rope.get("partial_rotary_factor") in (None, 1.0), "partial_rotary_factor", "1.0")
     inner, outer = rope.get("rope_theta"), full["rope_theta"]
-    if None not in (inner, outer) and inner != outer:
-        raise unsupported(path, f"{key}.rope_theta", inner, f"the same as rope_theta ({outer})")
+    require(None in (inner, outer) or inner == outer, "rope_theta", f"the same as rope_theta ({outer})")
     rope = {"original_max_position_embeddings": full["max_position_embeddings"]} | rope
     if kind == "llama3":
         require_counts(path, rope, _NUMBERS[3:])
     numbers = [positive(path, f"{key}.{name}", rope.get(name)) for name in _NEEDED[kind]]
-    if kind == "llama3" and numbers[1] >= numbers[2]:
-        raise unsupported(path, f"{key}.low_freq_factor", numbers[1], f"below high_freq_factor ({numbers[2]})")
+    if kind == "llama3":
+        require(numbers[1] < numbers[2], "low_freq_factor", f"below high_freq_factor ({numbers[2]})")
     theta = _base(path, outer if inner is None else inner)
     match numbers:
         case [factor]:

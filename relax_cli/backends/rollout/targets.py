@@ -7,6 +7,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relax_cli.backends.ports import free_port
+
 
 @dataclass(frozen=True)
 class WeightTarget:
@@ -39,17 +41,10 @@ def is_this_machine(host: str) -> bool:
     if host in ("localhost", socket.gethostname()):
         return True
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+        if not ipaddress.ip_address(host).is_loopback:
+            free_port(host)  # Only an address of this machine can be bound here.
+    except (ValueError, OSError):
         return False
-    if address.is_loopback:
-        return True
-    # Only an address of this machine can be bound here.
-    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
     return True
 
 

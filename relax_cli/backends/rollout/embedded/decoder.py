@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,20 +25,6 @@ from relax_cli.models.spec import ModelSpec, MoeSpec
 
 BATCHED_COLUMNS = 128
 """Two batched products beat the fused kernel over so few columns, and for a single query over any number."""
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """What all layers of one forward pass share."""
-
-    places: Tensor
-    """Where the new keys and values go, `[N * K]`."""
-    rotation: Tensor
-    """Unit complex numbers `[N, 1, (G + 2) * D/2]` for queries and key, ones for the value: rows that long are fast."""
-    causal: Tensor | None
-    """Additive mask `[P, S]` of the new positions; None where the fused kernel needs none."""
-    newest: Tensor
-    """Additive mask `[B * K, 1, S]` of the newest position of each row."""
 
 
 class Decoder:
@@ -98,20 +83,21 @@ class Decoder:
         rows, count = tokens_BP.shape
         columns = in_blocks(int(positions_BP.max()) + 1)
         cached = cache.layers(columns)
-        this = self._shared(cache, positions_BP, columns)
+        places, newest = cache.places(positions_BP), cache.bias(columns)
+        rotation, causal = self._rotation(positions_BP), _causal_mask(positions_BP, columns)
         x_NH = F.embedding(tokens_BP.flatten(), self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
             qkv = layer.qkv(_rms_norm(x_NH, layer.input_norm, self._eps))
-            query = self._rotate_and_cache(qkv, layer, cached[index], this)
+            query = self._rotate_and_cache(qkv, layer, cached[index], places, rotation)
             if count > 1 and index < len(cached) - 1:
-                out = _attend_prompts(query.view(rows, count, -1, *query.shape[1:]), cached[index], this.causal)
+                out = _attend_prompts(query.view(rows, count, -1, *query.shape[1:]), cached[index], causal)
             else:
                 if count > 1:
                     # Nothing after the last layer looks at earlier positions: only their keys and values matter.
                     ends = torch.arange(rows), cache.lengths_B - 1 - positions_BP[:, 0]
                     x_NH = x_NH.view(rows, count, -1)[ends]
                     query = query.view(rows, count, -1, *query.shape[1:])[ends].flatten(0, 1)
-                out = _attend(query, cached[index], this.newest)
+                out = _attend(query, cached[index], newest)
             x_NH = layer.output.plus(out.view(len(x_NH), -1), x_NH)
             h_NH = _rms_norm(x_NH, layer.post_norm, self._eps)
             if layer.router is None:
@@ -125,16 +111,11 @@ class Decoder:
                 cache.routes[torch.arange(rows)[:, None], at_BP, index] = chosen
         return self._weights.head(_rms_norm(x_NH, self._weights.norm, self._eps))
 
-    def _shared(self, cache: KVCache, positions_BP: Tensor, columns: int) -> _Pass:
-        count = positions_BP.shape[1]
-        rotation = self._rotations_SD.index_select(0, positions_BP.reshape(-1))[:, None]
+    def _rotation(self, positions_BP: Tensor) -> Tensor:
+        """Unit complex numbers `[N, 1, (G + 2) * D/2]` for queries and key, ones for the value: such rows are fast."""
+        one = self._rotations_SD.index_select(0, positions_BP.reshape(-1))[:, None]
         groups = self.spec.num_heads // self.spec.num_kv_heads
-        rotation = torch.cat((rotation.expand(-1, groups + 1, -1), torch.ones_like(rotation)), 1)
-        batched, first = columns <= BATCHED_COLUMNS, int(positions_BP[0, 0])
-        causal = None
-        if count > 1 and (batched or first):
-            causal = torch.full((count if batched else in_blocks(count), columns), -math.inf).triu_(1 + first)
-        return _Pass(cache.places(positions_BP), rotation.view(len(rotation), 1, -1), causal, cache.bias(columns))
+        return torch.cat((one.expand(-1, groups + 1, -1), torch.ones_like(one)), 1).view(len(one), 1, -1)
 
     def _mixture(self, h_NH: Tensor, layer: Layer, x_NH: Tensor) -> tuple[Tensor, Tensor]:
         """`x_NH` plus what the best experts of each row compute, weighed by their probabilities; and which they are."""
@@ -148,15 +129,17 @@ class Decoder:
             x_NH.index_add_(0, rows, layer.mlps[expert](h_NH[rows]) * weights_Nk[rows, place, None])
         return x_NH, chosen_Nk
 
-    def _rotate_and_cache(self, qkv: Tensor, layer: Layer, cached: CachedLayer, this: _Pass) -> Tensor:
-        """Write new keys and values to the cache; queries `[N * K, G, D]`, rotated where they are."""
-        heads = qkv.view(len(this.places), -1, self.spec.head_dim)
+    def _rotate_and_cache(
+        self, qkv: Tensor, layer: Layer, cached: CachedLayer, places: Tensor, rotation: Tensor
+    ) -> Tensor:
+        """Write new keys and values to their places in the cache; queries `[N * K, G, D]`, rotated where they are."""
+        heads = qkv.view(len(places), -1, self.spec.head_dim)
         if layer.qk_norm is not None:
             rotated = heads[:, :-1]
             rotated.mul_(_rms_scale(rotated, self._eps)).mul_(layer.qk_norm)
-        torch.view_as_complex(qkv.view(len(qkv), self.spec.num_kv_heads, -1, 2)).mul_(this.rotation)
-        cached.all_keys.index_copy_(0, this.places, heads[:, -2])
-        cached.all_values.index_copy_(0, this.places, heads[:, -1])
+        torch.view_as_complex(qkv.view(len(qkv), self.spec.num_kv_heads, -1, 2)).mul_(rotation)
+        cached.all_keys.index_copy_(0, places, heads[:, -2])
+        cached.all_values.index_copy_(0, places, heads[:, -1])
         return heads[:, :-2]
 
 
@@ -164,6 +147,15 @@ def rotations(spec: ModelSpec, length: int) -> Tensor:
     """`exp(i * position * frequency)` as complex64 `[length, D/2]`, computed as Hugging Face computes cos and sin."""
     angle_SD = torch.arange(length).float()[:, None] * inverse_frequencies(spec)
     return torch.complex(angle_SD.cos(), angle_SD.sin())
+
+
+def _causal_mask(positions_BP: Tensor, columns: int) -> Tensor | None:
+    """Additive mask `[P, S]` of the new positions; None where there is one, or the fused kernel needs none."""
+    count, first = positions_BP.shape[1], int(positions_BP[0, 0])
+    batched = columns <= BATCHED_COLUMNS
+    if count == 1 or not (batched or first):
+        return None
+    return torch.full((count if batched else in_blocks(count), columns), -math.inf).triu_(1 + first)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:

@@ -189,8 +189,7 @@ class LocalServer:
     def died(self, doing: str) -> ServerDied:
         """The error of a server that ended by itself."""
         code = self._process.poll() if self._process is not None else None
-        what = f"ended {doing}, exit code {code}"
-        return ServerDied(_problem(DIED, self, what, "a server that keeps running"))
+        return ServerDied(self._problem(DIED, f"ended {doing}, exit code {code}", "a server that keeps running"))
 
     def tail(self) -> str:
         """What the log says of this start's end: its last error, wherever that is, and the last lines."""
@@ -217,14 +216,8 @@ class LocalServer:
                 pass  # It listens only after the model is loaded.
             time.sleep(POLL_SECONDS)
         expected = f"an answer within {self._start_seconds:g} s of its start"
-        raise RunError(_problem(SLOW, self, "is not ready", expected))
+        raise RunError(self._problem(SLOW, "is not ready", expected))
 
-
-def _problem(kind: ProblemKind, server: LocalServer, what: str, expected: str) -> Problem:
-    return kind(
-        f"SGLang server {server.address} {what}",
-        where=str(server.log_file),
-        got=server.tail(),
-        expected=expected,
-        fix=f"tail -n 60 {server.log_file}",
-    )
+    def _problem(self, kind: ProblemKind, what: str, expected: str) -> Problem:
+        message, log_file = f"SGLang server {self.address} {what}", self.log_file
+        return kind(message, where=str(log_file), got=self.tail(), expected=expected, fix=f"tail -n 60 {log_file}")
