@@ -202,15 +202,8 @@ def require_counts(path: Path, config: Mapping[str, Any], names: Iterable[str]) 
 def unsupported(path: Path, key: str, got: object, expected: str) -> ConfigError:
     """The error that a value of `config.json` is not one that can be trained."""
     shown = in_json(got, 80)
-    return ConfigError(
-        UNSUPPORTED(
-            f"this model cannot be trained: {key} is {shown}",
-            fix=f"use a model whose {key} is {expected}",
-            where=str(path),
-            got=shown,
-            expected=expected,
-        )
-    )
+    what, fix = f"this model cannot be trained: {key} is {shown}", f"use a model whose {key} is {expected}"
+    return ConfigError(UNSUPPORTED(what, fix=fix, where=str(path), got=shown, expected=expected))
 
 
 def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
@@ -221,12 +214,10 @@ def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
         elif key in _READ or key in DEFAULTS[config["model_type"]] or key in _HARMLESS:
             continue
         elif value and not key.startswith(_HARMLESS_PREFIXES):
-            raise ConfigError(
-                UNSUPPORTED(
-                    f"config.json sets {key}, which may change what the model computes and which relax does not know",
-                    fix=f"use a model without {key}; delete the line only if transformers also ignores it",
-                    where=str(path),
-                    got=f"{key} = {in_json(value, 80)}",
-                    expected=f"keys of the {config['model_type']} family in transformers",
-                )
+            what = f"config.json sets {key}, which may change what the model computes and which relax does not know"
+            fix = f"use a model without {key}; delete the line only if transformers also ignores it"
+            got, expected = (
+                f"{key} = {in_json(value, 80)}",
+                f"keys of the {config['model_type']} family in transformers",
             )
+            raise ConfigError(UNSUPPORTED(what, fix=fix, where=str(path), got=got, expected=expected))

@@ -107,10 +107,5 @@ def _check_depth(value: Any) -> None:
 
 
 def _unreadable(path: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        UNREADABLE(
-            f"cannot read {path.name} of the model: {reason}",
-            where=str(path),
-            fix="give a folder with config.json, safetensors and tokenizer files",
-        )
-    )
+    fix = "give a folder with config.json, safetensors and tokenizer files"
+    return ConfigError(UNREADABLE(f"cannot read {path.name} of the model: {reason}", where=str(path), fix=fix))

@@ -76,21 +76,18 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     Raises ConfigError: there are no weights, or a file is missing, damaged or not a regular file."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not single.exists() and not index.exists():
-        raise ConfigError(
-            MISSING(
-                f"the model folder has no {SINGLE_FILE}",
-                fix=f"put {SINGLE_FILE}, or shards and {INDEX_FILE}, into {folder}",
-                got=", ".join(sorted(path.name for path in folder.glob("*.safetensors"))[:SHOWN]) or str(folder),
-                expected=f"{SINGLE_FILE} or {INDEX_FILE}",
-            )
+        what, fix = (
+            f"the model folder has no {SINGLE_FILE}",
+            f"put {SINGLE_FILE}, or shards and {INDEX_FILE}, into {folder}",
         )
+        got = ", ".join(sorted(path.name for path in folder.glob("*.safetensors"))[:SHOWN]) or str(folder)
+        raise ConfigError(MISSING(what, fix=fix, got=got, expected=f"{SINGLE_FILE} or {INDEX_FILE}"))
     if not index.exists():
         return _header(single)
     files = _weight_map(index)
     if single.exists() and set(files.values()) != {SINGLE_FILE}:
-        raise unreadable(
-            index, f"{SINGLE_FILE} is in the folder as well, and programs differ in which of the two they load"
-        )
+        reason = f"{SINGLE_FILE} is in the folder as well, and programs differ in which of the two they load"
+        raise unreadable(index, reason)
     headers = {name: _header(folder / name) for name in sorted(set(files.values()))}
     for tensor, file in files.items():
         if tensor not in headers[file]:
@@ -180,13 +177,9 @@ def weight_problems(folder: Path, spec: ModelSpec | None) -> list[Problem]:
 
 def not_finite(name: str, path: Path, count: int, numbers: int) -> Problem:
     """The problem of a weight with numbers that are NaN or infinite."""
-    return NOT_FINITE(
-        f"the weight {name} has numbers that are NaN or infinite: {count} of {numbers}",
-        fix="copy or convert the model again; these weights cannot be trained",
-        where=str(path),
-        got=f"{count} of {numbers}",
-        expected="finite numbers",
-    )
+    what, got = f"the weight {name} has numbers that are NaN or infinite: {count} of {numbers}", f"{count} of {numbers}"
+    fix = "copy or convert the model again; these weights cannot be trained"
+    return NOT_FINITE(what, fix=fix, where=str(path), got=got, expected="finite numbers")
 
 
 def tied_mismatch() -> Problem:
@@ -201,13 +194,8 @@ def tied_mismatch() -> Problem:
 
 def unreadable(path: Path, reason: object) -> ConfigError:
     """The error that a file of weights cannot be read."""
-    return ConfigError(
-        UNREADABLE(
-            f"cannot read the weights {path.name}: {reason}",
-            fix=f"put a complete {SINGLE_FILE} (or shards with {INDEX_FILE}) into the model folder",
-            where=str(path),
-        )
-    )
+    fix = f"put a complete {SINGLE_FILE} (or shards with {INDEX_FILE}) into the model folder"
+    return ConfigError(UNREADABLE(f"cannot read the weights {path.name}: {reason}", fix=fix, where=str(path)))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -287,10 +275,6 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _mismatch(message: str, got: str = "", expected: str = "") -> Problem:
-    return MISMATCH(
-        message,
-        fix="use config.json and safetensors of one model; a size that config.json leaves out is transformers' default",
-        got=got,
-        expected=expected,
-    )
+def _mismatch(message: str, got: str, expected: str) -> Problem:
+    fix = "use config.json and safetensors of one model; a size that config.json leaves out is transformers' default"
+    return MISMATCH(message, fix=fix, got=got, expected=expected)

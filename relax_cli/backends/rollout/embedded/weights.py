@@ -186,8 +186,5 @@ def _interleaved(weight: Tensor, dim: int) -> Tensor:
 
 
 def _bad_weights(message: str, got: str = "", expected: str = "") -> RunError:
-    return RunError(
-        ROLLOUT_WEIGHTS(
-            message, fix="use a model folder whose config.json belongs to its weights", got=got, expected=expected
-        )
-    )
+    fix = "use a model folder whose config.json belongs to its weights"
+    return RunError(ROLLOUT_WEIGHTS(message, fix=fix, got=got, expected=expected))

@@ -159,24 +159,14 @@ def _check_model(address: str, model: dict[str, Any], spec: ModelSpec) -> None:
             theirs, ours = asdict(read_any_spec(folder)), asdict(spec)
     different = [name for name in ours if theirs.get(name) != ours[name]]
     if different:
-        raise EnvironmentFault(
-            OTHER_MODEL(
-                f"SGLang server {address} serves another model than --hf-checkpoint: {', '.join(different)} differ",
-                where=f"http://{address}/model_info",
-                got=f"{', '.join(f'{name} {theirs.get(name)}' for name in different)} ({folder or 'not read'})",
-                expected=", ".join(f"{name} {ours[name]}" for name in different),
-                fix="start the server with the folder of --hf-checkpoint as its --model-path",
-            )
-        )
+        what = f"SGLang server {address} serves another model than --hf-checkpoint: {', '.join(different)} differ"
+        got = f"{', '.join(f'{name} {theirs.get(name)}' for name in different)} ({folder or 'not read'})"
+        expected = ", ".join(f"{name} {ours[name]}" for name in different)
+        fix = "start the server with the folder of --hf-checkpoint as its --model-path"
+        where = f"http://{address}/model_info"
+        raise EnvironmentFault(OTHER_MODEL(what, where=where, got=got, expected=expected, fix=fix))
 
 
 def _unreachable(address: str, what: str, got: str, fix: str = "") -> EnvironmentFault:
-    return EnvironmentFault(
-        UNREACHABLE(
-            f"SGLang server {address} {what}",
-            where=address,
-            got=got,
-            expected="a running SGLang server",
-            fix=fix or f"curl http://{address}/model_info",
-        )
-    )
+    what, fix = f"SGLang server {address} {what}", fix or f"curl http://{address}/model_info"
+    return EnvironmentFault(UNREACHABLE(what, where=address, got=got, expected="a running SGLang server", fix=fix))

@@ -295,15 +295,10 @@ class SglangEngine:
             if seamless and len(tokens) + len(part.tokens) <= most_begun:
                 tokens, log_probs = tokens + part.tokens, log_probs + part.log_probs
                 fruitless = 0 if part.tokens else fruitless
-        raise RunError(
-            ABORTED(
-                f"SGLang server {client.address} aborted sample {index} of {batch.size} {ABORT_TRIES} times",
-                where=f"http://{client.address}/generate",
-                got=f"{ABORT_TRIES} aborts",
-                expected="a complete response",
-                fix="let nothing else abort requests on this server, or raise its memory: --sglang-mem-fraction-static",
-            )
-        )
+        what = f"SGLang server {client.address} aborted sample {index} of {batch.size} {ABORT_TRIES} times"
+        fix = "let nothing else abort requests on this server, or raise its memory: --sglang-mem-fraction-static"
+        where, got = f"http://{client.address}/generate", f"{ABORT_TRIES} aborts"
+        raise RunError(ABORTED(what, where=where, got=got, expected="a complete response", fix=fix))
 
     def _ask(self, client: SglangClient, batch: _Batch, index: int, request: Request, begun: list[int]) -> Part:
         """Request what follows the tokens that have `begun` a response; again where the connection broke."""

@@ -68,16 +68,10 @@ class ServerMemory:
             return
         for client, expected in zip(self._clients, self._sums, strict=True):
             if (found := self._sum(client)) != expected:
-                raise RunError(
-                    CHANGED_WEIGHTS(
-                        f"the weights of SGLang server {client.address} have changed since they were sent",
-                        where=f"http://{client.address}/weights_checker",
-                        got=f"checksum {found}",
-                        expected=f"{expected}, as after the update",
-                        fix="use --update-weight-transport disk, and report this with the versions that "
-                        "`relax doctor` shows",
-                    )
-                )
+                what = f"the weights of SGLang server {client.address} have changed since they were sent"
+                where, should = f"http://{client.address}/weights_checker", f"{expected}, as after the update"
+                fix = "use --update-weight-transport disk, and report this with the versions that `relax doctor` shows"
+                raise RunError(CHANGED_WEIGHTS(what, where=where, got=f"checksum {found}", expected=should, fix=fix))
 
     def weights_arrived(self) -> None:
         """New weights are complete on every server; where memory is away, their checksums are kept."""

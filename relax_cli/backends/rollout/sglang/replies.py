@@ -121,16 +121,11 @@ def read_part(
     elif wrong or not tokens:
         raise _bad_reply(sample, *(wrong or ("a complete response has no tokens", "0 tokens")))
     if kind == "length" and len(tokens) < max_new_tokens:
-        raise RunError(
-            CUT_SHORT(
-                f"the SGLang server ended {sample} before its length limit",
-                where="/generate",
-                got=f"{len(tokens)} tokens, finish_reason length",
-                expected=f"{max_new_tokens} tokens, or a stop",
-                fix="give the server room for prompt and response (--sglang-context-length, --sglang-max-total-tokens, "
-                "--sglang-mem-fraction-static), or lower --rollout-max-response-len",
-            )
-        )
+        what = f"the SGLang server ended {sample} before its length limit"
+        got, expected = f"{len(tokens)} tokens, finish_reason length", f"{max_new_tokens} tokens, or a stop"
+        room = "--sglang-context-length, --sglang-max-total-tokens, --sglang-mem-fraction-static"
+        fix = f"give the server room for prompt and response ({room}), or lower --rollout-max-response-len"
+        raise RunError(CUT_SHORT(what, where="/generate", got=got, expected=expected, fix=fix))
     if tokens:
         _check_version(meta, sample, version)
     log_probs = [float(triple[0]) for triple in triples]
@@ -161,13 +156,9 @@ def _read_routes(meta: dict[str, Any], sample: str, model: MoeSpec, positions: i
 
 def no_routes(where: str, got: str) -> Problem:
     """The problem of a server that does not return routes."""
-    return NO_ROUTES(
-        "the SGLang server does not say which experts its tokens went to",
-        where=where,
-        got=got,
-        expected="the experts of every token",
-        fix="start external servers with --enable-return-routed-experts, or drop --router-replay",
-    )
+    what = "the SGLang server does not say which experts its tokens went to"
+    fix = "start external servers with --enable-return-routed-experts, or drop --router-replay"
+    return NO_ROUTES(what, where=where, got=got, expected="the experts of every token", fix=fix)
 
 
 def _contradiction(tokens: Any, triples: Any, limit: int, vocab_size: int) -> tuple[str, str] | None:
@@ -194,15 +185,9 @@ def _check_version(meta: dict[str, Any], sample: str, version: str) -> None:
     stated = [meta.get("weight_version"), *(spans if isinstance(spans, list) else ())]
     seen = {str(each.get("version") if isinstance(each, dict) else each) for each in stated}
     if seen != {version}:
-        raise RunError(
-            STALE_WEIGHTS(
-                f"{sample} was generated with other weights than the last published ones",
-                where="meta_info.weight_version",
-                got=", ".join(sorted(seen)),
-                expected=version,
-                fix="let nothing else update or restart this server; resume the run with the command it printed",
-            )
-        )
+        what, got = f"{sample} was generated with other weights than the last published ones", ", ".join(sorted(seen))
+        fix = "let nothing else update or restart this server; resume the run with the command it printed"
+        raise RunError(STALE_WEIGHTS(what, where="meta_info.weight_version", got=got, expected=version, fix=fix))
 
 
 def folder_of(model_info: Any) -> Path | None:
@@ -220,24 +205,14 @@ def check_served(client: SglangClient, version: str) -> None:
     reply = client.request("GET", "/model_info", timeout=CONTROL_SECONDS)
     served = reply.get("weight_version") if isinstance(reply, dict) else None
     if served != version:
-        raise RunError(
-            STALE_WEIGHTS(
-                f"SGLang server {client.address} does not serve the weights it was sent",
-                where=f"http://{client.address}/model_info",
-                got=f"weight_version {served}",
-                expected=version,
-                fix="let nothing else update this server, and look into its log",
-            )
-        )
+        what = f"SGLang server {client.address} does not serve the weights it was sent"
+        where, got = f"http://{client.address}/model_info", f"weight_version {served}"
+        fix = "let nothing else update this server, and look into its log"
+        raise RunError(STALE_WEIGHTS(what, where=where, got=got, expected=version, fix=fix))
 
 
 def _bad_reply(sample: str, what: str, got: str) -> RunError:
-    return RunError(
-        BAD_REPLY(
-            f"the SGLang reply for {sample} cannot be trained on: {what}",
-            where="/generate",
-            got=got,
-            expected="token ids, one finite log-probability for each, and a finish reason",
-            fix="use a version of sglang that `relax doctor` lists as tested",
-        )
-    )
+    message = f"the SGLang reply for {sample} cannot be trained on: {what}"
+    expected = "token ids, one finite log-probability for each, and a finish reason"
+    fix = "use a version of sglang that `relax doctor` lists as tested"
+    return RunError(BAD_REPLY(message, where="/generate", got=got, expected=expected, fix=fix))

@@ -206,16 +206,15 @@ class DistributedTransport(Transport):
         except RunError:
             raise
         except RuntimeError as error:
-            raise RunError(
-                GROUP_BROKE(
-                    "the process group with the SGLang servers did not form, or broke",
-                    where=", ".join(target.address for target in self.targets),
-                    got=str(error).splitlines()[0][:300],
-                    expected="every server joins and receives",
-                    fix="look into the servers' logs; servers on other machines must reach this one: "
-                    "see NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, or use --update-weight-transport disk",
-                )
-            ) from error
+            problem = GROUP_BROKE(
+                "the process group with the SGLang servers did not form, or broke",
+                where=", ".join(target.address for target in self.targets),
+                got=str(error).splitlines()[0][:300],
+                expected="every server joins and receives",
+                fix="look into the servers' logs; servers on other machines must reach this one: "
+                "see NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, or use --update-weight-transport disk",
+            )
+            raise RunError(problem) from error
 
 
 def fail_fast(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -178,15 +178,11 @@ class WeightSender:
             expected = {n for n in names if not (n == HEAD and spec.tied) and not n.endswith(ROTARY_TABLE)}
             unknown, missing = sorted(ours - expected), sorted(expected - ours)
             if expected and (unknown or missing):
-                raise RunError(
-                    OTHER_NAMES(
-                        f"SGLang server {target.address} has loaded a model with other weights than the actor's",
-                        where=str(folder),
-                        got=f"{len(unknown)} names unknown to it {unknown[:3]}, {len(missing)} missing {missing[:3]}",
-                        expected="the same names on both sides",
-                        fix="start the server with the folder of --hf-checkpoint as its --model-path",
-                    )
-                )
+                what = f"SGLang server {target.address} has loaded a model with other weights than the actor's"
+                got = f"{len(unknown)} names unknown to it {unknown[:3]}, {len(missing)} missing {missing[:3]}"
+                fix = "start the server with the folder of --hf-checkpoint as its --model-path"
+                same = "the same names on both sides"
+                raise RunError(OTHER_NAMES(what, where=str(folder), got=got, expected=same, fix=fix))
 
     def _begin(self) -> None:
         """Open a session on every server; one that does not know of sessions goes without."""
@@ -250,18 +246,22 @@ def choose_transport(
     Raises RunError: the requested transport cannot reach it."""
     if wanted == "disk":
         return "disk"
-    shares_gpus = target.first_rank is not None and target.first_rank + target.ranks <= len(nodes)
+    is_cuda = device.kind == "cuda"
     same_node = all(nodes[rank] == target.node for rank in sharing_ranks(target, len(nodes)))
-    if wanted == "distributed" and device.kind == "cuda" and target.first_rank is not None:
-        raise _transport_refused(target, wanted, "it shares GPUs with the actor, and NCCL takes one rank per GPU")
-    if wanted == "distributed":
-        return "distributed"
-    if same_node and (shares_gpus or device.kind == "cpu"):
-        return "tensor"
-    if wanted == "tensor":
-        reason = "nothing is known of its GPUs" if same_node else f"it runs on {target.node}"
-        raise _transport_refused(target, wanted, f"it shares no memory with the actor on {nodes[0]}: {reason}")
-    return "distributed"
+    shares_gpus = target.first_rank is not None and target.first_rank + target.ranks <= len(nodes)
+    shares_memory = same_node and (shares_gpus or not is_cuda)
+    reason = ""
+    if wanted == "distributed" and is_cuda and target.first_rank is not None:
+        reason = "it shares GPUs with the actor, and NCCL takes one rank per GPU"
+    elif wanted == "tensor" and not shares_memory:
+        cause = "nothing is known of its GPUs" if same_node else f"it runs on {target.node}"
+        reason = f"it shares no memory with the actor on {nodes[0]}: {cause}"
+    if reason:
+        what = f"weights cannot go to SGLang server {target.address} by {wanted}: {reason}"
+        fix = "drop --update-weight-transport, or use --update-weight-transport disk"
+        where = f"http://{target.address}"
+        raise RunError(NO_TRANSPORT(what, where=where, got=wanted, expected="auto, or disk", fix=fix))
+    return "tensor" if shares_memory and wanted != "distributed" else "distributed"
 
 
 def sharing_ranks(target: WeightTarget, actor_ranks: int) -> list[int]:
@@ -280,17 +280,5 @@ def _with_place(error: RelaxError, version: str, doing: str) -> RunError:
             where=cause.where,
             got=cause.got,
             expected=cause.expected or "all servers with the same weights",
-        )
-    )
-
-
-def _transport_refused(target: WeightTarget, wanted: str, why: str) -> RunError:
-    return RunError(
-        NO_TRANSPORT(
-            f"weights cannot go to SGLang server {target.address} by {wanted}: {why}",
-            where=f"http://{target.address}",
-            got=wanted,
-            expected="auto, or disk",
-            fix="drop --update-weight-transport, or use --update-weight-transport disk",
         )
     )
