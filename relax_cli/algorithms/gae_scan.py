@@ -76,17 +76,13 @@ def _advantages(
     tokens and `S_t = S_{t+1}` at masked ones. It needs one carry where the usual form needs two (A and V), so
     masked tokens are skipped without moving any data.
     """
-    decay: float | Tensor
-    if isinstance(lam, Tensor):
-        # Rounded where a scalar would be, so that equal lambdas give equal bits either way.
-        lam_B1 = lam.double()[:, None]
-        blend_BT = torch.mul(values_BT, (1 - lam_B1).float()).add_(rewards_BT * lam_B1.float())
-        decay = (gamma * lam.double()).float()
-    else:
-        blend_BT = torch.mul(values_BT, 1 - lam).add_(rewards_BT * lam)
-        decay = gamma * lam
+    # Of each row, or `[1, 1]` of all. Rounded where a scalar would be, so that equal lambdas give equal bits either way.
+    lam_B1 = torch.as_tensor(lam, dtype=torch.float64, device=values_BT.device).reshape(-1, 1)
+    blend_BT = torch.mul(values_BT, (1 - lam_B1).float()).add_(rewards_BT * lam_B1.float())
+    decay = (gamma * lam_B1.squeeze(1)).float()
     _copy_kept(blend_BT, keep_BT, into=blend_BT)
-    if end_B is None and _is_prefix(mask_BT):
+    is_prefix = bool((mask_BT[:, 1:] <= mask_BT[:, :-1]).all())
+    if end_B is None and is_prefix:
         # Nothing is carried through the masked tail, so it may decay like the rest.
         state_BT = _scan(blend_BT, None, blend_BT.new_zeros(blend_BT.shape[0]), decay)
     else:
@@ -98,10 +94,10 @@ def _advantages(
     return next_BT.add_(rewards_BT).sub_(values_BT)
 
 
-def _scan(blend_BT: Tensor, mask_BT: Tensor | None, end_B: Tensor, decay: float | Tensor) -> Tensor:
+def _scan(blend_BT: Tensor, mask_BT: Tensor | None, end_B: Tensor, decay: Tensor) -> Tensor:
     """`S_t = blend_t + decay * S_{t+1}` backwards from `S_T = end`; masked tokens pass `S` on undecayed.
 
-    `blend` is 0 in masked slots. Without a mask every slot decays. `decay` is one for all rows or `[B]`.
+    `blend` is 0 in masked slots. Without a mask every slot decays. `decay` is `[B]`, or `[1]` for all rows.
 
     The recurrence runs inside all chunks at once, each step a whole row of a time-major `[C, N]` layout; then
     the carries between chunks are resolved one after the other and added on. Multiplications and additions
@@ -111,7 +107,11 @@ def _scan(blend_BT: Tensor, mask_BT: Tensor | None, end_B: Tensor, decay: float 
     steps = min(_CHUNK, length)
     chunks = -(-length // steps)
     state_CN = _time_major(blend_BT, steps, chunks)
-    factor_CN = _factors(mask_BT, decay, steps, chunks, blend_BT.device)
+    # What a step multiplies the state with, `[C, N]`, or `[C, 1]` where all columns are alike.
+    factor_CN = (decay if decay.numel() == 1 else decay.repeat_interleave(chunks)).repeat(steps, 1)
+    if mask_BT is not None:
+        on_CN = _time_major(mask_BT, steps, chunks).view(torch.uint8).to(torch.float32)
+        factor_CN = (1 - on_CN).add_(on_CN * factor_CN)
 
     state, factor = state_CN.unbind(0), factor_CN.unbind(0)
     scratch_N = torch.empty_like(state[0])
@@ -128,23 +128,6 @@ def _scan(blend_BT: Tensor, mask_BT: Tensor | None, end_B: Tensor, decay: float 
         carries.append(torch.mul(through[k], carries[-1]).add_(own[k]))
     state_CN.add_(factor_CN * torch.stack(carries[::-1], dim=1).view(-1))
     return state_CN.t().reshape(rows, -1)[:, :length]
-
-
-def _factors(mask_BT: Tensor | None, decay: float | Tensor, steps: int, chunks: int, device: torch.device) -> Tensor:
-    """What one step of `_scan` multiplies the state with, `[C, N]`, or `[C, 1]` where all columns are alike."""
-    if mask_BT is None:
-        if isinstance(decay, Tensor):
-            return decay.repeat_interleave(chunks).repeat(steps, 1)
-        return torch.full((steps, 1), decay, device=device)
-    on_CN = _time_major(mask_BT, steps, chunks).view(torch.uint8).to(torch.float32)
-    if isinstance(decay, Tensor):
-        return (1 - on_CN).add_(on_CN * decay.repeat_interleave(chunks))
-    return (1 - on_CN).add_(on_CN, alpha=decay)
-
-
-def _is_prefix(mask_BT: Tensor) -> bool:
-    """Whether no masked token comes before a trainable one."""
-    return bool((mask_BT[:, 1:] <= mask_BT[:, :-1]).all())
 
 
 def _time_major(x_BT: Tensor, steps: int, chunks: int) -> Tensor:

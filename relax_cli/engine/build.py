@@ -148,6 +148,8 @@ class RoleBuilder:
         return role
 
     def _trained(self, kind: Literal["policy", "value"]) -> Any:
+        from relax_cli.backends.megatron.optimizer import Schedule
+
         config = self.config
         assert config.batch.num_rollout is not None, "resolved before launch"
         steps, critic_steps = optimizer_steps(config, config.batch.num_rollout, has_critic="critic" in self.graph)
@@ -157,8 +159,7 @@ class RoleBuilder:
             warmup_iters, decay_iters = config.critic.critic_lr_warmup_iters, critic_steps
         trainable, _ = self._model_classes()
         build = self._how_to_build(lora_of(config, self.spec.role))
-        schedule = {"lr": lr, "warmup_iters": warmup_iters, "decay_iters": decay_iters}
-        return trainable(kind, self.spec.model_folder, build, config.optimizer, **schedule)
+        return trainable(kind, self.spec.model_folder, build, Schedule(config.optimizer, lr, warmup_iters, decay_iters))
 
     def _model_classes(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Of models that learn, and of the frozen one."""

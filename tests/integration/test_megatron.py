@@ -252,7 +252,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(qwen3: Path) -> None:
     assert poisoned.skipped
     assert all(torch.equal(old, new) for old, new in zip(before, model.optimizer.tensors(), strict=True))
     assert model.optimizer.lr == lr
-    assert model.optimizer.scheduler.num_steps == 1
+    assert model.optimizer.num_steps == 1
     after = model.train_step(batches, loss_fn)
     assert not after.skipped
     assert np.isfinite(after.grad_norm)

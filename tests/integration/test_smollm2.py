@@ -28,6 +28,7 @@ def test_the_converted_models_log_probs_equal_hugging_face(model: Path) -> None:
 
     from relax_cli.backends.device import select_device
     from relax_cli.backends.megatron import parallel
+    from relax_cli.backends.megatron.optimizer import Schedule
     from relax_cli.backends.megatron.trainer import Build, MicroBatch, TrainableModel
     from relax_cli.config.schema import OptimizerSection, ParallelSection
 
@@ -37,10 +38,7 @@ def test_the_converted_models_log_probs_equal_hugging_face(model: Path) -> None:
         "policy",
         model,
         Build(ParallelSection(), device, seed=1),
-        OptimizerSection(),
-        lr=1e-6,
-        warmup_iters=0,
-        decay_iters=1,
+        Schedule(OptimizerSection(), lr=1e-6, warmup_iters=0, decay_iters=1),
     )
     tokens_BS = torch.randint(0, 49152, (2, 48), generator=torch.Generator().manual_seed(1))
     batch = MicroBatch(tokens_BS, torch.tensor([1, 1]), torch.tensor([47, 47]))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.optimizer import Schedule
 from relax_cli.backends.megatron.trainer import Build, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.config.schema import OptimizerSection, ParallelSection
 from relax_cli.models.lora import Lora
@@ -98,10 +99,12 @@ def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableMo
             temperature=run.temperature,
             lora=run.lora,
         ),
-        OptimizerSection(**{"weight_decay": 0.01, "clip_grad": 0.5} | run.optimizer),
-        lr=run.lr,
-        warmup_iters=run.warmup_iters,
-        decay_iters=run.decay_iters,
+        Schedule(
+            OptimizerSection(**{"weight_decay": 0.01, "clip_grad": 0.5} | run.optimizer),
+            lr=run.lr,
+            warmup_iters=run.warmup_iters,
+            decay_iters=run.decay_iters,
+        ),
     )
 
 

@@ -177,8 +177,7 @@ def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Masks as the places where they are true."""
     found: list[Tensor | None] = []
     for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool
-        found += index.nonzero(as_tuple=True) if index is not None and is_mask else [index]
+        found += [index] if index is None or index.dtype != torch.bool else index.nonzero(as_tuple=True)
     return found
 
 
@@ -203,10 +202,8 @@ class FakeModel(LoadedModel):
         """See `LoadedModel.forward`."""
         with self._phase("predict", micro_batches):
             shapes = [output.main.shape for output in super().forward(micro_batches)]
-        zeros = [torch.zeros(shape) for shape in shapes]
-        if self.kind == "value":
-            return [ModelOutput(values=value) for value in zeros]
-        return [ModelOutput(log_probs=value, entropy=value) for value in zeros]
+        names = ("values",) if self.kind == "value" else ("log_probs", "entropy")
+        return [ModelOutput(**dict.fromkeys(names, torch.zeros(shape))) for shape in shapes]
 
     @contextmanager
     def _phase(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
@@ -234,8 +231,8 @@ class FakeTrainable(FakeModel, TrainableModel):
         super().__init__(accounts, kind, *args, **settings)
         buffers = (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)
         accounts.name((buffer.grad_data for buffer in buffers), "gradients")
-        masters = self.optimizer.masters
-        moments = (t for state in self.optimizer.adam.state.values() for t in state.values() if t.dim())
+        masters, adam = self.optimizer.masters, self.optimizer.adam
+        moments = (t for state in adam.state.values() for t in state.values() if t.dim())
         accounts.name(moments, None if masters.on_host else "Adam moments")
         accounts.name((m.values for m in masters.held), None if masters.on_host else "fp32 master weights")
         accounts.name((m.host_grad for m in masters.held if m.host_grad is not None), None)

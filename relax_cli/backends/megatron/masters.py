@@ -9,7 +9,7 @@ only, and sends the updated parameters to the others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,11 +50,6 @@ class Master:
         """Whether the master cannot be made from the parameter again."""
         return self.parameter.dtype != torch.float32
 
-    def take_gradient(self) -> None:
-        """Make the reduced gradient the one that Adam sees."""
-        grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
-        self.values.grad = grad if self.host_grad is None else self.host_grad.copy_(grad, non_blocking=True)
-
 
 class Masters:
     """The masters of this rank, in the order of the parameters."""
@@ -78,13 +73,10 @@ class Masters:
     def take_gradients(self) -> None:
         """Hand the reduced gradients to Adam."""
         for master in self.held:
-            master.take_gradient()
+            grad: Tensor = master.parameter.main_grad  # type: ignore[attr-defined]
+            on_host = master.host_grad
+            master.values.grad = grad if on_host is None else on_host.copy_(grad, non_blocking=True)
         self._wait()
-
-    def drop_gradients(self) -> None:
-        """Adam sees no gradients any more."""
-        for master in self.held:
-            master.values.grad = None
 
     def set_parameters(self) -> None:
         """Round the updated masters to the parameters, on every rank."""
@@ -106,11 +98,6 @@ class Masters:
         for master in self.held:
             if master.is_copy:
                 master.values.copy_(master.parameter.data)
-
-    def device_tensors(self) -> Iterator[Tensor]:
-        """Masters that take memory on the device; the parameters themselves are among them."""
-        if not self.on_host:
-            yield from (master.values for master in self.held)
 
     def sharded(self, model_state: dict[str, Any], adam: torch.optim.Optimizer) -> dict[str, Any]:
         """Moments and masters as `dist_checkpointing` wants them; keys follow the parameters' names, not the ranks."""

@@ -6,7 +6,7 @@ Legend: `B` samples, `S` prompt + response (padded), `T` response tokens (padded
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,14 +55,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same samples on `device`."""
-        return MicroBatch(
-            self.tokens_BS.to(device),
-            self.prompt_lens_B.to(device),
-            self.response_lens_B.to(device),
-            {name: value.to(device) for name, value in self.fields.items()},
-            self.packed,
-            None if self.routes_BSr is None else self.routes_BSr.to(device),
-        )
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors, fields={name: value.to(device) for name, value in self.fields.items()})
 
     def laid_out(self, pieces: int = 1) -> tuple[Tensor, ResponseIndex]:
         """The tokens that go through the layers, `[B, S]` or packed `[1, ΣS]`, and where they predict responses.
@@ -73,25 +67,42 @@ class MicroBatch:
         rows, device = self.tokens_BS.size(0), self.tokens_BS.device
         # The last token of a sample predicts nothing that was generated.
         lengths_B = (self.prompt_lens_B + self.response_lens_B - 1).clamp(min=1)
-        if self.packed:
-            lengths_B += -lengths_B % pieces
-        longest = int(lengths_B.max())
-        routes = self.routes_BSr
         if not self.packed:
-            first_B = torch.arange(rows, device=device)
-            index = ResponseIndex.of(self, first_B, rows)
-            return self.tokens_BS[:, :longest], replace(index, routes=routes if routes is None else routes[:, :longest])
+            longest = int(lengths_B.max())
+            routes = None if self.routes_BSr is None else self.routes_BSr[:, :longest]
+            return self.tokens_BS[:, :longest], self._index(torch.arange(rows, device=device), rows, routes=routes)
+        lengths_B += -lengths_B % pieces
+        longest = int(lengths_B.max())
         order_B = lengths_B.argsort(descending=True, stable=True)
         lengths_B = lengths_B[order_B]
         real_BS = torch.arange(longest, device=device) < lengths_B[:, None]
         tokens_BS = pad(self.tokens_BS, (0, max(0, longest - self.tokens_BS.size(1))))
-        tokens_1S = tokens_BS[order_B, :longest][real_BS][None]
+        routes = self.routes_BSr
         if routes is not None:
             routes = pad(routes, (0, 0, 0, max(0, longest - routes.size(1))), value=-1)
             routes = routes[order_B, :longest][real_BS][None]
         first_B = (lengths_B.cumsum(0) - lengths_B)[order_B.argsort()]
-        index = ResponseIndex.of(self, first_B, 1, tuple(lengths_B.tolist()))
-        return tokens_1S, replace(index, routes=routes)
+        index = self._index(first_B, 1, lengths=tuple(lengths_B.tolist()), routes=routes)
+        return tokens_BS[order_B, :longest][real_BS][None], index
+
+    def _index(self, first_B: Tensor, stride: int, **more: Any) -> ResponseIndex:
+        """Response token t of sample b is predicted by the state at `prompt_len + t − 1`.
+
+        Args:
+            first_B: positions of each sample's first state.
+            stride: from one state of a sample to the next.
+        """
+        width = int(self.response_lens_B.max())
+        mask_BT = torch.arange(width, device=first_B.device) < self.response_lens_B[:, None]
+        sample_N, step_N = mask_BT.nonzero(as_tuple=True)
+        token_position_N = self.prompt_lens_B[sample_N] + step_N
+        return ResponseIndex(
+            states_N=first_B[sample_N] + (token_position_N - 1) * stride,
+            tokens_N=self.tokens_BS[sample_N, token_position_N],
+            cells_N=sample_N * width + step_N,
+            shape=(self.tokens_BS.size(0), width),
+            **more,
+        )
 
 
 @dataclass(frozen=True)
@@ -110,29 +121,6 @@ class ResponseIndex:
     """Of packed samples: how many tokens each has, in the order they lie in their row."""
     routes: Tensor | None = None
     """`routes_BSr` of the micro-batch, for the tokens that go through the layers."""
-
-    @classmethod
-    def of(
-        cls, batch: MicroBatch, first_B: Tensor, stride: int, lengths: tuple[int, ...] | None = None
-    ) -> ResponseIndex:
-        """Response token t of sample b is predicted by the state at `prompt_len + t − 1`.
-
-        Args:
-            first_B: positions of each sample's first state.
-            stride: from one state of a sample to the next.
-            lengths: see the field.
-        """
-        width = int(batch.response_lens_B.max())
-        mask_BT = torch.arange(width, device=batch.tokens_BS.device) < batch.response_lens_B[:, None]
-        sample_N, step_N = mask_BT.nonzero(as_tuple=True)
-        token_position_N = batch.prompt_lens_B[sample_N] + step_N
-        return cls(
-            states_N=first_B[sample_N] + (token_position_N - 1) * stride,
-            tokens_N=batch.tokens_BS[sample_N, token_position_N],
-            cells_N=sample_N * width + step_N,
-            shape=(batch.tokens_BS.size(0), width),
-            lengths=lengths,
-        )
 
     def within(self, places: Tensor, row: int) -> ResponseIndex:
         """What of it is at `places`, ascending, of the `row` ones along the first dimension of `[S, B, H]`."""

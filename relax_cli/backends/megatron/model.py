@@ -41,6 +41,7 @@ from relax_cli.models.spec import BRIDGE_FAMILIES, MOE_FAMILIES, ModelSpec
 def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device) -> TransformerConfig:
     """Megatron's description of `spec`, split and recomputed as `layout` says."""
     dtype = device.training_dtype
+    several_stages = layout.pipeline_model_parallel_size > 1
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -61,7 +62,14 @@ def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device)
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
-        **pipeline_settings(layout, dtype),
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=layout.decoder_first_pipeline_num_layers if several_stages else None,
+        num_layers_in_last_pipeline_stage=layout.decoder_last_pipeline_num_layers if several_stages else None,
+        pipeline_dtype=dtype,
+        # Micro-batches differ in length, so stages also send shapes.
+        variable_seq_lengths=several_stages,
+        # What was sent is not needed here again, only its place in the graph.
+        deallocate_pipeline_outputs=several_stages,
         # The other kinds refuse stages that send shapes, also where there are no experts.
         moe_token_dispatcher_type="alltoall",
         # One rank has nothing to split, and Megatron refuses it.
@@ -80,32 +88,8 @@ def transformer_config(spec: ModelSpec, layout: ParallelSection, device: Device)
     )
 
 
-def pipeline_settings(layout: ParallelSection, dtype: torch.dtype) -> dict[str, Any]:
-    """What Megatron is told about pipeline stages; micro-batches differ in length, so stages also send shapes."""
-    several = layout.pipeline_model_parallel_size > 1
-    return {
-        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
-        "num_layers_in_first_pipeline_stage": layout.decoder_first_pipeline_num_layers if several else None,
-        "num_layers_in_last_pipeline_stage": layout.decoder_last_pipeline_num_layers if several else None,
-        "pipeline_dtype": dtype,
-        "variable_seq_lengths": several,
-        # What was sent is not needed here again, only its place in the graph.
-        "deallocate_pipeline_outputs": several,
-    }
-
-
-def stage_of(layout: ParallelSection, layers: int) -> range:
-    """The layers of this rank's pipeline stage."""
-    counts, stage = layout.stage_layers(layers), parallel.STAGE.rank
-    return range(sum(counts[:stage]), sum(counts[: stage + 1]))
-
-
 def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
-
-
-def _with_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_()
 
 
 class _ResponseModel(GPTModel):  # type: ignore[misc]
@@ -302,7 +286,9 @@ def build_model(
         if build.lora or spec.family in MOE_FAMILIES
         else layer_kind(build.layout.transformer_impl, build.device)
     )
-    block = block_spec(spec, layers, build.lora, stage_of(build.layout, spec.num_layers))
+    counts, stage = build.layout.stage_layers(spec.num_layers), parallel.STAGE.rank
+    here = range(sum(counts[:stage]), sum(counts[: stage + 1]))
+    block = block_spec(spec, layers, build.lora, here)
     model: PolicyModel | ValueModel
     if kind == "policy":
         model = PolicyModel(spec, config, block, build)
@@ -318,5 +304,5 @@ def build_model(
             model.output_layer.requires_grad_(True)
         if build.layout.recompute_granularity is not None and model.pre_process:
             # What is computed again gets a gradient only where its input does.
-            model.embedding.register_forward_hook(_with_gradient)
+            model.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
     return model

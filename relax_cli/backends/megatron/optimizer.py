@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,52 +23,45 @@ from torch import Tensor
 
 from relax_cli.algorithms.schedule import learning_rate
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.masters import Masters
+from relax_cli.backends.megatron.masters import MOMENTS, Masters
 from relax_cli.config.schema import OptimizerSection
 
 
+@dataclass(frozen=True)
 class Schedule:
-    """How many optimizer steps were taken, and the rate of each. Its state has the names of Megatron's scheduler."""
+    """Adam's options, and the learning rate of every optimizer step of a run."""
 
-    def __init__(self, section: OptimizerSection, lr: float, warmup_iters: int, decay_iters: int) -> None:
-        self.num_steps = 0
-        self.section = section
-        self.max_lr = lr
-        self.warmup_iters = warmup_iters
-        self.decay_iters = decay_iters
+    section: OptimizerSection
+    lr: float
+    """At the peak; the shape of the schedule comes from `section`."""
+    warmup_iters: int
+    """Optimizer steps of linear warm-up."""
+    decay_iters: int
+    """Optimizer steps of the run; the rate decays towards `min_lr` after them."""
 
     def rate(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0."""
         return learning_rate(
             step,
-            peak=self.max_lr,
+            peak=self.lr,
             floor=self.section.min_lr,
             warmup=self.warmup_iters,
             total=self.decay_iters,
             decay=self.section.lr_decay_style,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: only `num_steps` is read again, the rest says where it came from."""
-        return {
-            "num_steps": self.num_steps,
-            "max_lr": self.max_lr,
-            "min_lr": self.section.min_lr,
-            "lr_warmup_steps": self.warmup_iters,
-            "lr_decay_steps": self.decay_iters,
-            "lr_decay_style": self.section.lr_decay_style,
-        }
-
 
 class Optimizer:
     """Adam, gradient clipping and learning-rate schedule of one model."""
 
-    def __init__(
-        self, model: DistributedDataParallel, section: OptimizerSection, lr: float, warmup_iters: int, decay_iters: int
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, schedule: Schedule) -> None:
+        section = schedule.section
         self.model = model
+        self.schedule = schedule
         self.clip_grad = section.clip_grad
-        groups = _parameter_groups(model, section, lr)
+        self.num_steps = 0
+        """Steps taken so far, resumed ones included and skipped ones not."""
+        groups = _parameter_groups(model, section, schedule.lr)
         self.masters = Masters(
             [parameter for group in groups for parameter in group["params"]],
             on_host=section.optimizer_cpu_offload,
@@ -82,13 +76,17 @@ class Optimizer:
                 }
                 for group in groups
             ],
-            lr=lr,
+            lr=schedule.lr,
             betas=(section.adam_beta1, section.adam_beta2),
             eps=section.adam_eps,
             fused=True,
         )
-        self._create_state()
-        self.scheduler = Schedule(section, lr, warmup_iters, decay_iters)
+        # Adam's state exists ahead of the first step: an actor that only waited for its critic is also saved.
+        for master in self.masters.held:
+            self.adam.state[master.values] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.values.device),
+                **{kind: torch.zeros_like(master.values) for kind in MOMENTS},
+            }
         self._set_rate(0)
 
     @torch.no_grad()
@@ -99,14 +97,14 @@ class Optimizer:
         """
         norm = self._gradient_norm()
         if not math.isfinite(norm):
-            self.zero_grad()
+            self.adam.zero_grad()
             return norm, self.lr, True
         if 0.0 < self.clip_grad < norm:
             self._scale_gradients(norm)
         self.masters.take_gradients()
-        self._set_rate(self.scheduler.num_steps)
+        self._set_rate(self.num_steps)
         self.adam.step()
-        self.scheduler.num_steps += 1
+        self.num_steps += 1
         self.masters.set_parameters()
         return norm, self.lr, False
 
@@ -115,46 +113,39 @@ class Optimizer:
         """Learning rate of the last step."""
         return float(self.adam.param_groups[0]["lr"])
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        self.masters.drop_gradients()
-
-    def reload_parameters(self) -> None:
-        """Refresh the masters after the model's parameters were set from outside."""
-        self.masters.refresh()
-
     def tensors(self) -> Iterator[Tensor]:
         """Everything that lives on the device: masters (in fp32 the parameters themselves) and moments."""
-        yield from self.masters.device_tensors()
         if not self.masters.on_host:
+            yield from (master.values for master in self.masters.held)
             for state in self.adam.state.values():
-                yield from (value for value in state.values() if value.dim() > 0)
+                yield from (state[kind] for kind in MOMENTS)
 
     def sharded_state(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """State to hand to `checkpointing`, in terms of the model's sharded state."""
         state = self.masters.sharded(model_state, self.adam)
-        state["state"]["common_step"] = self._steps_taken()
-        return {"optimizer": state, "scheduler": self.scheduler.state_dict()}
+        state["state"]["common_step"] = torch.tensor(float(self.num_steps))
+        scheduler = {
+            "num_steps": self.num_steps,
+            # Only for readers of the checkpoint, by the names of Megatron's scheduler.
+            "max_lr": self.schedule.lr,
+            "min_lr": self.schedule.section.min_lr,
+            "lr_warmup_steps": self.schedule.warmup_iters,
+            "lr_decay_steps": self.schedule.decay_iters,
+            "lr_decay_style": self.schedule.section.lr_decay_style,
+        }
+        return {"optimizer": state, "scheduler": scheduler}
 
     def load_state(self, loaded: dict[str, Any]) -> None:
         """Take over what `checkpointing.load` read; options of the groups stay those of the configuration."""
-        state = loaded["optimizer"]
-        self.masters.load(state, self.adam)
-        # Checkpoints from before the first optimizer step may have no step.
-        step = float(state["state"].get("common_step", 0.0))
+        self.masters.load(loaded["optimizer"], self.adam)
+        self.num_steps = int(loaded["scheduler"]["num_steps"])
         for values in self.adam.state.values():
-            values["step"].fill_(step)
-        self.scheduler.num_steps = int(loaded["scheduler"]["num_steps"])
-        self._set_rate(max(0, self.scheduler.num_steps - 1))
+            values["step"].fill_(self.num_steps)
+        self._set_rate(max(0, self.num_steps - 1))
 
     def _set_rate(self, step: int) -> None:
         for group in self.adam.param_groups:
-            group["lr"] = self.scheduler.rate(step)
-
-    def _steps_taken(self) -> Tensor:
-        steps = {float(state["step"]) for state in self.adam.state.values()} or {0.0}
-        assert len(steps) == 1, "all parameters are updated together"
-        return torch.tensor(steps.pop())
+            group["lr"] = self.schedule.rate(step)
 
     def _gradient_norm(self) -> float:
         mine = [
@@ -174,16 +165,6 @@ class Optimizer:
         scale = (self.clip_grad / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
         for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers):
             buffer.grad_data.mul_(scale.to(buffer.grad_data.device))
-
-    def _create_state(self) -> None:
-        """Create Adam's state ahead of the first step: an actor that only waited for its critic is also saved."""
-        for group in self.adam.param_groups:
-            for values in group["params"]:
-                self.adam.state[values] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=values.device),
-                    "exp_avg": torch.zeros_like(values, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(values, memory_format=torch.preserve_format),
-                }
 
 
 def _squared_norm(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +42,29 @@ def load_into(model: Any, folder: Path, *, with_head: bool) -> None:
     Raises:
         ResumeError: the tensors are not those of this model, or are damaged, or contain code.
     """
+    left_out = () if with_head else (HEAD,)
     state = {
         name: value
         for name, value in model.sharded_state_dict(metadata=checkpointing.sharding_metadata()).items()
         # The others are objects that layers keep next to weights, which another program would have pickled.
-        if isinstance(value, ShardedTensor | ShardedTensorFactory) and (with_head or not name.startswith(HEAD))
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and not name.startswith(left_out)
     }
     with checkpointing.taken_over_from(folder):
-        saved = {name: shape for name, shape in shapes_in(folder).items() if with_head or not name.startswith(HEAD)}
-    wanted, resizable = _of_all_ranks(state)
-    refuse_other_shapes(wanted, saved, resizable, folder)
+        saved = {
+            name: tuple(entry.size)
+            for name, entry in safe_load.read_metadata(folder).state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            and name.startswith(MODEL_PREFIXES)
+            and not name.startswith(left_out)
+        }
+    refuse_other_shapes(*_of_all_ranks(state), saved, folder)
     loaded = checkpointing.load({"model": state}, folder, only_weights=True)
     with checkpointing.taken_over_from(folder):
         model.load_state_dict(loaded["model"], strict=False)
 
 
-def shapes_in(folder: Path) -> dict[str, Shape]:
-    """Name and whole shape of every tensor of the model in a checkpoint.
-    Raises ResumeError: `.metadata` cannot be used."""
-    entries = safe_load.read_metadata(folder).state_dict_metadata
-    return {
-        name: tuple(entry.size)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(MODEL_PREFIXES)
-    }
-
-
 def refuse_other_shapes(
-    wanted: Mapping[str, Shape], saved: Mapping[str, Shape], resizable: frozenset[str], folder: Path
+    wanted: Mapping[str, Shape], resizable: frozenset[str], saved: Mapping[str, Shape], folder: Path
 ) -> None:
     """Compare what a model needs with what a checkpoint has.
 
@@ -113,15 +108,11 @@ def _is_padded(wanted: Shape, saved: Shape) -> bool:
 
 def _of_all_ranks(state: Mapping[str, Any]) -> tuple[dict[str, Shape], frozenset[str]]:
     """Whole shapes by name of all stages, and which of them follow the vocabulary."""
-    mine = [(t.key, tuple(t.global_shape), bool(t.allow_shape_mismatch)) for t in _tensors(state)]
-    entries = [entry for part in gather(mine) for entry in part]
+    built = [value.build() if isinstance(value, ShardedTensorFactory) else value for value in state.values()]
+    parts = [part for part in nested_values(built) if isinstance(part, ShardedTensor)]
+    mine = [(part.key, tuple(part.global_shape), bool(part.allow_shape_mismatch)) for part in parts]
+    entries = [entry for of_rank in gather(mine) for entry in of_rank]
     return {key: shape for key, shape, _ in entries}, frozenset(key for key, _, resizable in entries if resizable)
-
-
-def _tensors(state: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-    for value in state.values():
-        parts = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
-        yield from (part for part in parts if isinstance(part, ShardedTensor))
 
 
 def _shown(texts: list[str]) -> str:

@@ -22,12 +22,11 @@ from relax_cli.backends.megatron import checkpointing, parallel, replicated, sta
 from relax_cli.backends.megatron.experts import Balance, other_routes
 from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_batch, run_stages
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
-from relax_cli.backends.megatron.optimizer import Optimizer
+from relax_cli.backends.megatron.optimizer import Optimizer, Schedule
 from relax_cli.backends.megatron.random_state import capture, restore
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.checkpoint.layout import FileEntry
 from relax_cli.checkpoint.store import Group, is_first_rank
-from relax_cli.config.schema import OptimizerSection
 from relax_cli.models.spec import MOE_FAMILIES
 
 LOAD_BALANCING = "load_balancing_loss"
@@ -43,30 +42,14 @@ LossFunction: TypeAlias = Callable[[ModelOutput, MicroBatch], tuple[Tensor, dict
 class TrainableModel(LoadedModel):
     """A policy or a value model with its optimizer."""
 
-    def __init__(
-        self,
-        kind: ModelKind,
-        model_folder: Path,
-        build: Build,
-        optimizer: OptimizerSection,
-        *,
-        lr: float,
-        warmup_iters: int,
-        decay_iters: int,
-    ) -> None:
-        """Build from the Hugging Face folder `model_folder`; errors as for `LoadedModel`.
-
-        Args:
-            lr: peak learning rate; the schedule's shape comes from `optimizer`.
-            warmup_iters: optimizer steps of linear warm-up.
-            decay_iters: optimizer steps of the run; the rate decays towards `min_lr` after them.
-        """
+    def __init__(self, kind: ModelKind, model_folder: Path, build: Build, schedule: Schedule) -> None:
+        """Build from the Hugging Face folder `model_folder`; errors as for `LoadedModel`."""
         super().__init__(kind, model_folder, build)
         config = self.model.config
         self.balanced = self.spec.family in MOE_FAMILIES and build.layout.moe_aux_loss_coeff > 0
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model)
         config.finalize_model_grads_func = partial(_sum_gradients, replicated.partly_used(self.model, config))
-        self.optimizer = Optimizer(self.ddp, optimizer, lr, warmup_iters, decay_iters)
+        self.optimizer = Optimizer(self.ddp, schedule)
         self._begun: ModelOutput | None = None
 
     def begin(self, batch: MicroBatch, need_entropy_grad: bool = False) -> None:
@@ -90,7 +73,7 @@ class TrainableModel(LoadedModel):
         if self.kind == "policy":
             self.model.entropy_grad = need_entropy_grad
         self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.optimizer.adam.zero_grad()
         metrics = self._forward_backward(batches, loss_fn)
         balance = metrics.pop(LOAD_BALANCING, None)
         grad_norm, lr, skipped = self.optimizer.step()
@@ -100,7 +83,7 @@ class TrainableModel(LoadedModel):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps taken so far, resumed ones included and skipped ones not."""
-        return int(self.optimizer.scheduler.num_steps)
+        return self.optimizer.num_steps
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:
         """Policy: all parameters under their Hugging Face names, complete on every rank, `limit` bytes at a time.
@@ -152,7 +135,7 @@ class TrainableModel(LoadedModel):
             ResumeError: the tensors are those of another model, or unreadable.
         """
         start_weights.load_into(self.model, folder, with_head=self.kind == "policy")
-        self.optimizer.reload_parameters()
+        self.optimizer.masters.refresh()
 
     random_state = staticmethod(capture)
     restore_random_state = staticmethod(restore)
@@ -161,7 +144,7 @@ class TrainableModel(LoadedModel):
     def sleep(self) -> None:
         """Leave the device's memory to others, where roles share it."""
         if self.device.shared_memory:
-            self.optimizer.zero_grad()
+            self.optimizer.adam.zero_grad()
             buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
             self._park(self.optimizer.tensors(), scratch=[b.grad_data for b in buffers])
 
