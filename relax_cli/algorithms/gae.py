@@ -38,15 +38,8 @@ def plain_gae(
 
 @torch.no_grad()
 def score_on_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Put each sample's scalar reward on its last trainable token.
-
-    Args:
-        rewards: `[B]`.
-        mask: `[B, T]`, bool or numeric.
-
-    Returns:
-        `[B, T]`, float32, 0 elsewhere; a row without a trainable token gets nothing.
-    """
+    """Each sample's scalar reward `[B]` on its last trainable token: `[B, T]`, float32, 0 elsewhere, and everywhere in
+    a row without a trainable token. The mask `[B, T]` is bool or numeric."""
     scores_BT = torch.zeros(mask.shape, device=mask.device)
     if mask.numel() == 0:
         return scores_BT
@@ -65,13 +58,10 @@ def whiten(x: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -
     the mean is large. Fewer than two trainable tokens are left as they are.
 
     Args:
-        x: `[B, T]`; `B` or `T` may be 0.
-        mask: `[B, T]`, bool or numeric.
-        group: ranks whose tokens belong together; every one of them must call, also empty ones. None: this
-            process.
+        x: `[B, T]`, as the mask, which is bool or numeric; `B` or `T` may be 0.
+        group: ranks whose tokens belong together; every one must call, also empty ones. None: this process.
 
-    Returns:
-        `[B, T]`, float32, 0 in masked slots.
+    Returns `[B, T]`, float32, 0 in masked slots.
     """
     mask_BT = as_bool(mask)
     x_BT = select(x, mask_BT).double()

@@ -35,8 +35,7 @@ def gae(
         lam: GAE lambda, one for all rows or `[B]`, one for each.
         bootstrap: `[B]`, value of the state after the last trainable token; 0 when None.
 
-    Returns:
-        Advantages and returns, `[B, T]`, float32, 0 in masked slots.
+    Returns advantages and returns, `[B, T]`, float32, 0 in masked slots.
     """
     assert rewards.shape == values.shape == mask.shape, (rewards.shape, values.shape, mask.shape)
     advantages_BT = torch.empty(mask.shape, device=mask.device)
@@ -76,7 +75,7 @@ def _advantages(
     tokens and `S_t = S_{t+1}` at masked ones. It needs one carry where the usual form needs two (A and V), so
     masked tokens are skipped without moving any data.
     """
-    # Of each row, or `[1, 1]` of all. Rounded where a scalar would be, so that equal lambdas give equal bits either way.
+    # Of each row, or `[1, 1]` of all; rounded where a scalar would be, so that equal lambdas give equal bits.
     lam_B1 = torch.as_tensor(lam, dtype=torch.float64, device=values_BT.device).reshape(-1, 1)
     blend_BT = torch.mul(values_BT, (1 - lam_B1).float()).add_(rewards_BT * lam_B1.float())
     decay = (gamma * lam_B1.squeeze(1)).float()

@@ -21,13 +21,10 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, trainable: Tensor, u
     deviation is squared only after the mean was taken off.
 
     Args:
-        rewards: `[B]`.
+        rewards: `[B]`; the result is float32 `[B]`.
         group_ids: `[B]`, integers; equal ids belong together, in any order.
         trainable: `[B]`, bool; a sample without a trainable token is out of the baseline and gets 0.
         use_std: False leaves out the division.
-
-    Returns:
-        `[B]`, float32.
     """
     trainable_B = as_bool(trainable)
     rewards_B = select(rewards.float(), trainable_B).double()

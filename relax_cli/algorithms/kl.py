@@ -18,17 +18,10 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 
     k1 is `L`, k2 `L²/2`, k3 `exp(−L) − 1 + L`, and low_var_kl is k3 clamped to ±10.
 
-    Args:
-        logp: `[B, T]`, log-probabilities of the model being trained; the gradient flows through them.
-        ref_logp: `[B, T]`, the reference model's.
-        kind: `k1`, `k2`, `k3` or `low_var_kl`.
-
-    Returns:
-        `[B, T]`, at least float32, not masked: give it selected inputs. Selecting from the result is enough only
-        where no gradient flows, since NaN in a masked slot would come back through it.
-
-    Raises:
-        ValueError: the kind is unknown.
+    Both are log-probabilities `[B, T]`; the gradient flows through those of the model being trained, `logp`. So is the
+    result, at least float32 and not masked: give it selected inputs. Selecting from the result is enough only where no
+    gradient flows, since NaN in a masked slot would come back through it.
+    Raises ValueError: the kind is unknown.
     """
     dtype = torch.promote_types(logp.dtype, torch.float32)
     log_ratio = logp.to(dtype) - ref_logp.detach().to(dtype)

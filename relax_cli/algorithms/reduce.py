@@ -21,14 +21,11 @@ def aggregate(loss_per_token: Tensor, mask: Tensor, *, mode: Mode, denominator: 
     was cut up.
 
     Args:
-        loss_per_token: `[B, T]`.
-        mask: `[B, T]`, bool or numeric.
-        mode: see above.
+        loss_per_token: `[B, T]`, as the mask, which is bool or numeric.
         denominator: of the whole global batch, all ranks together: samples (`sample`); trainable tokens, or samples
             times a constant length (`token`).
 
-    Returns:
-        Scalar of the loss's dtype (at least float32); 0 with gradient 0 where nothing is trainable.
+    Returns a scalar of the loss's dtype (at least float32); 0 with gradient 0 where nothing is trainable.
     """
     assert mode in ("sample", "token"), mode
     mask_BT = as_bool(mask)

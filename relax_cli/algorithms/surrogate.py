@@ -39,17 +39,15 @@ def ppo_clip(
 ) -> LossTerms:
     """PPO-Clip: `max(−rA, −clip(r, 1−ε, 1+ε_hi)A)` with `r = exp(logp − old_logp)`.
 
+    All tensors are `[B, T]`: log-probabilities of the model being trained, with gradient, those of the behaviour,
+    advantages, and a mask that is bool or numeric.
+
     Args:
-        logp: `[B, T]`, log-probabilities of the model being trained, with gradient.
-        old_logp: `[B, T]`, behaviour log-probabilities.
-        advantages: `[B, T]`.
-        mask: `[B, T]`, bool or numeric.
         eps_clip: clip range below 1.
         eps_clip_high: clip range above 1; follows `eps_clip` when None.
         eps_clip_c: dual clip, > 1: where A < 0 the loss is at most `−cA`. None: off.
 
-    Returns:
-        The loss `[B, T]`, not reduced; metrics `clip_frac` and `ppo_kl` (`old_logp − logp`).
+    Returns the loss `[B, T]`, not reduced; metrics `clip_frac` and `ppo_kl` (`old_logp − logp`).
     """
     mask_BT = as_bool(mask)
     diff_BT = select(old_logp.detach(), mask_BT) - select(logp, mask_BT)
@@ -78,18 +76,10 @@ def clip_surrogate(
 
 @torch.no_grad()
 def tis_weight(train_logp: Tensor, rollout_logp: Tensor, *, low: float, high: float) -> Tensor:
-    """Truncated importance weight `clamp(exp(train_logp − rollout_logp), low, high)`, detached.
+    """Truncated importance weight `clamp(exp(train_logp − rollout_logp), low, high)`, detached: `[B, T]`, float32.
 
-    Corrects for a rollout engine whose probabilities differ from the trainer's; multiply the loss per token
-    by it. A masked slot may give NaN here: select the product, do not multiply it by the mask.
-
-    Args:
-        train_logp: `[B, T]`, the trainer's log-probabilities of the sampled tokens before the update.
-        rollout_logp: `[B, T]`, the rollout engine's own.
-        low: lower bound of the weight.
-        high: upper bound of the weight.
-
-    Returns:
-        `[B, T]`, float32.
+    It corrects for a rollout engine whose log-probabilities `[B, T]` of the sampled tokens differ from the trainer's
+    before the update; multiply the loss per token by it. A masked slot may give NaN here: select the product, do not
+    multiply it by the mask.
     """
     return torch.exp(train_logp.float() - rollout_logp.float()).clamp(low, high)

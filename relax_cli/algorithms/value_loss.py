@@ -12,17 +12,11 @@ from relax_cli.algorithms.types import LossTerms
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float, mask: Tensor | None = None
 ) -> LossTerms:
-    """`max((clip(v, v_old − c, v_old + c) − R)², (v − R)²)`, without a factor ½.
+    """`max((clip(v, v_old − c, v_old + c) − R)², (v − R)²)`, without a factor ½ and not reduced.
 
-    Args:
-        values: `[B, T]`, the critic's new values, with gradient.
-        old_values: `[B, T]`, its values when the returns were computed.
-        returns: `[B, T]`.
-        value_clip: `c`.
-        mask: `[B, T]`, bool or numeric; None: every token is trainable.
-
-    Returns:
-        The loss `[B, T]`, not reduced; metric `value_clip_frac`, 1 where `|v − v_old| > c`.
+    All tensors are `[B, T]`: the critic's new values, with gradient, its values when the returns were computed, the
+    returns, and a mask that is bool or numeric (None: every token is trainable). `value_clip` is `c`. Metric
+    `value_clip_frac` is 1 where `|v − v_old| > c`.
     """
     mask_BT = torch.ones_like(values, dtype=torch.bool) if mask is None else as_bool(mask)
     values_BT = select(values, mask_BT)

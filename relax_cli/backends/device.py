@@ -30,16 +30,9 @@ class Device:
 
 
 def select_device(kind: Literal["auto", "cpu", "cuda"]) -> Device:
-    """The device of a worker; on CUDA it also becomes the process's current one.
-
-    Ray shows a worker the one GPU that it has, and everything in one process shares the first.
-
-    Args:
-        kind: `auto` takes CUDA where there is a device.
-
-    Raises:
-        EnvironmentFault: `cuda` was requested and there is no device.
-    """
+    """The device of a worker, on CUDA (which `auto` takes where it is) the first that this process sees: Ray shows a
+    worker its own, and everything in one process shares one. It becomes the process's current device.
+    Raises EnvironmentFault: `cuda` was requested and there is no device."""
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         # CPUs without bf16 matrix units are faster in fp32, and parking would copy from host memory to host memory.
         return Device("cpu", torch.device("cpu"), "gloo", torch.float32, shared_memory=False)
@@ -86,10 +79,7 @@ class Parking:
         return sum(size for _, size, _ in self._parked)
 
     def park(self, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
-        """Move the storages behind `tensors` to host memory; drop those behind `scratch`, which come back zeroed.
-
-        Tensors that share a storage are moved once.
-        """
+        """Move the storages behind `tensors` to host memory; drop those behind `scratch`, which come back zeroed."""
         assert not self.parked, "already parked"
         seen: set[int] = set()
         for keep, group in ((True, tensors), (False, scratch)):

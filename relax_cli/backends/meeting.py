@@ -21,11 +21,8 @@ LOOPBACK_DEVICE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def open_store(address: str, port: int, ranks: int, *, host: bool, timeout: timedelta = MEETING_TIME) -> TCPStore:
-    """The store at `address:port`; by itself torch would listen on every address of this machine.
-
-    Args:
-        host: this process keeps the store for the others.
-    """
+    """The store at `address:port`, which the process that is `host` keeps for the others. By itself torch would listen
+    on every address of this machine."""
     if not host:
         return TCPStore(address, port, ranks, False, timeout)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -34,10 +31,8 @@ def open_store(address: str, port: int, ranks: int, *, host: bool, timeout: time
 
 
 def choose_interface(address: str) -> None:
-    """Let gloo listen on loopback where a group's ranks meet there; only the environment tells it.
-
-    Otherwise it resolves the host name, which laptops and containers often cannot.
-    """
+    """Let gloo listen on loopback where a group's ranks meet there; only the environment tells it. Otherwise it
+    resolves the host name, which laptops and containers often cannot."""
     if is_loopback(address):
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_DEVICE
     elif os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK_DEVICE:

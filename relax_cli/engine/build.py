@@ -209,7 +209,6 @@ class RoleBuilder:
         return ReferenceRole(model, context)
 
     def _actor(self, context: RoleContext) -> Any:
-        from relax_cli.backends.megatron.weight_buckets import RoleRanks
         from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
         from relax_cli.roles.actor import ActorRole
 
@@ -221,7 +220,7 @@ class RoleBuilder:
             template=self.spec.model_folder,
         )
         model = self._trained("policy")
-        return ActorRole(model, context, lambda targets, device: WeightSender(targets, RoleRanks(), device, options))
+        return ActorRole(model, context, lambda targets, device: WeightSender(targets, device, options))
 
     def _critic(self, context: RoleContext) -> Any:
         from relax_cli.roles.critic import CriticRole

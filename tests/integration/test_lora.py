@@ -70,7 +70,7 @@ def test_answers_equal_those_of_a_hand_merged_model(target: str, qwen2: Path, tm
     write_hf(tmp_path / "merged", megatron_to_hf(full, spec), qwen2)
     by_hand = build(Run("policy", tmp_path / "merged")).forward(micro_batches(6, ROWS))[0]
     found = model.forward(micro_batches(6, ROWS))[0]
-    torch.testing.assert_close(found.log_probs, by_hand.log_probs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.log_probs_BT, by_hand.log_probs_BT, atol=1e-6, rtol=0)
     assert (found.log_probs_BT - build(Run("policy", qwen2)).forward(micro_batches(6, ROWS))[0].log_probs_BT).any()
 
 

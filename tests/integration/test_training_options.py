@@ -372,9 +372,9 @@ def test_a_model_that_slept_trains_on_as_if_nothing_happened(kind: str, name: st
         on_device = [*sleeper.model.parameters(), *sleeper.optimizer.tensors()]
         on_device += [buffer.grad_data for buffer in sleeper.ddp.buffers]
         assert not any(tensor.untyped_storage().nbytes() for tensor in on_device)
-        assert sleeper.parked_bytes > 0
+        assert sleeper.parking.parked_bytes > 0
         sleeper.wake()
-        assert sleeper.parked_bytes == 0
+        assert sleeper.parking.parked_bytes == 0
         assert_bitwise(everything(sleeper), everything(other))
         assert take_steps(sleeper, 1) == take_steps(other, 1)
     assert_bitwise(everything(sleeper), everything(other))
@@ -391,7 +391,7 @@ def test_sleep_leaves_the_optimizer_in_host_memory_where_it_is(qwen3: Path) -> N
     assert all(tensor.untyped_storage().nbytes() for tensor in in_host)
     parameters = sum(parameter.nbytes for parameter in model.model.parameters())
     gradients = sum(buffer.grad_data.nbytes for buffer in model.ddp.buffers)
-    assert model.parked_bytes == parameters + gradients
+    assert model.parking.parked_bytes == parameters + gradients
     model.wake()
 
 
@@ -399,7 +399,7 @@ def test_nothing_moves_where_roles_share_no_memory(qwen3: Path) -> None:
     model = build(Run("policy", qwen3))
     places = [parameter.data_ptr() for parameter in model.model.parameters()]
     model.sleep()
-    assert model.parked_bytes == 0
+    assert model.parking.parked_bytes == 0
     assert [parameter.data_ptr() for parameter in model.model.parameters()] == places
     model.wake()
 

@@ -144,7 +144,7 @@ def micro_batches(size: int, rows: list[int], packed: bool = False, routed: int 
 def loss_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean over all six samples of the token mean: a weighted log-likelihood, or a squared error."""
     mask, target = batch.fields["mask"], batch.fields["target"]
-    per_token = -output.log_probs_BT * target if output.log_probs is not None else (output.values_BT - target) ** 2
+    per_token = -output.log_probs_BT * target if output.log_probs_BT.numel() else (output.values_BT - target) ** 2
     per_sample = torch.where(mask, per_token, 0.0).sum(1) / mask.sum(1)
     loss = per_sample.sum() / len(RESPONSE_LENS)
     return loss, {"loss": loss.detach()}

@@ -70,7 +70,9 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         self.vocab_size = spec.vocab_size
         self._sizes: dict[str, int] = {}
         self.bridge.load_hf_weights([self.inner])
-        self._freeze_what_is_not_language()
+        language = {*self.language_model.parameters()}
+        for parameter in self.inner.parameters():
+            parameter.requires_grad_(parameter in language)
         if kind == "value":
             head = ValueHead(spec.hidden_size, build.value_head_std, build.seed)
             self.language_model.share_embeddings_and_output_weights = False
@@ -78,8 +80,6 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         # What Megatron's schedules ask a model for.
         self.model_type = self.language_model.model_type
         self.share_embeddings_and_output_weights = self.language_model.share_embeddings_and_output_weights
-        self._states_N: Tensor | None = None
-        self.language_model.output_layer.register_forward_pre_hook(self._pick_states)
 
     @property
     def language_model(self) -> Any:
@@ -98,14 +98,19 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
     def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput:
         """Right-padded token ids to what the model says about the response tokens."""
         positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device).expand_as(tokens_BS)
-        self._states_N = response.states_N
+
+        def pick_states(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            hidden_SBH, *rest = args
+            return hidden_SBH.flatten(0, 1).index_select(0, response.states_N).unsqueeze(1), *rest
+
+        picking = self.output_layer.register_forward_pre_hook(pick_states)
         try:
             out_1NV = self.inner(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None)
         finally:
-            self._states_N = None
+            picking.remove()
         out_NV = out_1NV.squeeze(0)
         if self.kind == "value":
-            return ModelOutput(values=response.to_grid(out_NV.squeeze(-1)))
+            return ModelOutput(values_BT=response.to_grid(out_NV.squeeze(-1)))
         of_tokens = token_statistics(
             out_NV,
             response.tokens_N,
@@ -122,7 +127,7 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
             self._sizes = {name: tensor.nbytes for name, tensor in self._exported()}
         return as_buckets(self._exported(), self._sizes, limit)
 
-    def load_hf(self, weights: Any, spec: ModelSpec) -> None:
+    def load_hf(self, weights: Any) -> None:
         """Nothing: the bridge has loaded the folder when this was built."""
 
     def sharded_state_dict(
@@ -138,17 +143,6 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
 
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.bridge.export_hf_weights([self.inner], cpu=False, show_progress=False)
-
-    def _freeze_what_is_not_language(self) -> None:
-        language = {id(parameter) for parameter in self.language_model.parameters()}
-        for parameter in self.inner.parameters():
-            parameter.requires_grad_(id(parameter) in language)
-
-    def _pick_states(self, _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        assert self._states_N is not None, "only `forward` runs the model"
-        hidden_SBH, *rest = args
-        picked_N1H = hidden_SBH.flatten(0, 1).index_select(0, self._states_N).unsqueeze(1)
-        return (picked_N1H, *rest)
 
 
 def configure(provider: Any, layout: ParallelSection, device: Device) -> None:

@@ -112,10 +112,8 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]
 
 
 def are_whole(model: torch.nn.Module) -> None:
-    """Let gradients of experts be summed up over tensor-parallel ranks: each has whole experts, and its own tokens.
-
-    Megatron does so only where experts are shared out.
-    """
+    """Let gradients of experts be summed up over tensor-parallel ranks, as Megatron does only where experts are shared
+    out: each rank has whole experts, and its own tokens."""
     for name, parameter in model.named_parameters():
         if EXPERTS in name:
             parameter.allreduce = False  # type: ignore[attr-defined]

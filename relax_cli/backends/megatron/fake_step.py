@@ -202,7 +202,7 @@ class FakeModel(LoadedModel):
         """See `LoadedModel.forward`."""
         with self._phase("predict", micro_batches):
             shapes = [output.main.shape for output in super().forward(micro_batches)]
-        names = ("values",) if self.kind == "value" else ("log_probs", "entropy")
+        names = ("values_BT",) if self.kind == "value" else ("log_probs_BT", "entropy_BT")
         return [ModelOutput(**dict.fromkeys(names, torch.zeros(shape))) for shape in shapes]
 
     @contextmanager

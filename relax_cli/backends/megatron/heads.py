@@ -26,10 +26,7 @@ def token_statistics(
     logits_NV: Tensor, tokens_N: Tensor, *, vocab_size: int, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of tokens at a sampling temperature, fp32 `[N]`; changes fp32 logits in place.
-
-    Args:
-        vocab_size: of all ranks; rows after it only make their slices equally long.
-    """
+    Rows after the `vocab_size` of all ranks only make their slices equally long."""
     logits_NV = logits_NV.float()
     tokens_here = vocab_size - parallel.TENSOR.rank * logits_NV.size(1)
     if tokens_here < logits_NV.size(1):
@@ -90,11 +87,10 @@ class ValueHead(torch.nn.Linear):
 
 
 def log_probs_and_entropy(logits_NV: Tensor, tokens_N: Tensor, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token and entropy of its distribution, fp32 `[N]`, in nats.
+    """Log-probability of each token (ids in the whole vocabulary) and entropy of its distribution, fp32 `[N]`, in nats,
+    from fp32 logits already divided by the temperature.
 
     Args:
-        logits_NV: fp32, already divided by the temperature.
-        tokens_N: ids in the whole vocabulary.
         entropy_grad: let gradients also flow through the entropy; it costs memory of the size of the logits.
     """
     if parallel.TENSOR.size == 1:

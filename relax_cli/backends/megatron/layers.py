@@ -47,10 +47,7 @@ FUSED_NORMS = {
 
 def layer_kind(wanted: Literal["auto", "local", "transformer_engine"], device: Device) -> LayerKind:
     """Which layers to build on `device`; `auto` takes TransformerEngine on CUDA where it imports.
-
-    Raises:
-        EnvironmentFault: TransformerEngine was requested and does not import.
-    """
+    Raises EnvironmentFault: it was requested and does not import."""
     if wanted == "local" or device.kind == "cpu":
         return "local"
     trouble = te_import.trouble()
@@ -72,12 +69,8 @@ def local_name(name: str) -> str:
 def block_spec(
     spec: ModelSpec, kind: LayerKind, lora: Lora | None = None, stage: range | None = None
 ) -> TransformerBlockSubmodules:
-    """Megatron's transformer layers of that kind, and the norm after them, with the parts of this module in them.
-
-    Args:
-        stage: the layers of a pipeline stage; all when None.
-        lora: adapters of local layers.
-    """
+    """Megatron's transformer layers of that kind, and the norm after them, with the parts of this module in them: those
+    of a pipeline stage, or all; local layers may have adapters."""
     table = RotaryTable(spec)
     kinds = {
         experts: _layer_spec(spec, kind, table, experts, lora)
@@ -140,10 +133,8 @@ class ResponseLayer(TransformerLayer):  # type: ignore[misc]
     """
 
     def forward(self, *args: Any, context: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        """Hidden states `[S, B, H]` and N positions in them, flattened, to `[N, 1, H]`.
-
-        Under sequence parallelism with t ranks, `[S / t, B, H]` to `[N / t, 1, H]`.
-        """
+        """Hidden states `[S, B, H]` and N positions in them, flattened, to `[N, 1, H]`; under sequence parallelism with
+        t ranks, `[S / t, B, H]` to `[N / t, 1, H]`."""
         hidden_SBH, _ = self._forward_attention(*args, **kwargs)
         if self.config.sequence_parallel:
             # The gradient is whole and the same on every rank, so each takes its share instead of adding them up.
@@ -199,10 +190,8 @@ class RotaryTable:
         self._cos = self._sin = torch.empty(0)
 
     def __call__(self, x_SBnd: Tensor, packed: PackedSamples | None = None) -> tuple[Tensor, Tensor]:
-        """Tables `[S, 1, 1, d]` in fp32 on the device of `x_SBnd`: in bf16, neighbouring positions would look alike.
-
-        Of packed samples, `[S, n, d]`, they are `[S, 1, d]`.
-        """
+        """Tables `[S, 1, 1, d]`, or `[S, 1, d]` of packed samples `[S, n, d]`, on the device of `x_SBnd`; in fp32,
+        because in bf16 neighbouring positions would look alike."""
         if packed is not None and packed.tables is not None:
             return packed.tables
         length = x_SBnd.size(0) * parallel.CONTEXT.size if packed is None else packed.max_seqlen_q

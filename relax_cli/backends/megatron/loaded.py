@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,11 +27,7 @@ class LoadedModel:
 
     def __init__(self, kind: ModelKind, model_folder: Path, build: Build) -> None:
         """Build from the Hugging Face folder `model_folder`.
-
-        Raises:
-            ConfigError: the folder is unreadable, unsupported, or does not divide by the tensor-parallel size.
-            EnvironmentFault: TransformerEngine was requested and does not import.
-        """
+        Raises ConfigError, where that cannot be used, and EnvironmentFault: see `build_model`."""
         ranks = parallel.TENSOR.size * parallel.STAGE.size * parallel.CONTEXT.size
         assert build.layout.grid == ranks, "parallel.initialize made other groups"
         self.kind = kind
@@ -42,10 +37,10 @@ class LoadedModel:
         self._read_weights(model_folder)
         self.packs = self.device.kind == "cpu" and self.spec.family not in BRIDGE_FAMILIES
         """Whether samples are packed when `--pack-sequences` does not say."""
-        self._parking = Parking()
+        self.parking = Parking()
 
     def _read_weights(self, folder: Path) -> None:
-        self.model.load_hf(HfWeights(folder), self.spec)
+        self.model.load_hf(HfWeights(folder))
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[ModelOutput]:
         """Outputs of each micro-batch, without gradient."""
@@ -56,13 +51,13 @@ class LoadedModel:
             if parallel.STAGE.size == 1 or not moved:
                 outputs = [run_batch(self.model, batch) for batch in moved]
             else:
-                of_last = run_stages(self.model, moved, _as_reported, passes=len(moved), forward_only=True)
+                of_last = run_stages(self.model, moved, _as_report, passes=len(moved), forward_only=True)
                 outputs = [self._on_every_stage(batch, of_last) for batch in moved]
         return outputs[: len(micro_batches)]
 
     def _on_every_stage(self, batch: MicroBatch, outputs: list[ModelOutput]) -> ModelOutput:
         """The first of `outputs`, which only the last stage has."""
-        names = ("values",) if self.kind == "value" else ("log_probs", "entropy")
+        names = ("values_BT",) if self.kind == "value" else ("log_probs_BT", "entropy_BT")
         if parallel.is_last_stage():
             output = vars(outputs.pop(0))
             grids = torch.stack([output[name] for name in names])
@@ -79,18 +74,18 @@ class LoadedModel:
 
     def wake(self) -> None:
         """Undo `sleep`."""
-        self._parking.restore()
+        self.parking.restore()
 
     def _park(self, others: Iterable[Tensor] = (), scratch: Iterable[Tensor] = ()) -> None:
         # Megatron keeps a buffer on the device for gathering under sequence parallelism.
         mpu.get_global_memory_buffer().buffer.clear()
-        self._parking.park([*self.model.parameters(), *self.model.buffers(), *others], scratch)
+        self.parking.park([*self.model.parameters(), *self.model.buffers(), *others], scratch)
 
 
 def run_stages(
     model: torch.nn.Module,
     batches: Iterable[MicroBatch],
-    finish: Callable[[MicroBatch, ModelOutput], tuple[Tensor, Tensor, Report]],
+    finish: Callable[[ModelOutput, MicroBatch], tuple[Tensor, Report]],
     *,
     passes: int,
     forward_only: bool,
@@ -100,7 +95,7 @@ def run_stages(
 
     Args:
         batches: on the device; each is taken just before its forward pass.
-        finish: turns what the last stage says into a loss, Megatron's token count (not used) and a report.
+        finish: turns what the last stage says into a loss and a report.
         passes: how many batches there are; at least one.
         begun: what the model said of the first batch, where its forward pass was computed before.
     """
@@ -108,7 +103,13 @@ def run_stages(
 
     def forward_step(iterator: Iterator[MicroBatch], _: Any) -> tuple[ModelOutput | Tensor, Any]:
         batch = next(iterator)
-        return ready.pop() if ready else run_batch(model, batch), partial(finish, batch)
+
+        def finished(output: ModelOutput) -> tuple[Tensor, Tensor, Report]:
+            # Megatron also takes a number of tokens, which nothing is divided by.
+            loss, report = finish(output, batch)
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
+
+        return ready.pop() if ready else run_batch(model, batch), finished
 
     reports: list[Report] = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -122,15 +123,13 @@ def run_stages(
     return reports
 
 
-def _as_reported(_: MicroBatch, output: ModelOutput) -> tuple[Tensor, Tensor, ModelOutput]:
-    return output.main, torch.zeros((), dtype=torch.int, device=output.main.device), output
+def _as_report(output: ModelOutput, _: MicroBatch) -> tuple[Tensor, ModelOutput]:
+    return output.main, output
 
 
 def run_batch(model: torch.nn.Module, batch: MicroBatch) -> Any:
-    """What the model says about the response tokens of a micro-batch that is on its device: a `ModelOutput`.
-
-    Hidden states where a pipeline has later stages.
-    """
+    """What the model says about the response tokens of a micro-batch that is on its device: a `ModelOutput`, or hidden
+    states where a pipeline has later stages."""
     return model(*batch.laid_out(context.pieces()))
 
 

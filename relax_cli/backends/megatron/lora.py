@@ -139,13 +139,8 @@ def adapted(target: str, lora: Lora) -> type[Module]:
 
 
 def freeze_all_but_adapters(model: Module, seed: int, global_name: Callable[[str], str]) -> None:
-    """Leave the adapters as the only parameters that are trained, and initialise `A`; `B` is 0.
-
-    `A` is uniform as the weight of a linear layer is, and the same at every parallel layout.
-
-    Args:
-        global_name: of a module, whichever pipeline stage it is in.
-    """
+    """Leave the adapters as the only parameters that are trained, and initialise `A`; `B` is 0. `A` is uniform as the
+    weight of a linear layer is, and by the `global_name` of the layer the same at every parallel layout."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     for name, layer in model.named_modules():

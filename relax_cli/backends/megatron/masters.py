@@ -145,10 +145,8 @@ class Masters:
 
 
 def _owners(parameters: Sequence[torch.nn.Parameter], *, shared_out: bool) -> list[int | None]:
-    """The rank that updates each parameter for all that hold it; None where each of them does.
-
-    The same on all these ranks, and about equally much for each.
-    """
+    """The rank that updates each parameter for all that have it; None where each of them does. The same on all these
+    ranks, and about equally much for each."""
     owners: list[int | None] = [None] * len(parameters)
     # Shared-out experts are counted apart: a rank does not know those of others.
     loads: dict[tuple[bool, int], int] = defaultdict(int)

@@ -55,15 +55,12 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same samples on `device`."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors, fields={name: value.to(device) for name, value in self.fields.items()})
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved, fields={name: x.to(device) for name, x in self.fields.items()})
 
     def laid_out(self, pieces: int = 1) -> tuple[Tensor, ResponseIndex]:
-        """The tokens that go through the layers, `[B, S]` or packed `[1, ΣS]`, and where they predict responses.
-
-        Args:
-            pieces: the length of each packed sample is a multiple of it.
-        """
+        """The tokens that go through the layers, `[B, S]` or packed `[1, ΣS]` with lengths that are multiples of
+        `pieces`, and where they predict responses."""
         rows, device = self.tokens_BS.size(0), self.tokens_BS.device
         # The last token of a sample predicts nothing that was generated.
         lengths_B = (self.prompt_lens_B + self.response_lens_B - 1).clamp(min=1)
@@ -86,12 +83,8 @@ class MicroBatch:
         return tokens_BS[order_B, :longest][real_BS][None], index
 
     def _index(self, first_B: Tensor, stride: int, **more: Any) -> ResponseIndex:
-        """Response token t of sample b is predicted by the state at `prompt_len + t − 1`.
-
-        Args:
-            first_B: positions of each sample's first state.
-            stride: from one state of a sample to the next.
-        """
+        """Response token t of a sample is predicted by its state `prompt_len + t − 1`. Its states begin at `first_B`,
+        and are `stride` positions apart."""
         width = int(self.response_lens_B.max())
         mask_BT = torch.arange(width, device=first_B.device) < self.response_lens_B[:, None]
         sample_N, step_N = mask_BT.nonzero(as_tuple=True)
@@ -142,36 +135,24 @@ class ResponseIndex:
         return grid.index_copy(0, self.cells_N, values_N).view(self.shape)
 
 
+NOTHING = torch.empty(0)
+
+
 @dataclass(frozen=True)
 class ModelOutput:
     """What a model says about the response tokens of a micro-batch, each `[B, T]` fp32, 0 beyond the response."""
 
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
-
-    @property
-    def log_probs_BT(self) -> Tensor:
-        """Policy: log-probability of each response token at the model's temperature."""
-        assert self.log_probs is not None, "a value model has no log-probabilities"
-        return self.log_probs
-
-    @property
-    def entropy_BT(self) -> Tensor:
-        """Policy: entropy of the distribution each response token was drawn from; gradient only on request."""
-        assert self.entropy is not None, "a value model has no entropy"
-        return self.entropy
-
-    @property
-    def values_BT(self) -> Tensor:
-        """Value model: value of the state before each response token."""
-        assert self.values is not None, "a policy has no values"
-        return self.values
+    log_probs_BT: Tensor = NOTHING
+    """Policy: log-probability of each response token at the model's temperature."""
+    entropy_BT: Tensor = NOTHING
+    """Policy: entropy of the distribution each response token was drawn from; gradient only on request."""
+    values_BT: Tensor = NOTHING
+    """Value model: value of the state before each response token."""
 
     @property
     def main(self) -> Tensor:
         """The differentiable grid of either kind."""
-        return self.values_BT if self.log_probs is None else self.log_probs
+        return self.values_BT if self.log_probs_BT is NOTHING else self.log_probs_BT
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from relax_cli.backends.device import Device
@@ -98,15 +97,19 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
     head_from_folder: bool
     """Whether the output layer comes with the Hugging Face weights."""
 
-    def __init__(
-        self, spec: ModelSpec, config: TransformerConfig, block: TransformerBlockSubmodules, *, tied: bool
-    ) -> None:
+    def __init__(self, spec: ModelSpec, build: Build, *, tied: bool) -> None:
+        layout, device = build.layout, build.device
+        config = transformer_config(spec, layout, device)
+        is_local = build.lora is not None or spec.family in MOE_FAMILIES
+        layers = "local" if is_local else layer_kind(layout.transformer_impl, device)
+        counts, stage = layout.stage_layers(spec.num_layers), parallel.STAGE.rank
+        here = range(sum(counts[:stage]), sum(counts[: stage + 1]))
         super().__init__(
             config,
-            block,
+            block_spec(spec, layers, build.lora, here),
             vocab_size=padded_vocab(spec, config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
-            pre_process=parallel.STAGE.rank == 0,
+            pre_process=stage == 0,
             post_process=parallel.is_last_stage(),
             # Rotary positions are applied inside the attention of the layer spec.
             position_embedding_type="none",
@@ -117,10 +120,8 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
             accept_routes(self.decoder)
 
     def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput | Tensor:
-        """Right-padded token ids, or packed ones in one row, to what the model says about the response tokens.
-
-        Stages before the last give hidden states.
-        """
+        """Right-padded token ids, or packed ones in one row, to what the model says about the response tokens; before
+        the last stage, to hidden states."""
         ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         # Positions and picked states are shared out evenly; `_postprocess` drops what is added here.
         tokens_BS = F.pad(tokens_BS, (0, -tokens_BS.size(1) % (ranks * context.pieces())))
@@ -161,10 +162,7 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
         return f"{LAYERS}{self.decoder.layers[int(number)].layer_number - 1}.{part}"
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:
-        """The weights under their Hugging Face names, complete on every rank, `limit` bytes at a time.
-
-        Adapters are merged into them.
-        """
+        """See `TrainableModel.hf_buckets`; adapters are merged into the weights."""
         shards = {name: parameter.detach() for name, parameter in self.parameters_by_name().items()}
         layers = {self.global_name(name): layer for name, layer in adapted_layers(self).items()}
 
@@ -181,15 +179,14 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
         frozen = {prefix + name for name, parameter in self.named_parameters() if not parameter.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
-    def load_hf(self, weights: Any, spec: ModelSpec) -> None:
+    def load_hf(self, weights: Any) -> None:
         """Copy this rank's part of the Hugging Face tensors `weights` (a mapping) into the parameters."""
-        ranks, rank = parallel.TENSOR.size, parallel.TENSOR.rank
-        parameters = self.parameters_by_name()
+        spec, split, parameters = self.spec, parallel.TENSOR, self.parameters_by_name()
         left = set(parameters)
         # The last stage of a pipeline has a tied matrix a second time.
         tied = {EMBEDDING: OUTPUT} if spec.tied and self.head_from_folder else {}
         with torch.no_grad():
-            for name, tensor in rank_tensors(weights, spec, ranks, rank, only=parameters):
+            for name, tensor in rank_tensors(weights, spec, split.size, split.rank, only=parameters):
                 for wanted in {name, tied.get(name, name)} & left:
                     if wanted != OUTPUT or self.head_from_folder:
                         parameters[wanted].copy_(tensor)
@@ -202,8 +199,8 @@ class PolicyModel(_ResponseModel):
 
     head_from_folder = True
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, block: Any, build: Build) -> None:
-        super().__init__(spec, config, block, tied=spec.tied)
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__(spec, build, tied=spec.tied)
         self.temperature = build.temperature
         self.chunk = build.layout.log_probs_chunk_size
         self.entropy_grad = False
@@ -249,12 +246,12 @@ class ValueModel(_ResponseModel):
 
     head_from_folder = False
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, block: Any, head_std: float, seed: int) -> None:
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
         # "Tied" keeps Megatron from allocating an output matrix that would be thrown away.
-        super().__init__(spec, config, block, tied=True)
+        super().__init__(spec, build, tied=True)
         self.share_embeddings_and_output_weights = False
         if self.post_process:
-            self.output_layer = ValueHead(spec.hidden_size, head_std, seed)
+            self.output_layer = ValueHead(spec.hidden_size, build.value_head_std, build.seed)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Nothing: no other stage shares the embedding."""
@@ -266,34 +263,18 @@ class ValueModel(_ResponseModel):
         if self.config.sequence_parallel:
             states_NH = gather_from_sequence_parallel_region(states_NH, tensor_parallel_output_grad=False)
             states_NH = states_NH[: labels.tokens_N.numel()]
-        return ModelOutput(values=context.whole(labels.to_grid(self.output_layer(states_NH)[0].squeeze(-1))))
+        return ModelOutput(values_BT=context.whole(labels.to_grid(self.output_layer(states_NH)[0].squeeze(-1))))
 
 
 def build_model(
     kind: ModelKind, folder: Path, spec: ModelSpec, build: Build
 ) -> PolicyModel | ValueModel | BridgedModel:
     """A model on its device, to be filled by `load_hf`, which reads the Hugging Face folder `folder`, or a checkpoint.
-
-    Raises:
-        EnvironmentFault: TransformerEngine was requested, or Megatron-Bridge is needed, and does not import.
-    """
+    Raises EnvironmentFault: TransformerEngine was requested, or Megatron-Bridge is needed, and does not import."""
     if spec.family in BRIDGE_FAMILIES:
         assert build.lora is None, "refused before the launch"
         return BridgedModel(kind, folder, spec, build)
-    config = transformer_config(spec, build.layout, build.device)
-    layers = (
-        "local"
-        if build.lora or spec.family in MOE_FAMILIES
-        else layer_kind(build.layout.transformer_impl, build.device)
-    )
-    counts, stage = build.layout.stage_layers(spec.num_layers), parallel.STAGE.rank
-    here = range(sum(counts[:stage]), sum(counts[: stage + 1]))
-    block = block_spec(spec, layers, build.lora, here)
-    model: PolicyModel | ValueModel
-    if kind == "policy":
-        model = PolicyModel(spec, config, block, build)
-    else:
-        model = ValueModel(spec, config, block, build.value_head_std, build.seed)
+    model: PolicyModel | ValueModel = PolicyModel(spec, build) if kind == "policy" else ValueModel(spec, build)
     if build.layout.tensor_model_parallel_size > 1:
         are_whole(model)
     if build.device.kind == "cuda":

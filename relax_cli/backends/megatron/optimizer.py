@@ -91,10 +91,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
-        """Clip and update with the reduced gradients: norm before clipping, learning rate, whether it was skipped.
-
-        A gradient that is not finite leaves parameters, moments and schedule as they are.
-        """
+        """Clip and update with the reduced gradients: norm before clipping, learning rate, whether it was skipped, as
+        with a gradient that is not finite: parameters, moments and schedule then stay as they are."""
         norm = self._gradient_norm()
         if not math.isfinite(norm):
             self.adam.zero_grad()

@@ -69,10 +69,7 @@ class Rank:
 
 def initialize(rank: Rank, layout: ParallelSection, device: Device, seed: int) -> None:
     """Join the ranks of this role. In one process that hosts several roles (world size 1) later calls check only.
-
-    Raises:
-        EnvironmentFault: megatron-core cannot run on this machine (see `cpu_support`).
-    """
+    Raises EnvironmentFault: megatron-core cannot run on this machine (see `cpu_support`)."""
     if device.kind == "cpu":
         cpu_support.install()
     assert rank.world_size % layout.grid == 0, "ranks divide by the model-parallel sizes: checked before launch"

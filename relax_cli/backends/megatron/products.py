@@ -57,10 +57,7 @@ def install_fp32() -> None:
 
 def install_bf16() -> None:
     """Compute `torch.mm` of fp32 numbers from their bf16 roundings.
-
-    Raises:
-        EnvironmentFault: this CPU has no instructions for it, or takes longer with them.
-    """
+    Raises EnvironmentFault: this CPU has no instructions for it, or takes longer with them."""
     found = lacking_bf16(has_bf16_products())
     if found is None and (longer := cpu_seconds(bf16_product) / cpu_seconds(fp32_kernel())) > 1:
         found = replace(SLOW_BF16, got=f"{longer:.2f} times the CPU time")

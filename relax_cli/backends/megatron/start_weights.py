@@ -34,14 +34,9 @@ Shape = tuple[int, ...]
 
 
 def load_into(model: Any, folder: Path, *, with_head: bool) -> None:
-    """Replace the weights of a Megatron model by those in `folder`. Every rank calls this.
-
-    Args:
-        with_head: False leaves the output layer as it is: a value model's, which no policy has.
-
-    Raises:
-        ResumeError: the tensors are not those of this model, or are damaged, or contain code.
-    """
+    """Replace the weights of a Megatron model by those in `folder`; without `with_head` the output layer stays: a value
+    model's, which no policy has. Every rank calls this.
+    Raises ResumeError: the tensors are not those of this model, or are damaged, or contain code."""
     left_out = () if with_head else (HEAD,)
     state = {
         name: value
@@ -66,14 +61,8 @@ def load_into(model: Any, folder: Path, *, with_head: bool) -> None:
 def refuse_other_shapes(
     wanted: Mapping[str, Shape], resizable: frozenset[str], saved: Mapping[str, Shape], folder: Path
 ) -> None:
-    """Compare what a model needs with what a checkpoint has.
-
-    Args:
-        resizable: tensors whose rows are the vocabulary; Megatron pads those.
-
-    Raises:
-        ResumeError: a tensor is missing, left over, or of another shape.
-    """
+    """Raises ResumeError: a tensor that a model needs is missing in a checkpoint, left over, or of another shape,
+    unless its rows are the vocabulary (`resizable`) and were padded by Megatron."""
     differing = sorted(
         name
         for name in wanted.keys() & saved.keys()

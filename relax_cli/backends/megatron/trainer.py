@@ -6,7 +6,6 @@ Legend: `B` samples, `S` prompt + response, `T` response tokens. Every rank of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,30 +47,31 @@ class TrainableModel(LoadedModel):
         config = self.model.config
         self.balanced = self.spec.family in MOE_FAMILIES and build.layout.moe_aux_loss_coeff > 0
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model)
-        config.finalize_model_grads_func = partial(_sum_gradients, replicated.partly_used(self.model, config))
         self.optimizer = Optimizer(self.ddp, schedule)
         self._begun: ModelOutput | None = None
+        partly_used = replicated.partly_used(self.model, config)
+
+        def sum_gradients(model: list[Any], _: Tensor | None, **more: Any) -> None:
+            # Losses carry their denominators, so Megatron gets no number of tokens to divide by.
+            finalize_model_grads(model, None, **more)
+            replicated.sum_gradients(partly_used)
+
+        config.finalize_model_grads_func = sum_gradients
 
     def begin(self, batch: MicroBatch, need_entropy_grad: bool = False) -> None:
         """Compute the forward pass of the next `train_step`'s first micro-batch, whose fields may not be known yet.
-
-        Left to the step where stages have to take it together, or experts to be told what they see.
-        """
+        Left to the step where stages have to take it together, or experts to be told what they see."""
         if parallel.STAGE.size == 1 and not self.balanced:
-            if self.kind == "policy":
-                self.model.entropy_grad = need_entropy_grad
+            self.model.entropy_grad = need_entropy_grad
             self._begun = run_batch(self.ddp, batch.to(self.device.torch_device))
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, need_entropy_grad: bool = False
     ) -> TrainStep:
-        """One optimizer step on the sum of the losses of all micro-batches of all data-parallel ranks.
-
-        How the samples are split into micro-batches and over ranks does not matter. A rank may have none.
-        """
+        """One optimizer step on the sum of the losses of all micro-batches of all data-parallel ranks, however the
+        samples are split. A rank may have none."""
         batches = [batch.to(self.device.torch_device) for batch in micro_batches]
-        if self.kind == "policy":
-            self.model.entropy_grad = need_entropy_grad
+        self.model.entropy_grad = need_entropy_grad
         self.ddp.zero_grad_buffer()
         self.optimizer.adam.zero_grad()
         metrics = self._forward_backward(batches, loss_fn)
@@ -86,20 +86,14 @@ class TrainableModel(LoadedModel):
         return self.optimizer.num_steps
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:
-        """Policy: all parameters under their Hugging Face names, complete on every rank, `limit` bytes at a time.
-
-        Tensors are on the device in the type they are trained in; they may share memory with the live parameters.
-        All ranks take every bucket.
-        """
+        """Policy: all parameters under their Hugging Face names, complete on every rank, `limit` bytes at a time. Every
+        rank takes every bucket. Tensors are on the device in the type of training, and may be the live parameters."""
         assert self.kind == "policy", "a value model has no Hugging Face form"
         return self.model.hf_buckets(limit)
 
     def hf_state(self) -> dict[str, Tensor] | None:
-        """Policy: all parameters under their Hugging Face names, complete, on the first rank; None elsewhere.
-
-        Tensors are on the CPU in the type they are trained in; they may share memory with the live parameters, but not
-        where sleeping takes that away.
-        """
+        """Policy: all parameters under their Hugging Face names, complete, on the first rank; None elsewhere. Tensors
+        are on the CPU in the type of training, and may be the live parameters where sleeping leaves those alone."""
         lasts = self.device.kind == "cuda" or not self.device.shared_memory
         is_first = is_first_rank()
         state: dict[str, Tensor] = {}
@@ -128,12 +122,7 @@ class TrainableModel(LoadedModel):
 
     def load_weights(self, folder: Path) -> None:
         """Take the model's tensors alone from a checkpoint of any parallel layout; a value model keeps its new head.
-
-        Optimizer, schedule and random state stay as they are.
-
-        Raises:
-            ResumeError: the tensors are those of another model, or unreadable.
-        """
+        Raises ResumeError: the tensors are those of another model, or unreadable."""
         start_weights.load_into(self.model, folder, with_head=self.kind == "policy")
         self.optimizer.masters.refresh()
 
@@ -160,11 +149,6 @@ class TrainableModel(LoadedModel):
             return {}
         return {"peak_memory_gb": torch.cuda.max_memory_allocated(self.device.torch_device) / 1e9}
 
-    @property
-    def parked_bytes(self) -> int:
-        """Bytes that sleeping has taken off the device."""
-        return self._parking.parked_bytes
-
     def _sharded_state(self) -> dict[str, Any]:
         model = checkpointing.sharded_model(self.model)
         return {"model": model, **self.optimizer.sharded_state(model)}
@@ -173,13 +157,9 @@ class TrainableModel(LoadedModel):
         passes = max(1, parallel.passes_together(len(batches)))
         idle = idle_batch(self.device.torch_device)
         balance = Balance(self.model, batches) if self.balanced else None
-        no_tokens = torch.zeros((), dtype=torch.int, device=self.device.torch_device)
 
-        def finish(batch: MicroBatch, output: ModelOutput) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            if batch is idle:
-                return output.main.sum() * 0.0, no_tokens, {}
-            loss, metrics = loss_fn(output, batch)
-            return loss, no_tokens, metrics
+        def finish(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            return (output.main.sum() * 0.0, {}) if batch is idle else loss_fn(output, batch)
 
         def weighed() -> Iterator[MicroBatch]:
             for batch in [*batches, *[idle] * (passes - len(batches))]:
@@ -194,11 +174,3 @@ class TrainableModel(LoadedModel):
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return parallel.from_last_stage(parallel.sum_metrics(sums))
-
-
-def _sum_gradients(
-    partly_used: Sequence[torch.nn.Parameter], model: list[Any], num_tokens: Tensor | None, **kwargs: Any
-) -> None:
-    """Megatron's final reduction without its division by a token count: losses carry their denominators."""
-    finalize_model_grads(model, None, **kwargs)
-    replicated.sum_gradients(partly_used)

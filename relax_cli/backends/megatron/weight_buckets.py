@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,12 +41,8 @@ class Bucket:
 
 
 def plan_buckets(sizes: Sequence[int], limit: int) -> list[int]:
-    """How many tensors, in their order, go into each bucket.
-
-    Args:
-        sizes: bytes of each tensor.
-        limit: most bytes of a bucket; a tensor that is larger is alone in its own.
-    """
+    """How many tensors of so many bytes, in their order, go into each bucket of at most `limit` bytes; a larger tensor
+    is alone in its own."""
     counts: list[int] = []
     room = -1
     for size in sizes:
@@ -71,11 +66,9 @@ def as_buckets(named: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], li
 def hf_buckets(
     shards: Mapping[str, Tensor], spec: ModelSpec, limit: int, read: Callable[[str], Tensor] | None = None
 ) -> Iterator[Bucket]:
-    """All weights of the policy, unsharded.
+    """All weights of the policy, unsharded, from this rank's part of every parameter by Megatron's (local) names.
 
     Args:
-        shards: this rank's part of every parameter, by Megatron's (local) names.
-        limit: see `plan_buckets`.
         read: what to publish for a name, in the shape and type of its shard; the shard itself when None.
     """
     value = read or shards.__getitem__
@@ -121,21 +114,3 @@ def _outline(name: str, shard: Tensor) -> Tensor:
     """Shape and type of the whole parameter, without memory."""
     part = torch.empty_like(shard, device="meta")
     return merge_shards(name, [part] * parallel.TENSOR.size)
-
-
-class RoleRanks:
-    """All ranks of the role in this process."""
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return dist.get_rank()
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return dist.get_world_size()
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on each of them; a collective."""
-        return gather(value)

@@ -14,7 +14,6 @@ from typing import Any
 import uvicorn
 
 from relax_cli.backends.device import select_device
-from relax_cli.backends.megatron.weight_buckets import RoleRanks
 from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError
@@ -30,7 +29,7 @@ LIMIT = 10_000
 def sender(targets: Sequence[WeightTarget], transport: Any, folder: Path, timeout: float = 60.0) -> WeightSender:
     """A sender of this process's ranks, on the CPU; weights on disk go beside the model."""
     options = SendOptions(transport, LIMIT, timeout, folder.with_name("weights"), folder)
-    return WeightSender(targets, RoleRanks(), select_device("cpu"), options)
+    return WeightSender(targets, select_device("cpu"), options)
 
 
 def send(

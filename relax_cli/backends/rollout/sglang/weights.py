@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 from relax_cli.backends.device import Device
-from relax_cli.backends.megatron.weight_buckets import Bucket, RoleRanks
+from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.backends.rollout.protocol import WeightsNotSent
 from relax_cli.backends.rollout.sglang.client import CONTROL_SECONDS, SglangClient, SglangError, StatusFault, declare
 from relax_cli.backends.rollout.sglang.replies import check_served, folder_of
@@ -32,6 +33,7 @@ from relax_cli.backends.rollout.sglang.transports import (
     fail_fast,
 )
 from relax_cli.backends.rollout.targets import WeightTarget, this_node
+from relax_cli.checkpoint.store import gather
 from relax_cli.errors import RelaxError, RunError
 from relax_cli.models.headers import HEAD, ROTARY_TABLE, stored_tensors
 from relax_cli.models.hf import write_hf
@@ -79,20 +81,19 @@ class SendOptions:
 class WeightSender:
     """Sends to the same servers again and again. One instance per rank; all ranks make the same calls."""
 
-    def __init__(self, targets: Sequence[WeightTarget], ranks: RoleRanks, device: Device, options: SendOptions) -> None:
+    def __init__(self, targets: Sequence[WeightTarget], device: Device, options: SendOptions) -> None:
         """Raises RunError: a server cannot be reached by the requested transport."""
         self.targets = tuple(targets)
-        self._mine = self.targets if ranks.rank == 0 else ()
+        self._mine = self.targets if dist.get_rank() == 0 else ()
         """Those that this rank speaks to."""
-        self.ranks = ranks
         self.options = options
         self._clients = {target: SglangClient(target.address) for target in targets}
-        nodes = ranks.gather(this_node())
+        nodes = gather(this_node())
         self.chosen = {target: choose_transport(target, options.transport, device, nodes) for target in targets}
-        sharing = {t: sharing_ranks(t, ranks.size) for t, way in self.chosen.items() if way == "tensor"}
+        sharing = {t: sharing_ranks(t, len(nodes)) for t, way in self.chosen.items() if way == "tensor"}
         self._transports: list[Transport] = []
         if sharing:
-            self._transports.append(TensorTransport(sharing, ranks.rank, device.kind == "cuda", self._ask))
+            self._transports.append(TensorTransport(sharing, dist.get_rank(), device.kind == "cuda", self._ask))
         if "distributed" in self.chosen.values():
             spread = [target for target in self._mine if self.chosen[target] == "distributed"]
             self._transports.append(DistributedTransport(spread, device.backend, self._ask, options.timeout))
@@ -146,7 +147,7 @@ class WeightSender:
         """Write the folder, on the first rank; it has its name only when it is complete."""
         partly = folder.with_name(f"{folder.name}.tmp")
         try:
-            if self.ranks.rank == 0:
+            if dist.get_rank() == 0:
                 write_hf(partly, (pair for bucket in buckets for pair in bucket.tensors), self.options.template)
                 partly.rename(folder)
         except (OSError, SafetensorError) as error:
@@ -158,7 +159,7 @@ class WeightSender:
                 pass  # Gather what is left of the weights: the other ranks wait for this one.
 
     def _remove_folder(self) -> None:
-        if self.ranks.rank == 0:
+        if dist.get_rank() == 0:
             shutil.rmtree(self.options.folder, ignore_errors=True)
 
     def _with_compared_names(self, buckets: Callable[[int], Iterator[Bucket]]) -> Iterator[Bucket]:
@@ -232,7 +233,7 @@ class WeightSender:
             raise  # on every rank already
         except RelaxError as error:
             failure = error
-        outcomes = self.ranks.gather((result, failure))
+        outcomes = gather((result, failure))
         for _, failed in outcomes:
             if failed is not None:
                 raise _with_place(failed, self._version, doing)
