@@ -69,18 +69,13 @@ class Parking:
         """Host memory by the place in the order of parking and the size, from the last time."""
 
     @property
-    def parked(self) -> bool:
-        """Whether memory is away now."""
-        return bool(self._parked)
-
-    @property
     def parked_bytes(self) -> int:
         """Bytes of device memory that are away now."""
         return sum(size for _, size, _ in self._parked)
 
     def park(self, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
         """Move the storages behind `tensors` to host memory; drop those behind `scratch`, which come back zeroed."""
-        assert not self.parked, "already parked"
+        assert not self._parked, "already parked"
         seen: set[int] = set()
         for keep, group in ((True, tensors), (False, scratch)):
             for tensor in group:

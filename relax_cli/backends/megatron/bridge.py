@@ -77,7 +77,9 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
             head = ValueHead(spec.hidden_size, build.value_head_std, build.seed)
             self.language_model.share_embeddings_and_output_weights = False
             self.language_model.output_layer = head.to(device.torch_device)
-        # What Megatron's schedules ask a model for.
+        # What Megatron's schedules and checkpoints ask a model for; the tensors keep the names they have by themselves.
+        self.set_input_tensor = self.language_model.set_input_tensor
+        self.sharded_state_dict, self.load_state_dict = self.inner.sharded_state_dict, self.inner.load_state_dict
         self.model_type = self.language_model.model_type
         self.share_embeddings_and_output_weights = self.language_model.share_embeddings_and_output_weights
 
@@ -90,10 +92,6 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
     def output_layer(self) -> Any:
         """Where states become logits or values."""
         return self.language_model.output_layer
-
-    def set_input_tensor(self, input_tensor: Any) -> None:
-        """For Megatron's schedules, which hand over what an earlier stage of a pipeline computed: nothing."""
-        self.language_model.set_input_tensor(input_tensor)
 
     def forward(self, tokens_BS: Tensor, response: ResponseIndex) -> ModelOutput:
         """Right-padded token ids to what the model says about the response tokens."""
@@ -129,17 +127,6 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
 
     def load_hf(self, weights: Any) -> None:
         """Nothing: the bridge has loaded the folder when this was built."""
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The inner model's, under the names it has by itself."""
-        state: dict[str, Any] = self.inner.sharded_state_dict(prefix, sharded_offsets, metadata)
-        return state
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Into the inner model."""
-        return self.inner.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _exported(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.bridge.export_hf_weights([self.inner], cpu=False, show_progress=False)

@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, s
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
@@ -106,7 +105,7 @@ def load(state: dict[str, Any], folder: Path, *, only_weights: bool = False) -> 
         merge(loaded, local)
         sharded, _ = extract_sharded_base(requested)
         validate_sharding_integrity(determine_global_metadata(sharded)[1])
-        merge(loaded, _ReadSafely(only_weights).load(sharded, str(folder)))
+        merge(loaded, _read(sharded, folder, padded_vocabulary=only_weights))
         result: dict[str, Any] = apply_factory_merges(loaded, factories)
     return result
 
@@ -151,29 +150,21 @@ def _save_common(common: dict[str, Any], folder: Path) -> None:
     save_config(CheckpointingConfig(*FORMAT), str(folder))
 
 
-class _ReadSafely(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+def _read(requested: dict[str, Any], folder: Path, *, padded_vocabulary: bool) -> dict[str, Any]:
     """Megatron's tensors and metadata, read by `SafeReader`."""
-
-    def __init__(self, padded_vocabulary: bool) -> None:
-        """`padded_vocabulary`: the caller has seen to it that no row of the vocabulary is missing."""
-        super().__init__()
-        self.padded_vocabulary = padded_vocabulary
-
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> dict[str, Any]:
-        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
-        padded = {t.key: t for t in tensors if t.allow_shape_mismatch and self.padded_vocabulary}
-        by_key, flattened, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        state = mcore_to_pyt_state_dict(by_key, is_loading=True)
-        reader = safe_load.SafeReader(checkpoint_dir)
-        planner = _PlainObjects(
-            shapes_validation_sharded_tensors=[t for t in tensors if t.key not in padded],
-            allow_shape_mismatch_sharded_tensors=padded,
-        )
-        load_sharded(state, storage_reader=reader, planner=planner)
-        plain = {name: _unwrap_pyt_sharded_tensor(value) for name, value in state.items()}
-        loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(plain, flattened, renamed)
-        _restore_dict_types(loaded, sharded_state_dict)
-        return loaded
+    tensors = [value for value in nested_values(requested) if isinstance(value, ShardedTensor)]
+    padded = {t.key: t for t in tensors if t.allow_shape_mismatch and padded_vocabulary}
+    by_key, flattened, renamed = _replace_state_dict_keys_with_sharded_keys(requested)
+    state = mcore_to_pyt_state_dict(by_key, is_loading=True)
+    planner = _PlainObjects(
+        shapes_validation_sharded_tensors=[t for t in tensors if t.key not in padded],
+        allow_shape_mismatch_sharded_tensors=padded,
+    )
+    load_sharded(state, storage_reader=safe_load.SafeReader(folder), planner=planner)
+    plain = {name: _unwrap_pyt_sharded_tensor(value) for name, value in state.items()}
+    loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(plain, flattened, renamed)
+    _restore_dict_types(loaded, requested)
+    return loaded
 
 
 class _PlainObjects(MCoreLoadPlanner):  # type: ignore[misc]

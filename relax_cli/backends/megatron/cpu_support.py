@@ -36,12 +36,6 @@ PATCHED_MODULES = (
     "megatron.core.utils",  # the buffer that sequence parallelism gathers into
 )
 
-RANDOM_MODULE = "megatron.core.tensor_parallel.random"
-"""Saves and restores the CUDA generator around activations that are computed again."""
-
-DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
-"""Copies counts of tokens from the CUDA device to the host, on a stream of its own."""
-
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
 """Functions of torch these modules call with `device="cuda"`."""
 
@@ -65,11 +59,12 @@ def install() -> None:
         module = importlib.import_module(name)
         if module.torch is torch:
             module.torch = view  # type: ignore[attr-defined]
-    random = importlib.import_module(RANDOM_MODULE)
-    # Models here draw nothing in training.
+    # It saves and restores the CUDA generator around activations that are computed again. Models here draw nothing.
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)  # type: ignore[attr-defined]
     random._set_cuda_rng_state = _nothing  # type: ignore[attr-defined]
-    dispatcher = importlib.import_module(DISPATCHER_MODULE).MoEAlltoAllTokenDispatcher
+    # It copies counts of tokens from the CUDA device to the host, on a stream of its own.
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = object()
     dispatcher._maybe_dtoh_and_synchronize = _counts_as_lists
     products.install_fp32()

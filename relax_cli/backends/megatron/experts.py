@@ -111,14 +111,6 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * self.share)  # type: ignore[no-any-return]
 
 
-def are_whole(model: torch.nn.Module) -> None:
-    """Let gradients of experts be summed up over tensor-parallel ranks, as Megatron does only where experts are shared
-    out: each rank has whole experts, and its own tokens."""
-    for name, parameter in model.named_parameters():
-        if EXPERTS in name:
-            parameter.allreduce = False  # type: ignore[attr-defined]
-
-
 def accept_routes(decoder: torch.nn.Module) -> None:
     """Let the layers of a model take `routes` as `with_routes` makes them; each router finds its own in them."""
 
@@ -215,20 +207,19 @@ def _tokens(batch: MicroBatch) -> float:
 def number_over_all_ranks(name: str, spec: ModelSpec) -> str:
     """The name of a parameter on this rank, with the number that its expert has among all experts."""
     layer, number, part = _of_expert(name)
-    return name if number is None else f"{layer}{EXPERTS}{_first_expert(spec) + number}.{part}"
+    return name if number is None else f"{layer}{EXPERTS}{_experts_here(spec)[number]}.{part}"
 
 
 def of_an_expert_here(name: str, spec: ModelSpec) -> str:
     """The name, over all ranks, of the same parameter of an expert that this rank has."""
     layer, _, part = _of_expert(name)
-    return f"{layer}{EXPERTS}{_first_expert(spec)}.{part}"
+    return f"{layer}{EXPERTS}{_experts_here(spec)[0]}.{part}"
 
 
 def owner_of(name: str, spec: ModelSpec) -> int | None:
     """The expert-parallel rank that has a parameter, by its name over all ranks; None where each has it."""
     _, number, _ = _of_expert(name)
-    ranks = parallel.EXPERT.size
-    return None if number is None or ranks == 1 else number * ranks // _experts(spec)
+    return None if number is None or parallel.EXPERT.size == 1 else number // len(_experts_here(spec))
 
 
 def _of_expert(name: str) -> tuple[str, int | None, str]:
@@ -237,10 +228,7 @@ def _of_expert(name: str) -> tuple[str, int | None, str]:
     return layer, int(number) if found else None, part
 
 
-def _first_expert(spec: ModelSpec) -> int:
-    return parallel.EXPERT.rank * _experts(spec) // parallel.EXPERT.size
-
-
-def _experts(spec: ModelSpec) -> int:
+def _experts_here(spec: ModelSpec) -> range:
     assert isinstance(spec, MoeSpec), "only these have experts"
-    return spec.num_experts
+    count = spec.num_experts // parallel.EXPERT.size
+    return range(parallel.EXPERT.rank * count, (parallel.EXPERT.rank + 1) * count)

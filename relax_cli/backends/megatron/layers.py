@@ -106,23 +106,15 @@ def _layer_spec(spec: ModelSpec, kind: LayerKind, table: RotaryTable, experts: i
         for target in lora.targets:
             part = mlp if target.startswith("linear_fc") else layer.submodules.self_attention.submodules
             setattr(part, target, adapted(target, lora))
-    layer.submodules.self_attention.submodules.core_attention = _attention_class(table, inner_attention)
+    # A class, because every version of megatron-core takes one in a spec, and calls it with its own arguments only.
+    attention = type("Attention", (RotaryAttention,), {"rotary": table, "inner_attention": inner_attention})
+    layer.submodules.self_attention.submodules.core_attention = attention
     return layer
 
 
 def _mlp_parts(mlp: Any) -> Any:
     """The parts of an MLP's spec, which megatron-core 0.19 turned from a record into a function with arguments."""
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
-
-
-def _attention_class(table: RotaryTable, inner_class: Any) -> type[RotaryAttention]:
-    """A class, because every version of megatron-core takes one in a spec, and calls it with its own arguments only."""
-
-    class Attention(RotaryAttention):
-        rotary = table
-        inner_attention = inner_class
-
-    return Attention
 
 
 class ResponseLayer(TransformerLayer):  # type: ignore[misc]
@@ -199,12 +191,11 @@ class RotaryTable:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self._inv_freq)[:, None, None, :]
             self._cos = torch.cat([angles.cos(), angles.cos()], -1).to(x_SBnd.device)
             self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(x_SBnd.device)
-        split = context.pieces() > 1
+        lengths = [length] if packed is None else packed.lengths
+        here = context.own_places(lengths, x_SBnd.device) if context.pieces() > 1 else slice(sum(lengths))
         if packed is None:
-            here = context.own_places([length], x_SBnd.device) if split else slice(length)
             return self._cos[here], self._sin[here]
         assert packed.positions_S is not None, "made by `of`"
-        here = context.own_places(packed.lengths, x_SBnd.device) if split else slice(None)
         positions_S = packed.positions_S[here]
         packed.tables = self._cos[positions_S, 0], self._sin[positions_S, 0]
         return packed.tables

@@ -92,11 +92,9 @@ class _Columns(_Adapted, ColumnParallelLinear):  # type: ignore[misc]
         self, input_: Tensor, weight: None = None, runtime_gather_output: None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `ColumnParallelLinear`."""
-        if self.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(input_, group=self.tp_group)
-        else:
-            whole = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        out = self.product(whole)
+        is_shared = self.sequence_parallel
+        gather = gather_from_sequence_parallel_region if is_shared else copy_to_tensor_model_parallel_region
+        out = self.product(gather(input_, group=self.tp_group))
         if self.skip_bias_add or self.bias is None:
             return out, self.bias
         return out + self.bias, None
@@ -108,9 +106,9 @@ class _Rows(_Adapted, RowParallelLinear):  # type: ignore[misc]
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """See `RowParallelLinear`; the matrices of our models have no bias here."""
         assert self.bias is None
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(self.product(input_), group=self.tp_group), None
-        return reduce_from_tensor_model_parallel_region(self.product(input_), group=self.tp_group), None
+        is_shared = self.sequence_parallel
+        reduce = reduce_scatter_to_sequence_parallel_region if is_shared else reduce_from_tensor_model_parallel_region
+        return reduce(self.product(input_), group=self.tp_group), None
 
 
 class _LowRank(torch.autograd.Function):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
@@ -104,7 +103,10 @@ class Masters:
         names = get_param_id_to_sharded_param_map(model_state, iter(self.parameters))
         moments, masters = {}, {}
         for master in self.held:
-            like = self._to_write(names[master.index])
+            like = names[master.index]
+            if self.shared_out:
+                # Every rank writes what only it has, where otherwise the first one writes for all.
+                like = replace(like, replica_id=(*like.replica_id[:-1], 0))
             moments[master.index] = {
                 kind: make_sharded_optimizer_tensor(like, adam.state[master.values][kind], f"optimizer.state.{kind}")
                 for kind in MOMENTS
@@ -124,12 +126,6 @@ class Masters:
                 master.values.copy_(loaded["masters"][master.index])
             elif master.is_copy:
                 master.values.copy_(master.parameter.data)
-
-    def _to_write(self, like: ShardedTensor | ShardedTensorFactory) -> ShardedTensor | ShardedTensorFactory:
-        """Every rank writes what only it has, where otherwise the first one writes for all."""
-        if not self.shared_out:
-            return like
-        return replace(like, replica_id=(*like.replica_id[:-1], 0))
 
     def _master(self, index: int, parameter: torch.nn.Parameter) -> Master:
         if self.on_host:

@@ -21,7 +21,6 @@ from relax_cli.backends.megatron import context, parallel
 from relax_cli.backends.megatron.bridge import BridgedModel, recompute_settings
 from relax_cli.backends.megatron.experts import (
     accept_routes,
-    are_whole,
     expert_settings,
     number_over_all_ranks,
     padding,
@@ -33,7 +32,7 @@ from relax_cli.backends.megatron.lora import adapted_layers, freeze_all_but_adap
 from relax_cli.backends.megatron.micro_batch import Build, ModelKind, ModelOutput, ResponseIndex
 from relax_cli.backends.megatron.weight_buckets import Bucket, hf_buckets
 from relax_cli.config.schema import ParallelSection
-from relax_cli.models.convert import EMBEDDING, LAYERS, OUTPUT, padded_vocab, rank_tensors
+from relax_cli.models.convert import EMBEDDING, EXPERTS, LAYERS, OUTPUT, padded_vocab, rank_tensors
 from relax_cli.models.spec import BRIDGE_FAMILIES, MOE_FAMILIES, ModelSpec
 
 
@@ -171,11 +170,9 @@ class _ResponseModel(GPTModel):  # type: ignore[misc]
 
         return hf_buckets(shards, self.spec, limit, read)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Of a model with adapters only what is trained: the rest is in the Hugging Face folder."""
-        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
         frozen = {prefix + name for name, parameter in self.named_parameters() if not parameter.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
@@ -276,7 +273,11 @@ def build_model(
         return BridgedModel(kind, folder, spec, build)
     model: PolicyModel | ValueModel = PolicyModel(spec, build) if kind == "policy" else ValueModel(spec, build)
     if build.layout.tensor_model_parallel_size > 1:
-        are_whole(model)
+        # Each rank has whole experts, and its own tokens: their gradients are summed up over the ranks, which Megatron
+        # does only where experts are shared out.
+        for name, parameter in model.named_parameters():
+            if EXPERTS in name:
+                parameter.allreduce = False
     if build.device.kind == "cuda":
         model.to(build.device.torch_device)
     if build.lora is not None:

@@ -98,7 +98,9 @@ class Optimizer:
             self.adam.zero_grad()
             return norm, self.lr, True
         if 0.0 < self.clip_grad < norm:
-            self._scale_gradients(norm)
+            scale = (self.clip_grad / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
+            for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers):
+                buffer.grad_data.mul_(scale.to(buffer.grad_data.device))
         self.masters.take_gradients()
         self._set_rate(self.num_steps)
         self.adam.step()
@@ -159,11 +161,6 @@ class Optimizer:
             squared += _squared_norm(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
         return math.sqrt(squared)
 
-    def _scale_gradients(self, norm: float) -> None:
-        scale = (self.clip_grad / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
-        for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers):
-            buffer.grad_data.mul_(scale.to(buffer.grad_data.device))
-
 
 def _squared_norm(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> float:
     """Of the gradients over all ranks of `group`."""
@@ -179,10 +176,9 @@ def _parameter_groups(model: DistributedDataParallel, section: OptimizerSection,
         [model],
         use_gloo_process_groups=False,
     )
-    # One for the parameters that every rank has, and one for experts that are shared out.
-    optimizers = [each.optimizer for each in chained.chained_optimizers]
     return [
-        {name: value for name, value in group.items() if name not in theirs.defaults}
-        for theirs in optimizers
-        for group in theirs.param_groups
+        {name: value for name, value in group.items() if name not in each.optimizer.defaults}
+        # One for the parameters that every rank has, and one for experts that are shared out.
+        for each in chained.chained_optimizers
+        for group in each.optimizer.param_groups
     ]

@@ -44,14 +44,13 @@ def load_into(model: Any, folder: Path, *, with_head: bool) -> None:
         # The others are objects that layers keep next to weights, which another program would have pickled.
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and not name.startswith(left_out)
     }
-    with checkpointing.taken_over_from(folder):
-        saved = {
-            name: tuple(entry.size)
-            for name, entry in safe_load.read_metadata(folder).state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-            and name.startswith(MODEL_PREFIXES)
-            and not name.startswith(left_out)
-        }
+    saved = {
+        name: tuple(entry.size)
+        for name, entry in safe_load.read_metadata(folder).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and name.startswith(MODEL_PREFIXES)
+        and not name.startswith(left_out)
+    }
     refuse_other_shapes(*_of_all_ranks(state), saved, folder)
     loaded = checkpointing.load({"model": state}, folder, only_weights=True)
     with checkpointing.taken_over_from(folder):
