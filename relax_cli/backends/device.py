@@ -37,12 +37,8 @@ def select_device(kind: Literal["auto", "cpu", "cuda"]) -> Device:
         # CPUs without bf16 matrix units are faster in fp32, and parking would copy from host memory to host memory.
         return Device("cpu", torch.device("cpu"), "gloo", torch.float32, shared_memory=False)
     if not torch.cuda.is_available():
-        found = Finding(
-            "this process sees no CUDA device",
-            "use --device auto or --device cpu, or install a CUDA build of torch",
-            got="cuda",
-            expected="auto or cpu",
-        )
+        fix = "use --device auto or --device cpu, or install a CUDA build of torch"
+        found = Finding("this process sees no CUDA device", fix, got="cuda", expected="auto or cpu")
         raise EnvironmentFault(no_cuda_device.problem(found))
     # Kernels start in the order in which they were queued, so that communication of one layer overlaps with the
     # arithmetic of the next as Megatron has planned it. Read when the device is first used.

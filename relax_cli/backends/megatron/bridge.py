@@ -33,15 +33,10 @@ def auto_bridge() -> Any:
     try:
         return importlib.import_module("megatron.bridge").AutoBridge
     except (ImportError, OSError) as error:  # an OSError is a shared library of another CUDA version
-        raise EnvironmentFault(
-            bridge_missing.problem(
-                Finding(
-                    f"Megatron-Bridge does not import: {str(error).splitlines()[0]}",
-                    "pip install 'relax-cli[bridge]'",
-                    expected="megatron-bridge and TransformerEngine for this CUDA version",
-                )
-            )
-        ) from error
+        message = f"Megatron-Bridge does not import: {str(error).splitlines()[0]}"
+        expected = "megatron-bridge and TransformerEngine for this CUDA version"
+        found = Finding(message, "pip install 'relax-cli[bridge]'", expected=expected)
+        raise EnvironmentFault(bridge_missing.problem(found)) from error
 
 
 class BridgedModel(MegatronModule):  # type: ignore[misc]

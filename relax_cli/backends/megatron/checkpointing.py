@@ -1,14 +1,14 @@
 """Sharded checkpoints of a training model in Megatron's format (`megatron.core.dist_checkpointing`, `torch_dist`).
 
-They load at another parallel layout. Files are written by this process, by another thread for
-`--async-save`: Megatron's own writer starts helper processes that each import torch. They are read without unpickling
-anything that could run (`checkpoint/safe_load.py`), which Megatron's own reader does.
+They load at another parallel layout, and a model's tensors alone also from another program's. Files are written by this
+process, by another thread for `--async-save`: Megatron's own writer starts helper processes that each import torch.
+They are read without unpickling anything that could run (`checkpoint/safe_load.py`), which Megatron's own reader does.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.core import (
     save_config,
 )
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
@@ -48,12 +49,29 @@ from relax_cli.checkpoint import safe_load
 from relax_cli.checkpoint.folders import storage_failed
 from relax_cli.checkpoint.hashing import HashingFileSystem
 from relax_cli.checkpoint.layout import FileEntry
-from relax_cli.checkpoint.store import Group, on_first_rank
+from relax_cli.checkpoint.store import Group, gather, on_first_rank
+from relax_cli.errors import ResumeError, problem_kind
 
-FORMAT = ("torch_dist", 1)
+OTHER_MODEL = problem_kind(
+    "weights-other-model",
+    "Folders and checkpoints",
+    "The run starts from bare weights whose tensors are not those of `--hf-checkpoint`.",
+    option="--load",
+)
+
 EXTRA_STATE = "_extra_state"
 """What TransformerEngine stores with its weights for fp8; local layers have none. It is unpickled by the layer, so
 only empty values are loaded."""
+
+HEAD = "output_layer."
+"""Of a policy over the vocabulary, of a value model its scalar."""
+MODEL_PREFIXES = ("embedding.", "decoder.", HEAD)
+"""Of the names that the tensors of a model have in a checkpoint; others are an optimizer's."""
+LEAST_PADDING = 128
+"""Megatron rounds a vocabulary up to a multiple of this, times a power of two of ranks."""
+MOST_SHOWN = 3
+
+Shape = tuple[int, ...]
 
 
 def prepare(state: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], list[FileEntry]]:
@@ -129,6 +147,30 @@ def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
     assert not left, left
 
 
+def load_weights(model: Any, folder: Path, *, with_head: bool) -> None:
+    """Replace the weights of a Megatron model by those in `folder`; without `with_head` the output layer stays: a value
+    model's, which no policy has. Every rank calls this.
+    Raises ResumeError: the tensors are not those of this model, or are damaged, or contain code."""
+    left_out = () if with_head else (HEAD,)
+    state = {
+        name: value
+        for name, value in model.sharded_state_dict(metadata=sharding_metadata()).items()
+        # The others are objects that layers keep next to weights, which another program would have pickled.
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and not name.startswith(left_out)
+    }
+    saved = {
+        name: tuple(entry.size)
+        for name, entry in safe_load.read_metadata(folder).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and name.startswith(MODEL_PREFIXES)
+        and not name.startswith(left_out)
+    }
+    _refuse_other_shapes(*_of_all_ranks(state), saved, folder)
+    loaded = load({"model": state}, folder, only_weights=True)
+    with taken_over_from(folder):
+        model.load_state_dict(loaded["model"], strict=False)
+
+
 def sharding_metadata() -> dict[str, Any]:
     """What Megatron's `sharded_state_dict` methods want to know."""
     return {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
@@ -147,7 +189,7 @@ def _save_common(common: dict[str, Any], folder: Path) -> None:
     torch.save(common, content)
     # torch reports a full disk as an error of its own kind, Python as an OSError.
     (folder / safe_load.COMMON_FILE).write_bytes(content.getbuffer())
-    save_config(CheckpointingConfig(*FORMAT), str(folder))
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 def _read(requested: dict[str, Any], folder: Path, *, padded_vocabulary: bool) -> dict[str, Any]:
@@ -179,3 +221,54 @@ class _PlainObjects(MCoreLoadPlanner):  # type: ignore[misc]
         if EXTRA_STATE in name and not is_empty:
             raise safe_load.unsafe(place, f"{name} is not empty, and would be unpickled by the layer it is for")
         self.original_state_dict[name] = loaded
+
+
+def _refuse_other_shapes(
+    wanted: Mapping[str, Shape], resizable: frozenset[str], saved: Mapping[str, Shape], folder: Path
+) -> None:
+    """Raises ResumeError: a tensor that a model needs is missing in a checkpoint, left over, or of another shape,
+    unless its rows are the vocabulary (`resizable`) and were padded by Megatron."""
+    differing = sorted(
+        name
+        for name in wanted.keys() & saved.keys()
+        if wanted[name] != saved[name] and not (name in resizable and _is_padded(wanted[name], saved[name]))
+    )
+    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if not (differing or missing or unknown):
+        return
+    got = [f"{name} {saved[name]}" for name in differing]
+    got += [f"no {name}" for name in missing] + [f"{name}, unknown to the model" for name in unknown]
+    expected = [f"{name} {wanted[name]}" for name in (*differing, *missing)]
+    raise ResumeError(
+        OTHER_MODEL(
+            "the weights are not those of the model in --hf-checkpoint",
+            where=str(folder),
+            got=_shown(got),
+            expected=_shown(expected) or "the tensors of the model and no others",
+            fix="give --hf-checkpoint the folder with the config.json of these weights",
+        )
+    )
+
+
+def _is_padded(wanted: Shape, saved: Shape) -> bool:
+    """Whether rows were only added, to the next multiple of a number of ranks."""
+    rows, multiple = wanted[0], LEAST_PADDING
+    while multiple <= 2 * saved[0]:
+        if saved == (-(-rows // multiple) * multiple, *wanted[1:]):
+            return True
+        multiple *= 2
+    return False
+
+
+def _of_all_ranks(state: Mapping[str, Any]) -> tuple[dict[str, Shape], frozenset[str]]:
+    """Whole shapes by name of all stages, and which of them follow the vocabulary."""
+    built = [value.build() if isinstance(value, ShardedTensorFactory) else value for value in state.values()]
+    parts = [part for part in nested_values(built) if isinstance(part, ShardedTensor)]
+    mine = [(part.key, tuple(part.global_shape), bool(part.allow_shape_mismatch)) for part in parts]
+    entries = [entry for of_rank in gather(mine) for entry in of_rank]
+    return {key: shape for key, shape, _ in entries}, frozenset(key for key, _, resizable in entries if resizable)
+
+
+def _shown(texts: list[str]) -> str:
+    more = f", and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else ""
+    return ", ".join(texts[:MOST_SHOWN]) + more

@@ -51,11 +51,9 @@ def layer_kind(wanted: Literal["auto", "local", "transformer_engine"], device: D
     if wanted == "local" or device.kind == "cpu":
         return "local"
     trouble = te_import.trouble()
-    if trouble is None:
-        return "transformer_engine"
-    if wanted == "auto":
-        return "local"
-    raise EnvironmentFault(trouble)
+    if trouble is not None and wanted == "transformer_engine":
+        raise EnvironmentFault(trouble)
+    return "transformer_engine" if trouble is None else "local"
 
 
 def local_name(name: str) -> str:

@@ -17,7 +17,7 @@ from megatron.core.distributed import (
 )
 from torch import Tensor
 
-from relax_cli.backends.megatron import checkpointing, parallel, replicated, start_weights
+from relax_cli.backends.megatron import checkpointing, parallel, replicated
 from relax_cli.backends.megatron.experts import Balance, other_routes
 from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_batch, run_stages
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
@@ -123,7 +123,7 @@ class TrainableModel(LoadedModel):
     def load_weights(self, folder: Path) -> None:
         """Take the model's tensors alone from a checkpoint of any parallel layout; a value model keeps its new head.
         Raises ResumeError: the tensors are those of another model, or unreadable."""
-        start_weights.load_into(self.model, folder, with_head=self.kind == "policy")
+        checkpointing.load_weights(self.model, folder, with_head=self.kind == "policy")
         self.optimizer.masters.refresh()
 
     random_state = staticmethod(capture)
