@@ -104,13 +104,7 @@ class BridgedModel(MegatronModule):  # type: ignore[misc]
         out_NV = out_1NV.squeeze(0)
         if self.kind == "value":
             return ModelOutput(values_BT=response.to_grid(out_NV.squeeze(-1)))
-        of_tokens = token_statistics(
-            out_NV,
-            response.tokens_N,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            entropy_grad=self.entropy_grad,
-        )
+        of_tokens = token_statistics(out_NV, response.tokens_N, self.vocab_size, self.temperature, self.entropy_grad)
         return ModelOutput(*map(response.to_grid, of_tokens))
 
     def hf_buckets(self, limit: int) -> Iterator[Bucket]:

@@ -23,7 +23,7 @@ ROWS_BYTES = 64 << 20
 
 
 def token_statistics(
-    logits_NV: Tensor, tokens_N: Tensor, *, vocab_size: int, temperature: float, entropy_grad: bool
+    logits_NV: Tensor, tokens_N: Tensor, vocab_size: int, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of tokens at a sampling temperature, fp32 `[N]`; changes fp32 logits in place.
     Rows after the `vocab_size` of all ranks only make their slices equally long."""

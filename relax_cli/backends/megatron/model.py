@@ -220,13 +220,7 @@ class PolicyModel(_ResponseModel):
             # A view that is divided in place costs a copy of its gradient.
             if logits_NV.size(0) > tokens_N.numel():
                 logits_NV = logits_NV[: tokens_N.numel()]
-            return token_statistics(
-                logits_NV,
-                tokens_N,
-                vocab_size=self.spec.vocab_size,
-                temperature=self.temperature,
-                entropy_grad=self.entropy_grad,
-            )
+            return token_statistics(logits_NV, tokens_N, self.spec.vocab_size, self.temperature, self.entropy_grad)
 
         states_NH, tokens_N = hidden_states.squeeze(1), labels.tokens_N
         if self.chunk is None or tokens_N.numel() <= self.chunk:

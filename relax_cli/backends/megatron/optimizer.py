@@ -67,15 +67,11 @@ class Optimizer:
             on_host=section.optimizer_cpu_offload,
             shared_out=section.use_distributed_optimizer,
         )
+        for group in groups:
+            group["params"] = self.masters.values_of(group["params"])
+            group["weight_decay"] = section.weight_decay * group["wd_mult"]
         self.adam = torch.optim.AdamW(
-            [
-                {
-                    **group,
-                    "params": self.masters.values_of(group["params"]),
-                    "weight_decay": section.weight_decay * group["wd_mult"],
-                }
-                for group in groups
-            ],
+            groups,
             lr=schedule.lr,
             betas=(section.adam_beta1, section.adam_beta2),
             eps=section.adam_eps,

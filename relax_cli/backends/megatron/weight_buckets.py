@@ -64,14 +64,10 @@ def as_buckets(named: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], li
 
 
 def hf_buckets(
-    shards: Mapping[str, Tensor], spec: ModelSpec, limit: int, read: Callable[[str], Tensor] | None = None
+    shards: Mapping[str, Tensor], spec: ModelSpec, limit: int, read: Callable[[str], Tensor]
 ) -> Iterator[Bucket]:
-    """All weights of the policy, unsharded, from this rank's part of every parameter by Megatron's (local) names.
-
-    Args:
-        read: what to publish for a name, in the shape and type of its shard; the shard itself when None.
-    """
-    value = read or shards.__getitem__
+    """All weights of the policy, unsharded, from this rank's part of every parameter by Megatron's (local) names;
+    `read` gives what to publish for a name, in the shape and type of its shard."""
     names = megatron_names(spec)
     # Experts of other ranks have the shape of those here.
     alike = {name: name if owner_of(name, spec) is None else of_an_expert_here(name, spec) for name in names}
@@ -83,8 +79,8 @@ def hf_buckets(
     def on_stage(name: str) -> Tensor:
         owner = owner_of(name, spec)
         if owner is None:
-            return unsharded(name, value(name))
-        whole = value(name).contiguous() if name in shards else torch.empty_like(shards[alike[name]])
+            return unsharded(name, read(name))
+        whole = read(name).contiguous() if name in shards else torch.empty_like(shards[alike[name]])
         dist.broadcast(whole, group=parallel.EXPERT.group, group_src=owner)
         return whole
 
