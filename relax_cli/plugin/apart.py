@@ -47,44 +47,37 @@ def run_apart(
         Unanswered: there was no answer in time.
         EnvironmentFault: the process could not be started.
     """
+    seconds = DEADLINE if deadline is None else deadline
     try:
-        return _answer(DEADLINE if deadline is None else deadline, most_bytes, function, *arguments)
-    except OSError as error:
-        raise EnvironmentFault(
-            HELPER_PROCESS(
-                f"a helper process could not be started: {error.strerror}",
-                where=str(error.filename or sys.executable),
-                expected="a temporary folder that can be written, and room for one more process",
-                fix="set TMPDIR to such a folder, or end other processes",
+        with tempfile.TemporaryDirectory(prefix="relax-") as folder:
+            answer = Path(folder, "answer.json")
+            # -P: the working folder is not on the path of a run's processes either.
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(answer), str(most_bytes or 0), function, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ if most_bytes is None else os.environ | FEW_THREADS,
             )
-        ) from error
-
-
-def _answer(seconds: float, most_bytes: int | None, function: str, *arguments: str) -> list[Problem]:
-    with tempfile.TemporaryDirectory(prefix="relax-") as folder:
-        answer = Path(folder, "answer.json")
-        # -P: the working folder is not on the path of a run's processes either.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(answer), str(most_bytes or 0), function, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env=os.environ if most_bytes is None else os.environ | FEW_THREADS,
-        )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired as error:
-            raise Unanswered(f"takes more than {seconds:g} s") from error
-        finally:
-            # Children of the user's code as well; there are none in most cases.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if not answer.exists():
-            raise Unanswered(f"ended its process with {f'exit code {code}' if code >= 0 else signal_name(-code)}")
-        found = json.loads(answer.read_text("utf-8"))
-        return [Problem(**{**fields, "places": tuple(fields["places"])}) for fields in found]
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired as error:
+                raise Unanswered(f"takes more than {seconds:g} s") from error
+            finally:
+                # Children of the user's code as well; there are none in most cases.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if not answer.exists():
+                raise Unanswered(f"ended its process with {f'exit code {code}' if code >= 0 else signal_name(-code)}")
+            found = json.loads(answer.read_text("utf-8"))
+    except OSError as error:
+        what = f"a helper process could not be started: {error.strerror}"
+        where, fix = str(error.filename or sys.executable), "set TMPDIR to such a folder, or end other processes"
+        expected = "a temporary folder that can be written, and room for one more process"
+        raise EnvironmentFault(HELPER_PROCESS(what, where=where, expected=expected, fix=fix)) from error
+    return [Problem(**{**fields, "places": tuple(fields["places"])}) for fields in found]
 
 
 def main(answer: str, most_bytes: str, function: str, *arguments: str) -> None:

@@ -270,10 +270,10 @@ def _load(entry: EntryPoint) -> Plugin:
             module = entry.load()
             manager.register(module)
     except UserCodeError as error:
-        return _broken(entry, error.reason, error.place)
+        return Plugin(_row(entry, reason=error.reason), entry, where=error.place)
     if misspelt := _unknown_hooks(entry, manager, module):
         reason = "; ".join(problem.message for problem in misspelt)
-        return replace(_broken(entry, reason), misspelt=misspelt)
+        return Plugin(_row(entry, reason=reason), entry, misspelt=misspelt)
     provided: list[Record] = []
     for hook, kind in _RECORDS.items():
         try:
@@ -282,9 +282,9 @@ def _load(entry: EntryPoint) -> Plugin:
                 found = _of_type(results[0] or [], hook, list, kind) if results else []
                 reason = next(filter(None, (unusable(r) for r in found if isinstance(r, Estimator))), "")
         except UserCodeError as error:
-            return _broken(entry, f"{hook} raised {error.reason}", error.place)
+            return Plugin(_row(entry, reason=f"{hook} raised {error.reason}"), entry, where=error.place)
         if reason:
-            return _broken(entry, reason)
+            return Plugin(_row(entry, reason=reason), entry)
         provided += found
     hooks = tuple(sorted(caller.name for caller in manager.get_hookcallers(module) or ()))
     return Plugin(_row(entry, hooks), entry, module, manager.hook, records=tuple(provided))
@@ -325,11 +325,7 @@ def _distribution(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else "unknown"
 
 
-def _row(entry: EntryPoint, hooks: tuple[str, ...] = ()) -> PluginRow:
+def _row(entry: EntryPoint, hooks: tuple[str, ...] = (), reason: str = "") -> PluginRow:
     kind = next((kind for hook, kind in _KINDS.items() if hook in hooks), "")
     version = entry.dist.version if entry.dist is not None else ""
-    return PluginRow(entry.name, kind, _distribution(entry), version, "ok", "", hooks)
-
-
-def _broken(entry: EntryPoint, reason: str, where: str = "") -> Plugin:
-    return Plugin(replace(_row(entry), status="broken", reason=reason), entry, where=where)
+    return PluginRow(entry.name, kind, _distribution(entry), version, "broken" if reason else "ok", reason, hooks)

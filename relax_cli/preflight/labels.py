@@ -12,8 +12,7 @@ from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards.builtin import BUILTINS, REMOTE
 from relax_cli.data.rewards.code import suite_of
 from relax_cli.data.rewards.math_answers import is_usable, is_word
-from relax_cli.data.rewards.patterns import pattern_fault, schema_fault
-from relax_cli.data.rewards.text import LETTER
+from relax_cli.data.rewards.text import LETTER, pattern_fault, schema_fault
 from relax_cli.data.rewards.types import answers_of
 from relax_cli.data.rows import bad_row
 from relax_cli.data.sandbox.outside import sandbox_fault

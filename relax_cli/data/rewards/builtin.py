@@ -31,13 +31,13 @@ BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin(f"{HERE}.text:exact"),
     "f1": Builtin(f"{HERE}.text:f1", ("reward", "exact")),
     "format": Builtin(f"{HERE}.text:tagged", needs_label=False),
-    "json_schema": Builtin(f"{HERE}.patterns:json_schema", ("reward", "json", "unjudged"), apart=True),
+    "json_schema": Builtin(f"{HERE}.text:json_schema", ("reward", "json", "unjudged"), apart=True),
     "math": Builtin(f"{HERE}.math:judge", ("reward", "correct", "unjudged"), apart=True),
     "multiple_choice": Builtin(f"{HERE}.text:multiple_choice", ("reward", "answered")),
     "reasoning_gym": Builtin(
         f"{HERE}.reasoning_gym:judge", ("reward", "score", "correct", "unjudged"), needs_label=False, apart=True
     ),
-    "regex": Builtin(f"{HERE}.patterns:regex", ("reward", "unjudged"), apart=True),
+    "regex": Builtin(f"{HERE}.text:regex", ("reward", "unjudged"), apart=True),
     REMOTE: Builtin(f"{HERE}.remote:RemoteReward", None, needs_label=False),
 }
 BUILTIN_REWARDS: Mapping[str, str] = {name: reward.function for name, reward in BUILTINS.items()}

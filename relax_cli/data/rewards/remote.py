@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -149,11 +150,9 @@ class RemoteReward(JudgesAhead):
             with self._opener.open(request, timeout=seconds) as response:
                 return _read(response)
         except urllib.error.HTTPError as error:
-            with error:
-                try:
-                    said = _start(error.read(BLOCK))
-                except (OSError, http.client.HTTPException):
-                    said = ""
+            said = ""
+            with error, suppress(OSError, http.client.HTTPException):
+                said = _start(error.read(BLOCK))
             status = f"HTTP {error.code} {error.reason}"
             raise _Refused(f"{status}: {said}" if said else status, error.code == BUSY or error.code >= 500) from error
         except (OSError, http.client.HTTPException) as error:
