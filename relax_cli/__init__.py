@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from relax_cli.config.section import GroupOptions as GroupOptions
     from relax_cli.config.section import Section as Section
     from relax_cli.data.curriculum import RowHistory as RowHistory
-    from relax_cli.data.envs.types import EnvRow as EnvRow
+    from relax_cli.data.envs.load import EnvRow as EnvRow
     from relax_cli.data.rewards.types import RewardInput as RewardInput
     from relax_cli.data.rewards.types import RewardResult as RewardResult
     from relax_cli.errors import Problem as Problem
@@ -59,7 +59,7 @@ _HOMES = {
     "relax_cli.config.schema": ("Config",),
     "relax_cli.config.section": ("ClipOptions", "ClipRange", "GaeOptions", "GroupOptions", "Section"),
     "relax_cli.data.curriculum": ("RowHistory",),
-    "relax_cli.data.envs.types": ("EnvRow",),
+    "relax_cli.data.envs.load": ("EnvRow",),
     "relax_cli.data.rewards.types": ("RewardInput", "RewardResult"),
     "relax_cli.errors": ("Problem", "problem_kind"),
     "relax_cli.plugin.graph": ("RoleSpec", "ServiceGraph"),

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_cli.config.model import base_type, options_by_name
 from relax_cli.config.schema import Aggregation, Config, Section
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, Problem, RunError, problem_kind
 from relax_cli.plugin.user_code import UserCodeError, user_code
 from relax_cli.plugin.user_file import accepts, signature_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from relax_cli.algorithms.types import AdvantageInputs, AdvantageOutputs, LossInputs, LossTerms
 
+ESTIMATOR_FAILED = problem_kind(
+    "estimator-failed",
+    "During a run",
+    "`advantages` or `policy_loss` of an estimator raised an exception, or did not return its record with tensors "
+    "`[B, T]`. `relax plugins check` finds such faults before a run.",
+)
 REFERENCE = problem_kind("plugin-reference", "Plugins", "A plugin refers to a `module:function` that cannot be loaded.")
 
 
@@ -73,6 +82,51 @@ class Estimator(Record):
     def load_policy_loss(self) -> Callable[[LossInputs], LossTerms]:
         """Import and return the policy loss; raises ConfigError where the reference leads nowhere."""
         return load_reference(self.policy_loss, self.title)
+
+
+class EstimatorMath:
+    """The two functions of an estimator as the roles call them.
+    Raises RunError: one raised, or did not return its record of tensors `[B, T]`; names the line."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self._estimator = estimator
+        self._advantages = estimator.load_advantages()
+        self._policy_loss = estimator.load_policy_loss()
+
+    def advantages(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """Advantages of these rows, and returns where the estimator has a critic."""
+        with self._guarded(self._estimator.advantages):
+            outputs = self._advantages(inputs)
+            _require_grid("advantages", outputs.advantages, inputs.mask)
+            if self._estimator.needs_critic or outputs.returns is not None:
+                _require_grid("returns", outputs.returns, inputs.mask)
+            return outputs
+
+    def policy_loss(self, inputs: LossInputs) -> LossTerms:
+        """Loss and metrics per token of one micro-batch."""
+        with self._guarded(self._estimator.policy_loss):
+            terms = self._policy_loss(inputs)
+            for name, value in {"loss_per_token": terms.loss_per_token, **terms.metrics}.items():
+                _require_grid(name, value, inputs.mask)
+            return terms
+
+    @contextmanager
+    def _guarded(self, reference: str) -> Iterator[None]:
+        try:
+            with user_code():
+                yield
+        except UserCodeError as error:
+            name, expected = self._estimator.name, "its record, every tensor [B, T]"
+            what, fix = f"{reference} of the estimator {name} failed", f"relax plugins check {name}"
+            problem = ESTIMATOR_FAILED(what, where=error.place, got=error.story, expected=expected, fix=fix)
+            raise RunError(problem) from error
+
+
+def _require_grid(name: str, value: Any, mask: Tensor) -> None:
+    shape = getattr(value, "shape", None)
+    if shape != mask.shape:
+        got = f"a {type(value).__name__}" if shape is None else f"shape {tuple(shape)}"
+        raise TypeError(f"{name} must have shape {tuple(mask.shape)}, got {got}")
 
 
 def unusable(estimator: Estimator) -> str:

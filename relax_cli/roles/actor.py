@@ -20,7 +20,7 @@ from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.schema import AlgorithmSection, Section
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.graph import ROUTES, TOKEN_REWARDS, WEIGHT_VERSIONS
-from relax_cli.plugin.guarded import EstimatorMath
+from relax_cli.plugin.records import EstimatorMath
 from relax_cli.roles.advantages import FIELDS, advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import read_columns, unpad
 from relax_cli.roles.context import RoleContext

@@ -16,7 +16,7 @@ from relax_cli.algorithms.kl import kl_estimate
 from relax_cli.algorithms.types import AdvantageInputs
 from relax_cli.config.schema import Section
 from relax_cli.plugin.graph import TOKEN_REWARDS
-from relax_cli.plugin.guarded import EstimatorMath
+from relax_cli.plugin.records import EstimatorMath
 from relax_cli.roles.batching import Columns, read_columns, stack, unpad, write_columns
 from relax_cli.roles.context import RoleContext
 

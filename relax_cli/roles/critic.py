@@ -11,7 +11,7 @@ from relax_cli.algorithms.reduce import aggregate
 from relax_cli.algorithms.value_loss import clipped_value_loss
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
-from relax_cli.plugin.guarded import EstimatorMath
+from relax_cli.plugin.records import EstimatorMath
 from relax_cli.roles.advantages import FIELDS, advantage_inputs, kl_penalty
 from relax_cli.roles.batching import Columns, unpad
 from relax_cli.roles.context import RoleContext

@@ -20,9 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from relax_cli.backends.rollout.protocol import Generation, Request, RolloutEngine, SamplingParams, newest_routes
 from relax_cli.config.schema import EpisodeSection
 from relax_cli.data.envs.checked import CheckedEnv
-from relax_cli.data.envs.load import EnvFactory
+from relax_cli.data.envs.load import EnvFactory, EnvRow
 from relax_cli.data.envs.observations import observation_ids
-from relax_cli.data.envs.types import EnvRow
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
 from relax_cli.plugin.stdout import stdout_as_stderr

@@ -22,8 +22,8 @@ from relax_cli.data.rewards import RewardInput, load_reward
 from relax_cli.errors import RelaxError
 from relax_cli.plugin.config_model import estimator_options, rebuild_config
 from relax_cli.plugin.graph import TOKEN_REWARDS
-from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.plugin.manager import Plugins
+from relax_cli.plugin.records import EstimatorMath
 from relax_cli.roles.actor import METRIC_NAMES, policy_loss_per_token
 from relax_cli.roles.advantages import advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import Columns, plan_rows, stack, unpad

@@ -17,8 +17,8 @@ from relax_cli import AdvantageInputs, ClipOptions, Config, Estimator, LossInput
 from relax_cli.config.schema import AlgorithmSection, BatchSection, RewardSection
 from relax_cli.errors import ConfigError, Problem, RunError
 from relax_cli.plugin import apart, manager
-from relax_cli.plugin.guarded import EstimatorMath
 from relax_cli.plugin.manager import Plugins, load_plugins
+from relax_cli.plugin.records import EstimatorMath
 from relax_cli.plugin.user_code import user_code
 from tests.support.plugin_files import estimator_source, write_plugin
 

@@ -15,8 +15,7 @@ pytest.importorskip("verifiers.envs.multiturn_env", reason="needs verifiers 0.1"
 import verifiers as vf
 from datasets import Dataset
 
-from relax_cli.data.envs.load import find_env
-from relax_cli.data.envs.types import EnvRow
+from relax_cli.data.envs.load import EnvRow, find_env
 from relax_cli.data.envs.verifiers import verifiers_env, write_rows
 
 

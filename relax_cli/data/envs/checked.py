@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from relax_cli.data.envs.load import EnvFactory
-from relax_cli.data.envs.types import EnvRow, Observation
+from relax_cli.data.envs.load import EnvFactory, EnvRow, Observation
 from relax_cli.data.rewards.checked import MOST_FRAMES, MOST_REWARD, as_float
 from relax_cli.data.values import Unusable, plain_json, printable, shown, text_of
 from relax_cli.errors import RunError, problem_kind

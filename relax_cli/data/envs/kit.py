@@ -8,8 +8,7 @@ import json
 from typing import Any
 
 from relax_cli.data.envs.checked import CheckedEnv
-from relax_cli.data.envs.load import THEME, EnvFactory
-from relax_cli.data.envs.types import EnvRow
+from relax_cli.data.envs.load import THEME, EnvFactory, EnvRow
 from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.plugin.apart import Unanswered, run_apart
 from relax_cli.plugin.kit.findings import CheckResult, Finding, result_of

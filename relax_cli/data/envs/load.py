@@ -1,4 +1,4 @@
-"""`--env NAME|FILE.py:Class`: an environment of a plugin, or of a file of the user's."""
+"""`--env NAME|FILE.py:Class`: an environment of a plugin, or of a file of the user's, and what it receives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
+from relax_cli.data.rows import Messages
 from relax_cli.errors import ConfigError, Problem, problem_kind
 from relax_cli.plugin.records import env_fault
 from relax_cli.plugin.user_code import UserCodeError, user_code
@@ -25,6 +26,22 @@ USER_FILE = UserFile(
     "environment", "env", BROKEN, "class", "env.py:Env", EXPECTED,
     nowhere="No installed plugin provides an environment of that name.",
 )  # fmt: skip
+
+
+Observation = str | Messages
+"""Text, or (with `--apply-chat-template`, where text is a user message) chat messages with `role` and `content`."""
+
+
+@dataclass(frozen=True)
+class EnvRow:
+    """The row of the data that an episode starts from: a copy, which may be changed."""
+
+    prompt: Observation
+    label: Any
+    """The row's label, None without `--label-key`."""
+    metadata: dict[str, Any]
+    seed: int
+    """Of this sample, the same in every run: for an environment that draws numbers."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from relax_cli.data.envs.types import Observation
+from relax_cli.data.envs.load import Observation
 from relax_cli.data.rows import Prompt
 from relax_cli.data.tokenise import encoded_text, encoding_problem
 from relax_cli.errors import ConfigError

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from relax_cli.data.envs.types import EnvRow, Observation
+from relax_cli.data.envs.load import EnvRow, Observation
 from relax_cli.data.rows import TOOLS, Messages
 
 ROW = "verifiers"
