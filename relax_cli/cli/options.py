@@ -23,7 +23,7 @@ from relax_cli.config.layers import Layers
 from relax_cli.config.model import base_type, choices, flag, options_by_name, section_model
 from relax_cli.config.recipes import bundled_recipes
 from relax_cli.config.schema import Config
-from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.data.rewards import BUILTIN_REWARDS
 from relax_cli.errors import ConfigError, ExitCode
 from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import Plugins, installed_plugins, load_plugins

@@ -8,7 +8,7 @@ from dataclasses import replace
 from relax_cli.config.layers import Layers, known
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.schema import Config
-from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.data.rewards import BUILTIN_REWARDS
 from relax_cli.errors import problem_kind
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun, shown

@@ -15,7 +15,7 @@ from relax_cli.config.model import flag
 from relax_cli.config.placement import has_counts
 from relax_cli.config.redact import config_dump, hide, secrets_of
 from relax_cli.config.schema import Config
-from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.data.rewards import BUILTIN_REWARDS
 from relax_cli.data.sources import source_of
 from relax_cli.errors import ConfigError, Problem, ResumeError, is_about_machine
 from relax_cli.models.hub import PREFIX, is_hub_model, model_folder, pinned

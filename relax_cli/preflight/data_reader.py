@@ -15,7 +15,7 @@ from pathlib import Path
 from relax_cli.config.schema import Config, DataSection, RewardSection
 from relax_cli.data.light_tokenizer import LightTokenizer, load_light
 from relax_cli.data.prompts import Prompt, empty, read_prompts
-from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.data.rewards import BUILTIN_REWARDS
 from relax_cli.data.sources import source_of
 from relax_cli.data.tokenise import encoded_text, ids_problem, prompt_too_long, stop_token_ids
 from relax_cli.data.tokenizer_trial import load_older

@@ -9,9 +9,9 @@ from math import isfinite
 from relax_cli.config.data_section import RewardSection, shares_of
 from relax_cli.config.names import nearest
 from relax_cli.data.prompts import Prompt
-from relax_cli.data.rewards.builtin import BUILTINS, REMOTE
+from relax_cli.data.rewards import BUILTINS, REMOTE
 from relax_cli.data.rewards.code import suite_of
-from relax_cli.data.rewards.math_answers import is_usable, is_word
+from relax_cli.data.rewards.math import is_usable, is_word
 from relax_cli.data.rewards.text import LETTER, pattern_fault, schema_fault
 from relax_cli.data.rewards.types import answers_of
 from relax_cli.data.rows import bad_row

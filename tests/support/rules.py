@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from relax_cli.config.schema import Config
-from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.data.rewards import BUILTIN_REWARDS
 from relax_cli.errors import Problem
 from relax_cli.preflight.inputs import RunInputs, read_inputs
 from relax_cli.preflight.machine import Machine

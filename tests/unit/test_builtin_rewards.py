@@ -13,9 +13,8 @@ import pytest
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.prompts import Prompt
-from relax_cli.data.rewards import RewardInput, RewardResult, load_reward, pool
-from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
-from relax_cli.data.rewards.math_answers import compare
+from relax_cli.data.rewards import BUILTIN_REWARDS, RewardInput, RewardResult, load_reward, pool
+from relax_cli.data.rewards.math import compare
 from relax_cli.data.rewards.pool import PooledReward
 from relax_cli.data.rewards.text import overlong_penalty
 from relax_cli.errors import RunError

@@ -22,7 +22,7 @@ from relax_cli.config.schema import Config, DataSection, RewardSection
 from relax_cli.data.prompts import Prompt, load_prompts
 from relax_cli.data.rewards import RewardInput, RewardResult
 from relax_cli.data.rewards.checked import CheckedReward
-from relax_cli.data.rewards.math_answers import as_math, is_usable, is_word
+from relax_cli.data.rewards.math import as_math, is_usable, is_word
 from relax_cli.data.rows import prompt_of_row
 from relax_cli.errors import ConfigError, Problem, RunError
 from relax_cli.preflight.data_reader import DataReader

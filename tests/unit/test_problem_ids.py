@@ -148,7 +148,7 @@ def silent(pipe: Any, function: str, deadline: float) -> None:
 
 def test_reward_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_serve", silent)
-    reward = pool.PooledReward("math", "relax_cli.data.rewards.math:judge", workers=1)
+    reward = pool.PooledReward("math", "relax_cli.data.rewards.math:MathJudge", workers=1)
     try:
         assert problem_of(reward, [sample("2")]).id == "reward-worker"
     finally:

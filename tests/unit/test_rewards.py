@@ -21,7 +21,7 @@ import pytest
 from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.prompts import load_prompts
 from relax_cli.data.rewards import RewardInput, RewardResult, check_custom, find_custom, load_reward
-from relax_cli.data.rewards.math_answers import compare, is_usable
+from relax_cli.data.rewards.math import compare, is_usable
 from relax_cli.data.rewards.pool import PooledReward
 from relax_cli.data.rewards.reasoning_gym import extract_answer
 from relax_cli.data.rewards.reasoning_gym import judge as reasoning_gym
@@ -500,7 +500,7 @@ def test_a_reward_file_is_tried_in_a_process_of_its_own(
 
 
 def maths_of(deadline: float = 5.0) -> PooledReward:
-    return PooledReward("math", "relax_cli.data.rewards.math:judge", ["correct"], deadline=deadline, workers=1)
+    return PooledReward("math", "relax_cli.data.rewards.math:MathJudge", ["correct"], deadline=deadline, workers=1)
 
 
 @pytest.fixture(scope="module")

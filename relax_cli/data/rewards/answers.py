@@ -8,7 +8,7 @@ from contextlib import suppress
 from fractions import Fraction
 
 from relax_cli.config.data_section import shares_of
-from relax_cli.data.rewards.math_answers import final_answer
+from relax_cli.data.rewards.math import final_answer
 from relax_cli.data.rewards.text import chosen_letter, words_of
 from relax_cli.data.rewards.types import RewardResult
 from relax_cli.data.rows import Label

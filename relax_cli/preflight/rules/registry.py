@@ -17,7 +17,7 @@ from relax_cli.config.model import options_by_name
 from relax_cli.config.placement import has_counts
 from relax_cli.config.redact import redacted
 from relax_cli.config.schema import Config
-from relax_cli.data.rewards.builtin import BUILTIN_REWARDS
+from relax_cli.data.rewards import BUILTIN_REWARDS
 from relax_cli.errors import Problem, ProblemKind, Severity, problem_kind
 from relax_cli.plugin.records import BUILTIN_CURRICULUMS, Curriculum
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
