@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from relax_cli.errors import EnvironmentFault, Problem, RelaxError, problem_kind
 
@@ -35,9 +36,9 @@ class Unanswered(Exception):
 
 
 def run_apart(
-    function: str, *arguments: str, deadline: float | None = None, most_bytes: int | None = None
+    function: str, *arguments: Any, deadline: float | None = None, most_bytes: int | None = None
 ) -> list[Problem]:
-    """The problems that `"module:function"`, called with these texts, raises as a `RelaxError`.
+    """The problems that `"module:function"`, called with these values of JSON, raises as a `RelaxError`.
 
     Args:
         deadline: seconds; None: enough to import torch.
@@ -51,9 +52,10 @@ def run_apart(
     try:
         with tempfile.TemporaryDirectory(prefix="relax-") as folder:
             answer = Path(folder, "answer.json")
+            asked = [str(answer), str(most_bytes or 0), function, json.dumps(arguments)]
             # -P: the working folder is not on the path of a run's processes either.
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(answer), str(most_bytes or 0), function, *arguments],
+                [sys.executable, "-P", "-m", __name__, *asked],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -80,13 +82,13 @@ def run_apart(
     return [Problem(**{**fields, "places": tuple(fields["places"])}) for fields in found]
 
 
-def main(answer: str, most_bytes: str, function: str, *arguments: str) -> None:
+def main(answer: str, most_bytes: str, function: str, arguments: str) -> None:
     """The process of `run_apart`."""
     if limit := int(most_bytes):
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     problems: tuple[Problem, ...] = ()
     try:
-        resolve_name(function)(*arguments)
+        resolve_name(function)(*json.loads(arguments))
     except RelaxError as error:
         problems = error.problems
     Path(answer).write_text(json.dumps([asdict(problem) for problem in problems]), "utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,16 +78,15 @@ def broken_references(plugin: Plugin, records: Sequence[Record] | None = None) -
     if not references:
         return []
     try:
-        return run_apart(f"{__name__}:load_all", json.dumps([sys.path, references]))
+        return run_apart(f"{__name__}:load_all", sys.path, references)
     except Unanswered as error:
         got, expected = ", ".join(reference for reference, _ in references), "modules that can be imported"
         what, fix = f"what plugin {plugin.title} refers to {error}", f"update or remove {plugin.row.distribution}"
         return [REFERENCE(what, got=got, expected=expected, fix=fix)]
 
 
-def load_all(asked: str) -> None:
+def load_all(path: list[str], references: list[tuple[str, str]]) -> None:
     """The part of `broken_references` in the other process. Raises ConfigError: one problem for each that is broken."""
-    path, references = json.loads(asked)
     sys.path[:] = path
     problems: list[Problem] = []
     for reference, owner in references:

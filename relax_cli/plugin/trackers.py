@@ -60,26 +60,14 @@ class Tracker(Record):
 
 
 BUILTIN_TRACKERS = {
-    tracker.name: tracker
-    for tracker in (
-        Tracker(
-            "tensorboard", "files for TensorBoard in RUN_DIR/tb", "relax_cli.tracking.trackers:TensorBoard",
-            "tensorboard", "pip install 'relax-cli[tensorboard]'",
-        ),
-        Tracker(
-            "wandb", "Weights & Biases; without a network: WANDB_MODE=offline", "relax_cli.tracking.trackers:Wandb",
-            "wandb", "pip install 'relax-cli[wandb]'",
-        ),
-        Tracker(
-            "mlflow", "MLflow, at MLFLOW_TRACKING_URI", "relax_cli.tracking.trackers:MLflow",
-            "mlflow", "pip install 'relax-cli[mlflow]'",
-        ),
-        Tracker(
-            "trackio", "Trackio's local dashboard", "relax_cli.tracking.trackers:Trackio",
-            "trackio", "pip install 'relax-cli[trackio]'",
-        ),
+    name: Tracker(name, summary, f"relax_cli.tracking.trackers:{opens}", name, f"pip install 'relax-cli[{name}]'")
+    for name, opens, summary in (
+        ("tensorboard", "TensorBoard", "files for TensorBoard in RUN_DIR/tb"),
+        ("wandb", "Wandb", "Weights & Biases; without a network: WANDB_MODE=offline"),
+        ("mlflow", "MLflow", "MLflow, at MLFLOW_TRACKING_URI"),
+        ("trackio", "Trackio", "Trackio's local dashboard"),
     )
-}  # fmt: skip
+}
 
 
 def tracker_names(run: RunSection) -> list[str]:

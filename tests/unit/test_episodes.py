@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -308,12 +307,12 @@ def test_an_environment_of_a_plugin_is_found_by_name() -> None:
 
 @pytest.mark.parametrize(("responses", "id"), [(["1", "2"], None), (["1"], "env-example")])
 def test_an_example_is_played_to_its_end(responses: list[str], id: str | None) -> None:
-    asked = json.dumps(["mine", f"{__name__}:Env", {"prompt": "1+2=", "responses": responses}])
+    asked = "mine", f"{__name__}:Env", {"prompt": "1+2=", "responses": responses}
     if id is None:
-        play_example(asked)
+        play_example(*asked)
         return
     with pytest.raises(ConfigError) as caught:
-        play_example(asked)
+        play_example(*asked)
     assert caught.value.problems[0].id == id
 
 

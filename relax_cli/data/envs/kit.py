@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 from typing import Any
 
 from relax_cli.data.envs.checked import CheckedEnv
@@ -30,16 +29,15 @@ def check_env(env: Env) -> CheckResult:
     if not env.example:
         return CheckResult("plays", env.name, "skipped", RULE, reason="the Env has no example")
     try:
-        problems = run_apart(f"{__name__}:play_example", json.dumps([env.name, env.environment, dict(env.example)]))
+        problems = run_apart(f"{__name__}:play_example", env.name, env.environment, dict(env.example))
         found = [Finding(f"{p.message}; {p.got}".rstrip("; "), p.fix) for p in problems]
     except Unanswered as error:
         found = [Finding(f"the example {error}", "correct the environment")]
     return result_of("plays", env.name, RULE, found)
 
 
-def play_example(asked: str) -> None:
+def play_example(name: str, reference: str, example: dict[str, Any]) -> None:
     """The part of `check_env` that runs in the other process. Raises RelaxError: what is wrong."""
-    name, reference, example = json.loads(asked)
     factory = EnvFactory(name, load_reference(reference, f"environment {name}"))
     with stdout_as_stderr():
         alone, one, other = asyncio.run(_play(factory, example))

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import isfinite
@@ -128,7 +128,9 @@ class CheckedReward:
             # Python replaces a StopIteration of a coroutine by a RuntimeError of its own.
             error = UserCodeError(cause.__cause__)
         # A loop over the samples has the one that it is at in a local variable.
-        current = next((value for value in _locals_of(cause) for sample in samples if value is sample), None)
+        inner_first = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)][::-1]
+        values = [value for frame in inner_first for value in frame.f_locals.values()]
+        current = next((value for value in values if any(value is sample for sample in samples)), None)
         frames = error.frames[-MOST_FRAMES:]
         late = isinstance(cause, TookTooLong)
         return self._error(
@@ -269,12 +271,6 @@ def _finished(result: Any, runner: asyncio.Runner) -> Any:
     # In a notebook a loop runs in this thread already.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: runner.run(wait())).result()
-
-
-def _locals_of(error: BaseException) -> Iterator[Any]:
-    """Values of the local variables of an exception's frames, innermost frame first."""
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        yield from frame.f_locals.values()
 
 
 def _shown(value: object) -> str:

@@ -91,17 +91,15 @@ def as_math(label: str) -> str:
     return f"${label.replace('$', '')}$"
 
 
-@lru_cache(256)
-def _gold(text: str) -> list[Any]:
-    """Samples of one prompt have one label."""
-    return _parse(text)
-
-
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
     parsed: list[Any] = parse(text, parsing_timeout=None)
     return parsed
+
+
+_gold = lru_cache(256)(_parse)
+"""Samples of one prompt have one label."""
 
 
 def _equal(gold: list[Any], answer: list[Any]) -> bool:
