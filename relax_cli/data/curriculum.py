@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_cli.errors import ConfigError, Problem, RunError, problem_kind
 from relax_cli.plugin.records import Curriculum
-from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code, user_deadline
+from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code
 from relax_cli.plugin.user_file import UserFile, accepts, is_file_spec
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def weights_of(name: str, weigh: Weigh, history: RowHistory) -> NDArray[np.float
 
     fault = where = ""
     try:
-        with user_code(passes=()), settings_kept(), user_deadline(SECONDS):
+        with user_code(passes=(), seconds=SECONDS), settings_kept():
             # A copy, for it may change what it is given.
             weights = np.array(weigh(history.after([])), dtype=np.float64)
     except UserCodeError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -13,7 +13,7 @@ import pluggy
 
 from relax_cli.config.names import nearest
 from relax_cli.config.schema import Config
-from relax_cli.errors import ConfigError, Problem, RelaxError, RunError, problem_kinds
+from relax_cli.errors import ConfigError, Problem, RunError, problem_kinds
 from relax_cli.plugin import hookspecs
 from relax_cli.plugin.graph import ServiceGraph, base_graph, completed
 from relax_cli.plugin.installed import Plugin, PluginRow, broken_references
@@ -29,7 +29,7 @@ from relax_cli.plugin.records import (
     unusable,
 )
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
-from relax_cli.plugin.user_code import UserCodeError, user_code, user_deadline
+from relax_cli.plugin.user_code import UserCodeError, user_code
 
 GROUP = "relax.plugins"
 HOOK_SECONDS = 120.0
@@ -218,7 +218,7 @@ class Plugins:
         failures = []
         for plugin, hook in self._working():
             try:
-                with _guarded(seconds=TRACKER_SECONDS):
+                with user_code(passes=(), seconds=TRACKER_SECONDS):
                     own = None if config is None else config.model_copy(deep=True)
                     hook.relax_step_end(step=step, metrics=dict(metrics), config=own, run_dir=run_dir)
             except UserCodeError as error:
@@ -248,44 +248,36 @@ class Plugins:
         estimator = self.estimator(config.algorithm.advantage_estimator)
         plugin, relay = next((p, h) for p, h in self._working() if any(e is estimator for e in p.estimators))
         try:
-            with _guarded(passes=(RelaxError,)):
+            with user_code(seconds=HOOK_SECONDS):
                 results = getattr(relay, hook)(config=config.model_copy(deep=True), **more)
                 return _of_type(results[0], hook, kind, of) if results else None
         except UserCodeError as error:
             raise ConfigError(_failure(plugin, hook, error)) from error
 
 
-@contextmanager
-def _guarded(*, passes: tuple[type[BaseException], ...] = (), seconds: float | None = None) -> Iterator[None]:
-    with user_code(passes=passes), user_deadline(HOOK_SECONDS if seconds is None else seconds):
-        yield
-
-
 def _load(entry: EntryPoint) -> Plugin:
     """One plugin behind a hook manager of its own; whatever goes wrong becomes its row."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
+    provided: list[Record] = []
+    doing = ""
     try:
-        with _guarded():
+        with user_code(passes=(), seconds=HOOK_SECONDS):
             module = entry.load()
             manager.register(module)
-    except UserCodeError as error:
-        return Plugin(_row(entry, reason=error.reason), entry, where=error.place)
-    if misspelt := _unknown_hooks(entry, manager, module):
-        reason = "; ".join(problem.message for problem in misspelt)
-        return Plugin(_row(entry, reason=reason), entry, misspelt=misspelt)
-    provided: list[Record] = []
-    for hook, kind in _RECORDS.items():
-        try:
-            with _guarded():
+        if misspelt := _unknown_hooks(entry, manager, module):
+            reason = "; ".join(problem.message for problem in misspelt)
+            return Plugin(_row(entry, reason=reason), entry, misspelt=misspelt)
+        for hook, kind in _RECORDS.items():
+            doing = f"{hook} raised "
+            with user_code(passes=(), seconds=HOOK_SECONDS):
                 results = getattr(manager.hook, hook)()
-                found = _of_type(results[0] or [], hook, list, kind) if results else []
-                reason = next(filter(None, (unusable(r) for r in found if isinstance(r, Estimator))), "")
-        except UserCodeError as error:
-            return Plugin(_row(entry, reason=f"{hook} raised {error.reason}"), entry, where=error.place)
-        if reason:
-            return Plugin(_row(entry, reason=reason), entry)
-        provided += found
+                provided += _of_type(results[0] or [], hook, list, kind) if results else []
+                reason = next(filter(None, (unusable(r) for r in provided if isinstance(r, Estimator))), "")
+            if reason:
+                return Plugin(_row(entry, reason=reason), entry)
+    except UserCodeError as error:
+        return Plugin(_row(entry, reason=f"{doing}{error.reason}"), entry, where=error.place)
     hooks = tuple(sorted(caller.name for caller in manager.get_hookcallers(module) or ()))
     return Plugin(_row(entry, hooks), entry, module, manager.hook, records=tuple(provided))
 

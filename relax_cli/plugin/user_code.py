@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,11 +51,13 @@ class UserCodeError(Exception):
 
 
 @contextmanager
-def user_code(*, passes: tuple[type[BaseException], ...] = (RelaxError,)) -> Iterator[None]:
-    """Run user code with stdout kept for data; interrupts and errors of the types `passes` pass through.
+def user_code(
+    *, passes: tuple[type[BaseException], ...] = (RelaxError,), seconds: float | None = None
+) -> Iterator[None]:
+    """Run user code, with a deadline and with stdout kept for data; interrupts and errors of the types `passes` pass.
     Raises UserCodeError: it raised anything else, `SystemExit` included."""
     try:
-        with stdout_as_stderr():
+        with stdout_as_stderr(), nullcontext() if seconds is None else user_deadline(seconds):
             yield
     except BaseException as error:
         if isinstance(error, (*passes, KeyboardInterrupt, Terminated)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from relax_cli.errors import EnvironmentFault, problem_kind
 from relax_cli.plugin.trackers import TrackedRun, Tracker, TrackerWriter
-from relax_cli.plugin.user_code import UserCodeError, user_code, user_deadline
+from relax_cli.plugin.user_code import UserCodeError, user_code
 
 SECONDS = 300.0
 """Deadline of one call of a tracker, which may wait for a server."""
@@ -34,7 +34,7 @@ class Trackers:
         self._writers: dict[str, TrackerWriter] = {}
         for tracker in chosen:
             try:
-                with user_code(), user_deadline(SECONDS):
+                with user_code(seconds=SECONDS):
                     self._writers[tracker.name] = tracker.load()(run)
             except UserCodeError as error:
                 raise EnvironmentFault(
@@ -62,7 +62,7 @@ class Trackers:
     @contextmanager
     def _left_out_on_failure(self, name: str) -> Iterator[None]:
         try:
-            with user_code(passes=()), user_deadline(SECONDS):
+            with user_code(passes=(), seconds=SECONDS):
                 yield
         except UserCodeError as error:
             self._writers.pop(name, None)

@@ -17,7 +17,7 @@ from relax_cli.config.data_section import shares_of
 from relax_cli.data.rewards.types import REWARD, BatchReward, JudgesAhead, RewardInput, RewardResult
 from relax_cli.data.values import printable
 from relax_cli.errors import RunError, problem_kind
-from relax_cli.plugin.user_code import TookTooLong, UserCodeError, from_here, settings_kept, user_code, user_deadline
+from relax_cli.plugin.user_code import TookTooLong, UserCodeError, from_here, settings_kept, user_code
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class CheckedReward:
         if not samples:
             return []
         try:
-            with user_code(), settings_kept(), user_deadline(self._seconds):
+            with user_code(seconds=self._seconds), settings_kept():
                 scores = self._scores(samples)
                 return [self._result(score, sample) for score, sample in zip(scores, samples, strict=True)]
         except UserCodeError as error:
