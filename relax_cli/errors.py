@@ -37,9 +37,7 @@ class Problem:
     id: str
     """Stable rule id, kebab-case, for example `ppo-needs-critic`."""
     message: str
-    """What is wrong, one sentence."""
     fix: str
-    """What to type or change."""
     option: str = ""
     """The option as a user types it, for example `--resource`; empty where none is to blame."""
     where: str = ""
@@ -48,7 +46,6 @@ class Problem:
     expected: str = ""
     severity: Severity = "error"
     count: int = 1
-    """How often it was found."""
     places: tuple[str, ...] = ()
     """The first places, where it was found more than once; `where` is the first of them."""
 

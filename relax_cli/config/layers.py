@@ -55,7 +55,6 @@ class Loaded:
     origins: dict[str, str]
     """`section.key` to `default`, `FILE:LINE`, `RELAX_X`, `--set` or the flag."""
     problems: tuple[Problem, ...] = ()
-    """Every problem of every layer."""
     unread: frozenset[str] = frozenset()
     """Names of the options whose value is not known, because it has a problem."""
     layers: Mapping[str, int] = field(default_factory=dict)
@@ -126,7 +125,6 @@ def load_config(layers: Layers, model: type[Config]) -> Loaded:
 def _settings(
     layers: Layers, model: type[Config], fields: Mapping[str, tuple[str, FieldInfo]], problems: list[Problem]
 ) -> list[Setting]:
-    """The values of all layers, the lowest first."""
     read: list[list[Setting]] = []
     for name in layers.recipes:
         try:
@@ -222,32 +220,20 @@ def _override_settings(overrides: Sequence[str], model: type[Config], problems: 
     for override in overrides:
         path, equals, text = override.partition("=")
         section, dot, key = path.strip().partition(".")
-        if not equals or not dot:
-            name = meant_option(path, fields)
-            fix = (
-                f"--set {shlex.quote(f'{fields[name][0]}.{name}={text}')}"
-                if name and equals
-                else "--set SECTION.KEY=VALUE"
-            )
-            message = f"--set {override!r} is not section.key=value"
-            problems.append(SET_SYNTAX(message, fix=fix, where="--set", got=override))
-        elif section not in model.model_fields:
-            guess = nearest(section, model.model_fields)
-            sections = f"sections: {', '.join(model.model_fields)}"
-            name = meant_option(key, fields)
-            fix = f"--set {shlex.quote(f'{fields[name][0]}.{name}={text}')}" if name else sections
-            message = f"there is no section {section!r}"
-            problems.append(
-                UNKNOWN_SECTION(message, fix=fix, option="--set", where="--set", got=section, expected=guess)
-            )
-        elif key not in fields or fields[key][0] != section:
-            unknown = unknown_key(section, key, SET, model)
-            fix = (
-                f"--set {shlex.quote(unknown.fix.removeprefix('use ') + '=' + text)}"
-                if unknown.expected
-                else unknown.fix
-            )
-            problems.append(replace(unknown, option=SET, fix=fix))
-        else:
+        is_pair = bool(equals and dot)
+        if is_pair and key in fields and fields[key][0] == section:
             settings.append(Setting(section, key, text, SET, is_text=True))
+            continue
+        name = meant_option(key if is_pair else path, fields)
+        typed = f"--set {shlex.quote(f'{fields[name][0]}.{name}={text}')}" if name and equals else ""
+        if not is_pair:
+            message, fix = f"--set {override!r} is not section.key=value", typed or "--set SECTION.KEY=VALUE"
+            problems.append(SET_SYNTAX(message, fix=fix, where=SET, got=override))
+        elif section not in model.model_fields:
+            message, guess = f"there is no section {section!r}", nearest(section, model.model_fields)
+            fix = typed or f"sections: {', '.join(model.model_fields)}"
+            problems.append(UNKNOWN_SECTION(message, fix=fix, option=SET, where=SET, got=section, expected=guess))
+        else:
+            unknown = unknown_key(section, key, SET, model)
+            problems.append(replace(unknown, option=SET, fix=typed or unknown.fix))
     return settings

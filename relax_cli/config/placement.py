@@ -36,11 +36,9 @@ def object_store_bytes(engine: Literal["embedded", "sglang"], weights: int) -> i
 
 # Limits of the embedded rollout engine, which the memory plan also counts with.
 MOST_ROWS = 256
-"""Most rows that it generates at a time."""
 KV_CACHE_BYTES = 1 << 30
 """Most bytes of its key/value cache, unless a single row needs more."""
 PREFILL_TOKENS = 512
-"""Prompt tokens that it computes at a time."""
 
 
 def has_counts(config: Config) -> bool:

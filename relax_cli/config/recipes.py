@@ -129,12 +129,9 @@ def _read_record(config: Any, path: Path, model: type[Config]) -> tuple[list[Set
             if key not in defaults[section]:
                 problems.append(unknown_key(section, key, where, model))
             elif HIDDEN in json.dumps(value, default=str):
-                secret = SECRET_LEFT_OUT(
-                    f"{section}.{key} had a secret, which config.json does not keep",
-                    fix=f"give {flag(key)} after --recipe",
-                    option=flag(key),
-                    where=where,
-                )
+                message = f"{section}.{key} had a secret, which config.json does not keep"
+                fix = f"give {flag(key)} after --recipe"
+                secret = SECRET_LEFT_OUT(message, fix=fix, option=flag(key), where=where)
                 settings.append(Setting(section, key, value, where, is_text=False, problems=(secret,)))
             # A run with a number of rollouts has it from its passes over the data, if those were given.
             elif key not in ("run_dir", "num_epoch") and value != defaults[section][key]:
@@ -199,10 +196,7 @@ def _unknown_section(section: str, where: str, model: type[Config]) -> Problem:
     options = options_by_name(model)
     guess = nearest(section, model.model_fields)
     option = same_option(section, options) or ("" if guess else meant_option(section, options))
-    if option:
-        fix = f"put {option} under `{options[option][0]}:`"
-    elif guess:
-        fix = f"use `{guess}:`"
-    else:
-        fix = f"sections: {', '.join(model.model_fields)} (an estimator's section needs its plugin installed)"
+    fix = f"sections: {', '.join(model.model_fields)} (an estimator's section needs its plugin installed)"
+    if option or guess:
+        fix = f"put {option} under `{options[option][0]}:`" if option else f"use `{guess}:`"
     return UNKNOWN_SECTION(f"there is no section {section!r}", fix=fix, where=where, got=section, expected=guess)

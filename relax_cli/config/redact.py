@@ -110,12 +110,8 @@ def config_dump(config: Config) -> dict[str, dict[str, Any]]:
 
 def secrets_of(config: Config) -> frozenset[str]:
     """The secret values themselves, so that they are found in texts that others wrote."""
-    found = {
-        secret
-        for section, values in config.model_dump(mode="json").items()
-        for name, value in values.items()
-        for secret in _secrets(section, name, value)
-    }
+    values = [(section, *item) for section, body in config.model_dump(mode="json").items() for item in body.items()]
+    found = {secret for section, name, value in values for secret in _secrets(section, name, value)}
     return frozenset(secret for secret in {*found, *map(unquote, found)} if len(secret) >= _SHORTEST)
 
 

@@ -30,11 +30,9 @@ class Need(Replacement):
     """Options `ended` that have no effect beside some values of `option`."""
 
     rule: str
-    """Id of the warning about it."""
     needs: str
     """What the options need, to follow "only work "."""
     fix: str
-    """What to type to make them work."""
 
 
 def _given(value: Any) -> bool:
@@ -167,11 +165,7 @@ REPLACEMENTS = (
 
 
 def ended_options(values: Mapping[str, tuple[int, Any]]) -> dict[str, str]:
-    """Options whose value was ended by a later layer, and by which option.
-
-    Args:
-        values: option to the number of the layer that it comes from, and its value.
-    """
+    """Options whose value was ended by a later layer, and by which option. Of each, `values` has layer and value."""
     ended: dict[str, str] = {}
     for replacement in REPLACEMENTS:
         layer, value = values.get(replacement.option, (-1, None))

@@ -85,7 +85,7 @@ def installed_options(python: str | None = None) -> Mapping[str, ServerOption] |
     """The server options of the sglang installed for `python` (None: here) by name, `_` for `-`; None where there is
     none. Read from its source: importing it takes many seconds and a GPU."""
     options: dict[str, ServerOption] = {}
-    for folder in _package_here() if python is None else _package_of(Path(python)):
+    for folder in _packages(python):
         groups = folder / "srt" / "arg_groups"
         paths = [folder / "srt" / "server_args.py", groups / "choices.py", *(groups / "fields").glob("*.py")]
         trees = [ast.parse(path.read_text("utf-8")) for path in paths if path.is_file()]
@@ -96,17 +96,15 @@ def installed_options(python: str | None = None) -> Mapping[str, ServerOption] |
     return options or None
 
 
-def _package_here() -> list[Path]:
+def _packages(python: str | None) -> list[Path]:
+    """Where an environment keeps sglang, found without running it."""
+    if python is not None:
+        return sorted(Path(python).parent.parent.glob("lib/python3*/site-packages/sglang"))
     package = importlib.util.find_spec("sglang")
     # Any folder of that name on the path would be found as a package without an origin.
-    if package is None or package.origin is None or not package.submodule_search_locations:
+    if package is None or package.origin is None:
         return []
-    return [Path(folder) for folder in package.submodule_search_locations]
-
-
-def _package_of(python: Path) -> list[Path]:
-    """Where an environment keeps its packages, found without running it."""
-    return sorted(python.parent.parent.glob("lib/python3*/site-packages/sglang"))
+    return [Path(folder) for folder in package.submodule_search_locations or ()]
 
 
 def _options_in(tree: ast.Module, lists: Mapping[str, ast.expr]) -> Iterator[tuple[str, ServerOption | None]]:
@@ -133,7 +131,8 @@ def _option(annotation: ast.expr, lists: Mapping[str, ast.expr]) -> ServerOption
     if not found or OWN_PARSER.search(text):
         return ServerOption()
     given = [node.value for node in ast.walk(annotation) if isinstance(node, ast.keyword) and node.arg == "choices"]
-    given += [node.slice for node in ast.walk(annotation) if isinstance(node, ast.Subscript) and _is_literal(node)]
+    parts = [node for node in ast.walk(annotation) if isinstance(node, ast.Subscript)]
+    given += [node.slice for node in parts if ast.unparse(node.value) == "Literal"]
     listed = given[0] if given else ast.Tuple([])
     try:
         choices = ast.literal_eval(lists.get(listed.id, listed) if isinstance(listed, ast.Name) else listed)
@@ -141,10 +140,6 @@ def _option(annotation: ast.expr, lists: Mapping[str, ast.expr]) -> ServerOption
         return ServerOption()
     is_open = isinstance(listed, ast.Name)
     return ServerOption("str" if found[1] == "Literal" else found[1], tuple(map(str, choices)), is_open)
-
-
-def _is_literal(node: ast.Subscript) -> bool:
-    return ast.unparse(node.value) == "Literal"
 
 
 def _word(value: Any) -> str:

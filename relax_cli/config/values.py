@@ -76,11 +76,8 @@ _HOME = re.compile(r"^(?P<before>[\w.-]+(?:=|\s+))?(?P<home>~[\w.-]*)(?=/|$)")
 
 
 def expand_path(text: str, env: Mapping[str, str], *, braces: bool = True) -> tuple[str, list[str]]:
-    """The text with its variables and home folder, and the names of variables that are not set.
-
-    Args:
-        braces: also `${VAR}`, which a recipe expands by itself.
-    """
+    """The text with its variables and home folder, and the names of variables that are not set. `braces`: also
+    `${VAR}`, which a recipe expands by itself."""
     missing: list[str] = []
 
     def value(match: re.Match[str]) -> str:
@@ -201,31 +198,22 @@ def _bad_json(setting: Setting, message: str) -> Problem:
 
 
 def _bad_value(setting: Setting, expected: str, fix: str) -> Problem:
-    return INVALID_VALUE(
-        f"{flag(setting.key)} has the wrong type",
-        fix=fix,
-        option=flag(setting.key),
-        where=setting.where,
-        got=in_json(redacted(setting.section, setting.key, setting.value)),
-        expected=expected,
-    )
+    option, got = flag(setting.key), in_json(redacted(setting.section, setting.key, setting.value))
+    message = f"{option} has the wrong type"
+    return INVALID_VALUE(message, fix=fix, option=option, where=setting.where, got=got, expected=expected)
 
 
 def invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
     """A pydantic error in four parts."""
     section, key, *inside = (str(part) for part in error["loc"])
     verb, expected = _demand(error["msg"])
+    kind, fix = INVALID_VALUE, f"give {section}.{key} a value that {verb} {expected}"
+    if key == "resource":
+        kind, fix = RESOURCE_JSON, _RESOURCE_EXAMPLE
     of = f" ({' '.join(inside)})" if inside else ""
-    is_resource = key == "resource"
-    kind = RESOURCE_JSON if is_resource else INVALID_VALUE
-    return kind(
-        f"{flag(key)}{of} does not accept this value",
-        fix=_RESOURCE_EXAMPLE if is_resource else f"give {section}.{key} a value that {verb} {expected}",
-        option=flag(key),
-        where=origins[f"{section}.{key}"],
-        got=in_json(redacted(section, key, error["input"])),
-        expected=expected,
-    )
+    message = f"{flag(key)}{of} does not accept this value"
+    where, got = origins[f"{section}.{key}"], in_json(redacted(section, key, error["input"]))
+    return kind(message, fix=fix, option=flag(key), where=where, got=got, expected=expected)
 
 
 def _demand(message: str) -> tuple[str, str]:

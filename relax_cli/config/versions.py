@@ -13,7 +13,6 @@ class VersionSet:
     """Versions that go together."""
 
     name: str
-    """What they are for."""
     python: tuple[tuple[int, int], ...]
     versions: Mapping[str, str]
     """Distribution name to a version, or the beginning of one (`0.16.` for every 0.16.x)."""

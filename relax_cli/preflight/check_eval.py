@@ -20,17 +20,11 @@ from relax_cli.preflight.rules.batches import THEME
 
 SECTIONS = ("model", "data", "rollout", "sglang", "reward", "episode", "eval")
 OF_TRAINING = {
-    "prompt_data",
-    "shuffle",
-    "eval_interval",
-    "ref_load",
-    "rollout_external",
-    "rollout_external_engine_addrs",
+    *("prompt_data", "shuffle", "eval_interval", "ref_load", "rollout_external", "rollout_external_engine_addrs"),
 }
 """Options of these sections that only a run has."""
 _READ = {name for name, (section, _) in options_by_name(Config).items() if section in SECTIONS}
 OPTIONS = frozenset({*_READ, "load", "run_dir", "device", "threads_per_rank"} - OF_TRAINING)
-"""What an evaluation reads."""
 OWN = (
     "data.prompt_data=[]",
     "parallel.resource={actor: [1, 1], rollout: [1, 1]}",

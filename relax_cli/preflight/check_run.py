@@ -41,14 +41,12 @@ class CheckedRun:
     origins: dict[str, str]
     """`section.key` to the layer that gave the value, before normalisation."""
     changes: tuple[Change, ...]
-    """What normalisation changed."""
     problems: tuple[Problem, ...]
     """Of the configuration, its files, and the checkpoints it would resume from. Errors first; with `--strict` all are
     errors."""
     command: tuple[str, ...]
     """See `command_words`."""
     inputs: RunInputs = field(default_factory=RunInputs)
-    """What model and data files say, where they were read."""
     notes: tuple[Problem, ...] = ()
     """What this machine lacks, where that is not held against the configuration."""
     graph: ServiceGraph | None = None
@@ -56,7 +54,6 @@ class CheckedRun:
     start: ResumeReport | None = None
     """Where the run starts; None where that was not looked at."""
     plan: Plan | None = None
-    """None where the roles of the run are not known."""
     unread: frozenset[str] = frozenset()
     """Options whose value is not known, because it has a problem."""
 
@@ -90,12 +87,8 @@ class CheckedRun:
         }
 
     def require_valid(self) -> CheckedRun:
-        """This run, if it may start.
-
-        Raises:
-            ResumeError: only the checkpoints stand in the way.
-            ConfigError: there are other errors. Both have every problem, warnings included.
-        """
+        """This run, if it may start. Raises ResumeError where only the checkpoints stand in the way, else ConfigError,
+        with every problem, warnings included."""
         if not self.errors:
             return self
         refusals = () if self.start is None else self.start.problems
@@ -112,15 +105,13 @@ def check_run(
     cluster_gpus: Callable[[], int] | None = None,
 ) -> CheckedRun:
     """Check a run as a whole: its configuration, files, machine, checkpoints and plan.
+    Raises ConfigError: two plugins claim one name, so that there are no options at all.
 
     Args:
         skip_files: leave out what needs the model and data files, the checkpoints or this machine.
         here: what this machine lacks is a problem, not a note.
         progress: told now and then which file is being read, and the part of it that is read.
         cluster_gpus: see `settle_device`.
-
-    Raises:
-        ConfigError: two plugins claim one name, so that there are no options at all.
     """
     machine = Machine()
     resolved = resolve(plugins, layers, None if skip_files else machine, cluster_gpus)
@@ -196,11 +187,8 @@ T = TypeVar("T")
 
 
 def from_hub(config: Config, *, online: bool) -> tuple[Config, list[Change], list[Problem]]:
-    """The configuration with the folder of a model of the hub, and with the commits of its data sets.
-
-    Args:
-        online: download what is not in the cache, and pin data sets; else only look for the model in the cache.
-    """
+    """The configuration with the folder of a model of the hub, and with the commits of its data sets. `online`: what is
+    not in the cache is downloaded, and data sets are pinned; else the model is only looked for in the cache."""
     changes: list[Change] = []
     problems: list[Problem] = []
 

@@ -20,24 +20,23 @@ from relax_cli.data.sources import source_of
 from relax_cli.data.tokenise import encoded_text, ids_problem, prompt_too_long, stop_token_ids
 from relax_cli.data.tokenizer_trial import load_older
 from relax_cli.data.values import shown
-from relax_cli.errors import MOST_PLACES, ConfigError, Problem, RepeatedProblems, problem_kind
+from relax_cli.errors import MOST_PLACES, ConfigError, Problem, RepeatedProblems, problem_kinds
 from relax_cli.models.packages import default_cache_dir
 from relax_cli.models.spec import ModelSpec
 from relax_cli.preflight.labels import label_check
 
 CHUNK = 1024
-MESSAGE_LEFT_OUT = problem_kind(
+declare = problem_kinds("Data")
+MESSAGE_LEFT_OUT = declare(
     "chat-message-left-out",
-    "Data",
     "A warning: the chat template does not show a message to the model, most often because it does not know its role.",
     option="--apply-chat-template",
     severity="warning",
 )
 
 
-OVERLONG = problem_kind(
+OVERLONG = declare(
     "prompts-overlong",
-    "Data",
     "A warning: so many prompts are over `--rollout-max-prompt-len`, and are dropped or cut by `--overlong-prompts`.",
     option="--overlong-prompts",
     severity="warning",
@@ -79,13 +78,8 @@ def cache_key(
             return None
         files += [] if folder is None else [folder / name for name in TOKENIZER_FILES]
         hashes = [_sha256(file) if file.is_file() else "" for file in files]
-        rest = [
-            section.model_dump(mode="json"),
-            reward.rm_type,
-            reward.custom_rm_path is None,
-            reward.rm_url is None,
-            limits,
-        ]
+        judged_by = (reward.rm_type, reward.custom_rm_path is None, reward.rm_url is None)
+        rest = [section.model_dump(mode="json"), *judged_by, limits]
         return hashlib.sha256(json.dumps([version("relax-cli"), spec, hashes, rest]).encode()).hexdigest()
     except (OSError, ConfigError):
         return None
@@ -133,20 +127,13 @@ class DataReader:
         progress: Callable[[str, float], None] | None,
         rewards: Collection[str] = BUILTIN_REWARDS,
     ) -> None:
-        """Args:
-        rewards: the names of all rewards, which rows may choose.
-        model_folder: where the tokenizer is; None where that is not known.
-        model: what `config.json` says; None where it is unreadable.
-        """
+        """Folder of the tokenizer, and model, where they are known; the names of all rewards, which rows may choose."""
         self.summaries: dict[str, PromptSummary] = {}
-        self._config = config
-        self._model = model
-        self._folder = model_folder
+        self._config, self._folder, self._model = config, model_folder, model
+        self._progress, self._rewards = progress, rewards
         self._loaded = False
         self._tokenizer: LightTokenizer | None = None
         self._not_counted: list[Problem] = []
-        self._progress = progress
-        self._rewards = rewards
 
     def __call__(self, section: DataSection, spec: str) -> None:
         """Read every row of `spec`, and count its tokens.
@@ -204,15 +191,10 @@ class DataReader:
 
     def _check(self, rows: Sequence[Prompt | Problem], seen: _Seen) -> None:
         check = label_check(self._config.reward, self._rewards)
-        prompts = []
-        for row in rows:
-            problem = row if isinstance(row, Problem) else check(row)
-            if problem is not None:
-                seen.problems.add(problem)
-            if isinstance(row, Prompt):
-                prompts.append(row)
-            else:
-                seen.has_bad_rows = True
+        for problem in filter(None, (row if isinstance(row, Problem) else check(row) for row in rows)):
+            seen.problems.add(problem)
+        prompts = [row for row in rows if isinstance(row, Prompt)]
+        seen.has_bad_rows |= len(prompts) < len(rows)
         seen.count += len(prompts)
         if self._tokenizer is not None:
             self._count(prompts, seen)
@@ -233,13 +215,12 @@ class DataReader:
             texts.append(text)
             rendered.append(prompt)
         vocab_size = None if self._model is None else self._model.vocab_size
-        limit = self._limit
         for prompt, ids in zip(rendered, self._tokenizer.encode_many(texts, add_special_tokens=not chat), strict=True):
             if (problem := ids_problem(prompt, ids, vocab_size)) is not None:
                 seen.problems.add(problem)
                 continue
             length = len(ids)
-            if limit is not None and length > limit:
+            if self._limit is not None and length > self._limit:
                 seen.over += 1
                 seen.over_places += [prompt.source] if len(seen.over_places) < MOST_PLACES else []
                 if length > seen.over_most:
@@ -247,7 +228,7 @@ class DataReader:
                 if self._mode == "drop":
                     seen.count -= 1
                     continue
-                length = limit if self._mode == "truncate-left" else length
+                length = self._limit if self._mode == "truncate-left" else length
             if length > seen.most:
                 seen.most, seen.longest = length, prompt
             seen.lengths.append(length)
@@ -273,7 +254,6 @@ class _Seen:
     longest: Prompt | None = None
     has_bad_rows: bool = False
     over: int = 0
-    """Prompts over `--rollout-max-prompt-len`."""
     over_most: int = 0
     over_longest: Prompt | None = None
     over_places: list[str] = field(default_factory=list)
@@ -286,10 +266,7 @@ def _left_out(prompt: Prompt, text: str) -> Problem | None:
     for message in prompt.messages:
         # What an assistant thought or a tool answered is often shortened or rewritten on purpose.
         if message["role"] not in ("assistant", "tool", "function") and message["content"].strip() not in text:
-            return MESSAGE_LEFT_OUT(
-                f"the chat template leaves out a message of the role {message['role']!r}",
-                where=prompt.source,
-                got=shown(message["content"]),
-                fix="give the messages roles that the template knows: system, user, assistant",
-            )
+            what = f"the chat template leaves out a message of the role {message['role']!r}"
+            fix = "give the messages roles that the template knows: system, user, assistant"
+            return MESSAGE_LEFT_OUT(what, fix=fix, where=prompt.source, got=shown(message["content"]))
     return None

@@ -41,9 +41,7 @@ class RunInputs:
     model: ModelSpec | None = None
     """What `config.json` means."""
     prompts: int | None = None
-    """Training prompts."""
     prompt_lens: tuple[int, ...] = ()
-    """Tokens of the training prompts."""
     longest: tuple[int, str] | None = None
     """Tokens of the longest prompt of all sets, and its file and line."""
     longest_by_set: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -51,7 +49,6 @@ class RunInputs:
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """`config.json` as it is; empty where it is missing or broken."""
     problems: tuple[Problem, ...] = ()
-    """What is wrong in the files."""
 
     @property
     def longest_prompt(self) -> int | None:
@@ -100,12 +97,8 @@ def read_inputs(
     progress: Callable[[str, float], None] | None = None,
     rewards: Collection[str] = BUILTIN_REWARDS,
 ) -> RunInputs:
-    """Read the model's `config.json` and every prompt, and collect what is wrong in them.
-
-    Args:
-        progress: told now and then which file is being read, and the part of it that is read.
-        rewards: the names of all rewards, which rows may choose.
-    """
+    """Read the model's `config.json` and every prompt, and collect what is wrong in them. Rows may choose of the
+    `rewards`; `progress` is told now and then which file is being read, and the part of it that is read."""
     model = read_model(config)
     problems = list(model.problems)
     if custom := known(lambda: config.reward.custom_rm_path):
@@ -158,9 +151,7 @@ class ModelFiles:
     """All fields are empty where there is no model folder."""
 
     spec: ModelSpec | None = None
-    """What `config.json` means."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """`config.json` as it is; empty where it is missing or broken."""
     tokenizer: Path | None = None
     """The folder, where its tokenizer may be loaded into this process."""
     problems: tuple[Problem, ...] = ()

@@ -44,11 +44,7 @@ LabelCheck = Callable[[Prompt], Problem | None]
 
 
 def label_check(reward: RewardSection, rewards: Collection[str]) -> LabelCheck:
-    """The check of a row for the rewards that judge it.
-
-    Args:
-        rewards: the names of all rewards.
-    """
+    """The check of a row for the rewards that judge it; `rewards` are the names of all."""
 
     def check(prompt: Prompt) -> Problem | None:
         names = [name for name, _ in reward.shares if reward.custom_rm_path is None]
@@ -99,13 +95,8 @@ def share_faults(shares: Sequence[tuple[str, str]], rewards: Collection[str]) ->
 
 
 def _bad_label(prompt: Prompt, message: str, expected: str) -> Problem:
-    return LABEL_UNUSABLE(
-        message,
-        where=prompt.source,
-        got=repr(prompt.label)[:80],
-        expected=expected,
-        fix="correct or remove the row, or choose another --rm-type",
-    )
+    fix, got = "correct or remove the row, or choose another --rm-type", repr(prompt.label)[:80]
+    return LABEL_UNUSABLE(message, fix=fix, where=prompt.source, got=got, expected=expected)
 
 
 def _answers(prompt: Prompt) -> list[str]:
@@ -117,7 +108,6 @@ def _answers(prompt: Prompt) -> list[str]:
 
 
 def _each_answer(fault: Callable[[str], str], expected: str) -> LabelCheck:
-    """The check of a label by what is wrong with one of its answers."""
 
     def check(prompt: Prompt) -> Problem | None:
         found = next(filter(None, map(fault, _answers(prompt))), "")
@@ -138,13 +128,9 @@ def _reasoning_gym(prompt: Prompt) -> Problem | None:
     missing = [key for key in REASONING_GYM_KEYS if key not in prompt.metadata]
     if not missing:
         return None
-    return LABEL_METADATA(
-        f"the row is not from reasoning-gym: its metadata lacks {', '.join(missing)}",
-        where=prompt.source,
-        got=", ".join(prompt.metadata) or "no metadata",
-        expected=", ".join(REASONING_GYM_KEYS),
-        fix="--prompt-data reasoning-gym:TASK, or another --rm-type",
-    )
+    message = f"the row is not from reasoning-gym: its metadata lacks {', '.join(missing)}"
+    fix, got = "--prompt-data reasoning-gym:TASK, or another --rm-type", ", ".join(prompt.metadata) or "no metadata"
+    return LABEL_METADATA(message, fix=fix, where=prompt.source, got=got, expected=", ".join(REASONING_GYM_KEYS))
 
 
 def _math(prompt: Prompt) -> Problem | None:
@@ -153,13 +139,9 @@ def _math(prompt: Prompt) -> Problem | None:
         return _bad_label(prompt, "there is no mathematics in the label", "a number, LaTeX or a word")
     # A letter may be a variable.
     if len(label) > 1 and is_word(label):
-        return LABEL_WORDS(
-            "a label is a word, which math compares as text with the last answer",
-            where=prompt.source,
-            got=shown(label),
-            expected="a number or LaTeX",
-            fix="--rm-type exact, where the whole response is the answer, or a reward of your own",
-        )
+        message = "a label is a word, which math compares as text with the last answer"
+        fix = "--rm-type exact, where the whole response is the answer, or a reward of your own"
+        return LABEL_WORDS(message, fix=fix, where=prompt.source, got=shown(label), expected="a number or LaTeX")
     return None
 
 

@@ -45,7 +45,6 @@ def total_memory() -> int:
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """What Ray appends to its temporary folder for the longest of its sockets."""
 MOST_SOCKET_BYTES = 107
-"""The longest path of a Unix socket."""
 
 
 def ray_temp_folder() -> Path:
@@ -117,7 +116,6 @@ class Machine:
     sandbox_fault: Callable[[], str] = sandbox_fault
     """Why programs cannot be judged on it, found out only where a run does so."""
     allocator: str = field(default_factory=allocator_settings)
-    """How torch's allocator of device memory is set."""
 
 
 def _limit(path: str) -> int | None:

@@ -13,17 +13,9 @@ from relax_cli.models.spec import ModelSpec
 from relax_cli.plugin.graph import RoleSpec
 from relax_cli.preflight.inputs import ASSUMED_PROMPT, RunInputs
 from relax_cli.preflight.machine import Machine
-from relax_cli.preflight.memory.estimate import (
-    checkpoint_bytes,
-    host_peak,
-    kept_checkpoints,
-    phase_bytes,
-    precision_of,
-    roles_memory,
-    trained_parameters,
-)
+from relax_cli.preflight.memory import estimate
 from relax_cli.preflight.memory.gpu import GpuMemory, assumptions, gpu_memory
-from relax_cli.preflight.memory.sizes import RoleMemory
+from relax_cli.preflight.memory.sizes import RoleMemory, precision_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,6 @@ class RolePlan:
     writes: tuple[str, ...]
     processes: int
     threads: int
-    """CPU threads of each process."""
     bundles: tuple[int, ...]
     """Bundles of the placement group it sits in; none for a service without a device."""
     idle_bundles: int
@@ -60,7 +51,6 @@ class StepsPlan:
     optimizer_steps: dict[str, int]
     """Of the whole run, by trained role."""
     prompts: int | None
-    """Training prompts in the data."""
     longest_prompt: int
     longest_response: int
     most_tokens_per_rollout: int
@@ -145,17 +135,17 @@ def build_plan(
     if spec is None:
         return plan
     lengths, saves = inputs.lengths_for(config), config.checkpoint.save is not None
-    memory = tuple(roles_memory(config, names, spec, lengths))
+    memory = tuple(estimate.roles_memory(config, names, spec, lengths))
     gpu_size = machine.gpu_memory() if on_gpu and machine.gpus else None
     return replace(
         plan,
         memory=memory,
         parameters=_parameters(config, spec, has_critic="critic" in names),
-        phases=phase_bytes(config, memory),
-        peak=0 if on_gpu else host_peak(config, memory),
+        phases=estimate.phase_bytes(config, memory),
+        peak=0 if on_gpu else estimate.host_peak(config, memory),
         gpu=gpu_memory(config, spec, memory, lengths, gpu_size, machine.gpus) if on_gpu else None,
-        checkpoint=checkpoint_bytes(config, spec) if saves else 0,
-        checkpoints_kept=kept_checkpoints(config.checkpoint, inputs.rollouts(config)) if saves else 0,
+        checkpoint=estimate.checkpoint_bytes(config, spec) if saves else 0,
+        checkpoints_kept=estimate.kept_checkpoints(config.checkpoint, inputs.rollouts(config)) if saves else 0,
     )
 
 
@@ -205,7 +195,7 @@ def _parameters(config: Config, spec: ModelSpec, *, has_critic: bool) -> dict[st
         found["critic"] = spec.value_parameters
     for role, name in (("actor", "policy"), ("critic", "critic")):
         if name in found and lora_of(config, role) is not None:
-            found[f"trained of the {name}"] = trained_parameters(config, spec, role)
+            found[f"trained of the {name}"] = estimate.trained_parameters(config, spec, role)
     if spec.untrained_parameters:
         found["vision tower, not trained"] = spec.untrained_parameters
     return found

@@ -38,9 +38,7 @@ class Resolved:
     origins: dict[str, str]
     """`section.key` to the layer that gave the value, before normalisation."""
     changes: tuple[Change, ...]
-    """What normalisation changed."""
     problems: tuple[Problem, ...]
-    """Of the layers, of the estimator, of options without effect."""
     unread: frozenset[str]
     """Options whose value is not known, because it has a problem; to look at one raises `UnreadOption`."""
 
@@ -55,15 +53,8 @@ class Resolved:
 def resolve(
     plugins: Plugins, layers: Layers, machine: Machine | None, cluster_gpus: Callable[[], int] | None
 ) -> Resolved:
-    """Merge the layers, choose the device, and let the estimator normalise the result.
-
-    Args:
-        machine: decides what `--device auto` is; None leaves it as it is.
-        cluster_gpus: see `settle_device`.
-
-    Raises:
-        ConfigError: two plugins claim one name, so that there are no options at all.
-    """
+    """Merge the layers, choose the device (`--device auto` stays without a machine), and let the estimator normalise
+    the result. Raises ConfigError: two plugins claim one name, so that there are no options at all."""
     loaded = load_config(layers, config_model(plugins.estimators().values()))
     with contextlib.suppress(UnreadOption):
         loaded = loaded.without(of_other_estimators(loaded, plugins.estimators()))
@@ -138,7 +129,6 @@ def _typed(section: str, name: str, value: Any) -> str:
 
 
 def _shown(change: Change) -> Change:
-    """A change without secrets."""
     name = change.option.removeprefix("--").replace("-", "_")
     return replace(change, before=redacted("", name, change.before), after=redacted("", name, change.after))
 
@@ -146,12 +136,8 @@ def _shown(change: Change) -> Change:
 def settle_device(
     config: Config, machine: Machine, torch_has_cuda: bool, cluster_gpus: Callable[[], int] | None
 ) -> tuple[Config, list[Change]]:
-    """The configuration with `cpu` or `cuda` in the place of `auto`.
-
-    Args:
-        cluster_gpus: asks the cluster that the run would join how many GPUs it has; None where it is not to be asked,
-            and then `auto` stays.
-    """
+    """The configuration with `cpu` or `cuda` in the place of `auto`. `cluster_gpus` asks the cluster that the run would
+    join how many GPUs it has; where it is None, `auto` stays."""
     parallel = config.parallel
     if parallel.device != "auto":
         return config, []

@@ -46,11 +46,8 @@ OTHER_SCHEDULE = declare(
 
 
 def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = None) -> ResumeReport:
-    """Where the run of a configuration starts, and whether what it would load belongs to it.
-
-    Args:
-        num_rollout: rollouts of the run; `--num-rollout` when None.
-    """
+    """Where the run of a configuration starts, and whether what it would load belongs to it. `num_rollout` is for runs
+    without `--num-rollout`."""
     section = config.checkpoint
     report = examine_resume(
         section.load,
@@ -86,13 +83,10 @@ def _weights_for_adapters(report: ResumeReport, config: Config) -> Iterator[Prob
         if source.folder == actor.checkpoint and actor.meta is not None and adapters_in(actor.meta) is not None:
             words = ["relax", "checkpoint", "export-hf", str(actor.folder), "NEW_DIR"]
             export = shlex.join([*words, "--hf-checkpoint", config.model.hf_checkpoint])
-            yield LORA_WEIGHTS(
-                f"the {role} would take its weights from a checkpoint that has adapters only",
-                where=str(source.folder),
-                got="adapters",
-                expected="the weights of a whole model",
-                fix=f"{export}, then begin a new run with --hf-checkpoint NEW_DIR",
-            )
+            message = f"the {role} would take its weights from a checkpoint that has adapters only"
+            fix = f"{export}, then begin a new run with --hf-checkpoint NEW_DIR"
+            where, expected = str(source.folder), "the weights of a whole model"
+            yield LORA_WEIGHTS(message, fix=fix, where=where, got="adapters", expected=expected)
         elif lora_of(config, role) is not None:
             yield LORA_WEIGHTS(
                 f"the {role}'s adapters are trained on the weights of --hf-checkpoint, not on those of a checkpoint",

@@ -30,13 +30,10 @@ class Condition:
 
     kind: ProblemKind
     options: tuple[str, ...]
-    """Field names."""
     works: Callable[[Config, Estimator], bool]
-    """Whether they have an effect under this configuration and estimator."""
     needs: str
     """What they need, to follow "only works "."""
     fix: str
-    """What to type to make them work."""
 
 
 def _condition(
@@ -133,13 +130,8 @@ CONDITIONS: tuple[Condition, ...] = (
 
 
 def unused_options(config: Config, origins: Mapping[str, str], estimators: Mapping[str, Estimator]) -> list[Problem]:
-    """A warning for each group of options that the user set without effect.
-
-    Args:
-        config: as it was given, before the estimator's normalisation, which has warnings of its own.
-        origins: `section.key` to the layer that gave the value.
-        estimators: by name. Where the chosen one is not among them there is nothing to say.
-    """
+    """A warning for each group of options that the user set without effect, in a configuration as it was given: the
+    estimator's normalisation has warnings of its own."""
     name = config.algorithm.advantage_estimator
     chosen = estimators.get(name)
     if chosen is None:

@@ -12,19 +12,9 @@ from relax_cli.config.placement import KV_CACHE_BYTES, MOST_ROWS, PREFILL_TOKENS
 from relax_cli.config.schema import CheckpointSection, Config
 from relax_cli.models.lora import lora_of
 from relax_cli.models.spec import ModelSpec
-from relax_cli.preflight.memory import activations
+from relax_cli.preflight.memory import activations, sizes
 from relax_cli.preflight.memory.gpu import server_memory
-from relax_cli.preflight.memory.sizes import (
-    CPU,
-    GPU,
-    GRADIENTS,
-    LIBRARIES,
-    MIB,
-    OBJECT_STORE,
-    Lengths,
-    Precision,
-    RoleMemory,
-)
+from relax_cli.preflight.memory.sizes import CPU, GRADIENTS, LIBRARIES, MIB, OBJECT_STORE, Lengths, RoleMemory
 
 BASE_BYTES = 450 * MIB
 """Memory of a worker without a model: Python, torch, Ray and what the role imports (measured)."""
@@ -37,17 +27,12 @@ OFFLOADED = 16
 """Bytes of a parameter whose optimizer is in host memory: fp32 master weight, gradient and two moments."""
 
 
-def precision_of(config: Config) -> Precision:
-    """bf16 with `--device cuda`, fp32 otherwise."""
-    return GPU if config.parallel.device == "cuda" else CPU
-
-
 def roles_memory(config: Config, roles: tuple[str, ...], spec: ModelSpec, lengths: Lengths) -> list[RoleMemory]:
     """One process of each role, on the CPU or the GPU as `--device` says (`auto`: CPU). Of several pipeline stages the
     one that needs the most."""
     counts = config.parallel.stage_layers(spec.num_layers)
     stages = [_Sizes(config, spec, lengths, stage) for stage in range(len(counts))]
-    return [max((sizes.role(role) for sizes in stages), key=lambda memory: memory.peak_bytes) for role in roles]
+    return [max((stage.role(role) for stage in stages), key=lambda memory: memory.peak_bytes) for role in roles]
 
 
 def phase_bytes(config: Config, memory: Sequence[RoleMemory]) -> dict[str, int]:
@@ -74,7 +59,6 @@ def host_peak(config: Config, memory: Sequence[RoleMemory]) -> int:
 
 
 def _base(config: Config, memory: Sequence[RoleMemory]) -> int:
-    """Memory without any model."""
     if config.parallel.launcher == "local":
         return BASE_BYTES
     return OTHER_PROCESSES + SHARED_BYTES + sum(m.ranks * (m.base_bytes - SHARED_BYTES) for m in memory)
@@ -92,7 +76,7 @@ def engine_rows(spec: ModelSpec, requests: int, columns: int) -> int:
 
 def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
     """One checkpoint of the actor, and of the critic if it is saved: weights, master copies and moments."""
-    precision = precision_of(config)
+    precision = sizes.precision_of(config)
     saves_critic = "critic" in config.parallel.resource and config.critic.critic_save is not None
     roles = ("actor", "critic") if saves_critic else ("actor",)
     parameters = sum(trained_parameters(config, spec, role) for role in roles)
@@ -119,12 +103,11 @@ class _Sizes:
 
     def __init__(self, config: Config, spec: ModelSpec, lengths: Lengths, stage: int) -> None:
         self.config, self.layout, self.spec, self.lengths = config, config.parallel, spec, lengths
-        self.precision = precision_of(config)
+        self.precision = sizes.precision_of(config)
         self.tensor_parallel = config.parallel.tensor_model_parallel_size
         counts = self.layout.stage_layers(spec.num_layers)
         self.stage, self.stages, self.layers = stage, len(counts), counts[stage]
         self.experts = self._in_layers(spec.expert_parameters)
-        """Parameters of the experts of a stage."""
         self.experts_elsewhere = self.experts - self.experts // config.parallel.expert_model_parallel_size
         """Parameters of experts that a rank leaves to others."""
         self.on_cpu = self.precision is CPU
@@ -164,14 +147,14 @@ class _Sizes:
         work = self._pass(ranks)
         passes = -(-self.config.batch.samples_per_step // self._data_parallel(ranks) // max(1, int(work.samples)))
         in_flight = max(1, min(self.stages - self.stage, passes))
-        sizes = self.spec, self.layout, work, self.precision.activations
-        saved = activations.activation_bytes(*sizes, layers=self.layers, in_flight=in_flight)
+        of_pass = self.spec, self.layout, work, self.precision.activations
+        saved = activations.activation_bytes(*of_pass, layers=self.layers, in_flight=in_flight)
         working = {"activations": saved}
         publishing: dict[str, int] = {}
         if role == "actor":
             logits = self._logits(work, entropy_grad=self.config.algorithm.entropy_coef != 0)
             # What a CPU's allocator has freed of the one is of no use to the other.
-            head = activations.at_head_bytes(*sizes, layers=self.layers)
+            head = activations.at_head_bytes(*of_pass, layers=self.layers)
             if logits and self.on_cpu:
                 working["logits"] = logits
             elif logits and head + logits > saved:

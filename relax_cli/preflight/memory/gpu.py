@@ -32,7 +32,6 @@ class Cache:
     """SGLang's KV cache on a GPU of one size."""
 
     gpu: int
-    """Bytes of the GPU."""
     size: int
     """Bytes of the cache; below 0 where the weights alone are too large."""
     sequences: int
@@ -71,9 +70,7 @@ class GpuMemory:
     wanted: int
     """Samples that one server is given in a rollout."""
     host: int
-    """Bytes of host memory of a node."""
     host_gpus: int
-    """GPUs of that node."""
     advice: dict[str, tuple[str, ...]]
     """For each phase that does not fit the smallest size: what to lower first, in that order."""
 
@@ -83,11 +80,8 @@ def server_memory(section: SglangSection, spec: ModelSpec, ranks: int) -> RoleMe
     if section.rollout_external:
         return RoleMemory("rollout", ranks, {}, {}, {}, keeps_freed=False)
     # New weights are received one bucket at a time, before there is a KV cache.
-    weights, received = (
-        {"weights": server_weights(section, spec)},
-        {"received weights": section.update_weight_buffer_size},
-    )
-    return RoleMemory("rollout", ranks, weights, {}, received, keeps_freed=False)
+    received = {"received weights": section.update_weight_buffer_size}
+    return RoleMemory("rollout", ranks, {"weights": server_weights(section, spec)}, {}, received, keeps_freed=False)
 
 
 def server_weights(section: SglangSection, spec: ModelSpec) -> int:

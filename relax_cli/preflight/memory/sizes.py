@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from relax_cli.config.schema import Config
+
 MIB = 1 << 20
 GIB = 1 << 30
 LIBRARIES = "Python and libraries"
@@ -32,6 +34,11 @@ GPU = Precision(
     moments=8,
     activations=2,
 )
+
+
+def precision_of(config: Config) -> Precision:
+    """bf16 with `--device cuda`, fp32 otherwise."""
+    return GPU if config.parallel.device == "cuda" else CPU
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, ParallelSection, RolloutSection
+from relax_cli.config.schema import BatchSection, Config
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.rules.registry import Finding, Found, largest_divisor, rule
 from relax_cli.preflight.rules.resources import TRAINED_ROLES
@@ -77,38 +77,33 @@ def batch_smaller_than_ranks(config: Config) -> Found:
 
 
 @rule("token-budget-missing", THEME, option="--max-tokens-per-gpu")
-def token_budget_missing(batch: BatchSection, rollout: RolloutSection, algorithm: AlgorithmSection) -> Found:
+def token_budget_missing(config: Config) -> Found:
     """`--use-dynamic-batch-size` fills micro-batches up to `--max-tokens-per-gpu` tokens, which is not set."""
-    if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
-        longest = _longest_sample(rollout.rollout_max_prompt_len or 0, rollout, algorithm)
+    if config.batch.use_dynamic_batch_size and config.batch.max_tokens_per_gpu is None:
+        longest = _longest_sample(config, config.rollout.rollout_max_prompt_len or 0)
         yield Finding(fix=f"--max-tokens-per-gpu {4 * longest}, or drop --use-dynamic-batch-size")
 
 
 @rule("token-budget-too-small", THEME, option="--max-tokens-per-gpu")
-def token_budget_too_small(
-    batch: BatchSection,
-    rollout: RolloutSection,
-    algorithm: AlgorithmSection,
-    parallel: ParallelSection,
-    inputs: RunInputs,
-) -> Found:
+def token_budget_too_small(config: Config, inputs: RunInputs) -> Found:
     """Prompt and response of one sample, or a context-parallel rank's part of them, may be longer than
     `--max-tokens-per-gpu`. Padding counts: a micro-batch that is not packed costs its number of samples × its longest
     one."""
+    rollout, budget, ranks = config.rollout, config.batch.max_tokens_per_gpu, config.parallel.context_parallel_size
     prompt = rollout.rollout_max_prompt_len or inputs.longest_prompt or 0
-    longest = parallel.tokens_of_rank(_longest_sample(prompt, rollout, algorithm))
-    budget, ranks = batch.max_tokens_per_gpu, parallel.context_parallel_size
-    if batch.use_dynamic_batch_size and budget is not None and longest > budget:
+    longest = config.parallel.tokens_of_rank(_longest_sample(config, prompt))
+    if config.batch.use_dynamic_batch_size and budget is not None and longest > budget:
         origin = "--rollout-max-prompt-len" if rollout.rollout_max_prompt_len else "the longest prompt"
         terms = f"{prompt} ({origin}) + {rollout.rollout_max_response_len} (--rollout-max-response-len)"
-        terms += " + 1 (--bootstrap-truncated)" * algorithm.bootstrap_truncated + f", on {ranks} ranks" * (ranks > 1)
+        terms += " + 1 (--bootstrap-truncated)" * config.algorithm.bootstrap_truncated
+        terms += f", on {ranks} ranks" * (ranks > 1)
         fix = f"--max-tokens-per-gpu {longest}, or lower --rollout-max-response-len"
         yield Finding("one sample may be longer than a whole micro-batch", fix, expected=f"at least {longest}: {terms}")
 
 
-def _longest_sample(prompt: int, rollout: RolloutSection, algorithm: AlgorithmSection) -> int:
+def _longest_sample(config: Config, prompt: int) -> int:
     # With bootstrapping, the state after a truncated response is one token more.
-    return prompt + rollout.rollout_max_response_len + algorithm.bootstrap_truncated
+    return prompt + config.rollout.rollout_max_response_len + config.algorithm.bootstrap_truncated
 
 
 @rule("run-length-missing", THEME, option="--num-rollout")

@@ -1,11 +1,13 @@
-"""Rules about prompts. What is wrong in the rows is found while they are read (`relax_cli.preflight.inputs`)."""
+"""Rules about prompts and episodes. What is wrong in rows is found while they are read (`preflight.inputs`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from relax_cli.config.schema import DataSection
+from relax_cli.config.schema import DataSection, EpisodeSection, RewardSection, RolloutSection
 from relax_cli.data.curriculum import USER_FILE
+from relax_cli.data.envs.load import THEME as EPISODES
+from relax_cli.data.envs.load import USER_FILE as ENV_FILE
 from relax_cli.data.sources import SOURCE, source_of, weights_of
 from relax_cli.errors import ConfigError
 from relax_cli.plugin.records import Curriculum
@@ -47,3 +49,30 @@ def prompt_data_source(data: DataSection) -> Found:
         weights_of([source_of(item) for item in data.prompt_data])
     except ConfigError as error:
         yield from error.problems
+
+
+@rule(ENV_FILE.nowhere)
+def env_unknown(episode: EpisodeSection, envs: frozenset[str]) -> Found:
+    """No installed plugin provides an environment of that name."""
+    if episode.env is not None and not is_file_spec(episode.env) and episode.env not in envs:
+        yield ENV_FILE.unknown(episode.env, envs)
+
+
+@rule("env-and-reward", EPISODES, option="--env")
+def env_and_reward(episode: EpisodeSection, reward: RewardSection) -> Found:
+    """The environment gives the rewards of an episode, so `--rm-type` and `--custom-rm-path` have nothing to judge."""
+    chosen = reward.rm_type or reward.custom_rm_path
+    if episode.env is not None and chosen is not None:
+        fix = f"drop {'--rm-type' if reward.rm_type else '--custom-rm-path'}"
+        yield Finding(
+            fix=fix, got=f"{episode.env} and {chosen}", expected="one of --env, --rm-type and --custom-rm-path"
+        )
+
+
+@rule("env-turns", EPISODES, option="--max-turns")
+def env_turns(episode: EpisodeSection, rollout: RolloutSection) -> Found:
+    """Every turn takes a token, so an episode never has more than `--rollout-max-response-len` turns."""
+    longest = rollout.rollout_max_response_len
+    if episode.env is not None and episode.max_turns > longest:
+        fix = f"--max-turns {longest}, or a --rollout-max-response-len of the turns and observations together"
+        yield Finding(fix=fix, expected=f"at most {longest}")

@@ -83,34 +83,26 @@ def folder_read_only(config: Config) -> Found:
         "--run-dir": config.run.run_dir,
     }
     for option, folder in places.items():
-        if folder is None:
-            continue
-        existing = nearest_existing(Path(folder))
-        if existing.is_dir() and _is_writable(existing):
-            continue
-        what = "a folder that this user cannot write to"
-        if existing.is_dir() and existing.stat().st_dev in _kernel_devices():
-            what = "a folder of the kernel, which keeps no files"
-        elif not existing.is_dir():
-            what = "a link to nowhere" if existing.is_symlink() else "a file"
-        chmod = f", or chmod u+wx {existing}" if "user" in what else ""
-        yield Finding(
-            f"nothing can be written to the folder of {option}",
-            option=option,
-            got=f"{existing} is {what}",
-            expected="a folder that can be written to",
-            fix=f"{option} DIR with a folder of your own{chmod}",
-        )
+        existing = nearest_existing(Path(folder or "/"))
+        if folder is not None and (what := _write_fault(existing)):
+            chmod = f", or chmod u+wx {existing}" if "user" in what else ""
+            message, fix = (
+                f"nothing can be written to the folder of {option}",
+                f"{option} DIR with a folder of your own",
+            )
+            expected = "a folder that can be written to"
+            yield Finding(message, f"{fix}{chmod}", f"{existing} is {what}", expected, option)
 
 
-def _is_writable(folder: Path) -> bool:
-    allowed = os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
-    return allowed and folder.stat().st_dev not in _kernel_devices()
-
-
-def _kernel_devices() -> set[int]:
-    """Devices of file systems where no file can be made, though root seems to be allowed to."""
-    return {os.stat(place).st_dev for place in ("/proc", "/sys") if os.path.ismount(place)}
+def _write_fault(place: Path) -> str:
+    """What a place is where nothing can be written; empty where something can."""
+    if not place.is_dir():
+        return "a link to nowhere" if place.is_symlink() else "a file"
+    # No file can be made there, though root seems to be allowed to.
+    if place.stat().st_dev in {os.stat(kernel).st_dev for kernel in ("/proc", "/sys") if os.path.ismount(kernel)}:
+        return "a folder of the kernel, which keeps no files"
+    allowed = os.access(place, os.W_OK | os.X_OK, effective_ids=True)
+    return "" if allowed else "a folder that this user cannot write to"
 
 
 def unused_name(folder: str) -> str:

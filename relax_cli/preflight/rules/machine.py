@@ -60,12 +60,8 @@ def lacking_bf16(has_bf16: bool) -> Finding | None:
     """What to say of a CPU, unless it has instructions for bf16 products."""
     if has_bf16:
         return None
-    return Finding(
-        "this CPU has no instructions for bf16 matrix products",
-        got="neither avx512_bf16 nor amx_bf16 in /proc/cpuinfo",
-        expected="one of them",
-        fix="--cpu-matmul-precision fp32",
-    )
+    message, got = "this CPU has no instructions for bf16 matrix products", "neither avx512_bf16 nor amx_bf16"
+    return Finding(message, "--cpu-matmul-precision fp32", f"{got} in /proc/cpuinfo", "one of them")
 
 
 @rule("disk-too-small", MACHINE_THEME, option="--save", needs="machine")
@@ -117,13 +113,9 @@ def expandable_segments(config: Config, machine: Machine) -> Found:
     starts_servers = rollout_engine(config) == "sglang" and not config.sglang.rollout_external
     on_gpus = config.parallel.device == "cuda"
     if starts_servers and on_gpus and "expandable_segments:true" in machine.allocator.replace(" ", "").lower():
-        yield Finding(
-            "SGLang cannot sleep or take weights over CUDA IPC from memory in expandable segments",
-            where="PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF",
-            got=machine.allocator,
-            expected="no expandable_segments:True",
-            fix="unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF",
-        )
+        message = "SGLang cannot sleep or take weights over CUDA IPC from memory in expandable segments"
+        fix, where = "unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF"
+        yield Finding(message, fix, machine.allocator, "no expandable_segments:True", where=where)
 
 
 @rule("ray-temp-folder", MACHINE_THEME, option="--launcher", needs="machine")

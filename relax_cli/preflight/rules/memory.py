@@ -106,13 +106,10 @@ def host_memory_too_small(config: Config, inputs: RunInputs, machine: Machine) -
     needed = host_bytes(_roles(config, inputs), min(bundles, machine.gpus), bundles)
     if needed > machine.memory:
         shard = "" if config.optimizer.use_distributed_optimizer else "--use-distributed-optimizer, "
-        yield Finding(
-            "sleeping roles and offloaded optimizers do not fit this machine's memory",
-            option="--optimizer-cpu-offload" if config.optimizer.optimizer_cpu_offload else "--resource",
-            got=f"{in_bytes(machine.memory)} here",
-            expected=in_bytes(needed),
-            fix=f"{shard}a larger machine, or a smaller model",
-        )
+        option = "--optimizer-cpu-offload" if config.optimizer.optimizer_cpu_offload else "--resource"
+        message = "sleeping roles and offloaded optimizers do not fit this machine's memory"
+        fix, got = f"{shard}a larger machine, or a smaller model", f"{in_bytes(machine.memory)} here"
+        yield Finding(message, fix, got, in_bytes(needed), option)
 
 
 def _runs_on_gpus_here(config: Config, machine: Machine) -> bool:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from relax_cli.config.schema import (
-    AlgorithmSection,
-    Config,
-    CriticSection,
-    OptimizerSection,
-    ParallelSection,
-    RolloutSection,
-)
+from relax_cli.config.schema import AlgorithmSection, Config, RolloutSection
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.plan import optimizer_steps
 from relax_cli.preflight.rules.registry import Finding, Found, rule
@@ -18,10 +11,12 @@ THEME = "Objective"
 
 
 @rule("min-lr-above-lr", THEME, option="--min-lr")
-def min_lr_above_lr(optimizer: OptimizerSection, critic: CriticSection, parallel: ParallelSection) -> Found:
+def min_lr_above_lr(config: Config) -> Found:
     """With a decaying schedule `--min-lr` must not be above `--lr` or `--critic-lr`."""
-    has_critic_rate = "critic" in parallel.resource and critic.critic_lr is not None
-    rates = {"--lr": optimizer.lr} | ({"--critic-lr": critic.critic_lr or 0.0} if has_critic_rate else {})
+    optimizer, critic_rate = config.optimizer, config.critic.critic_lr
+    rates = {"--lr": optimizer.lr}
+    if "critic" in config.parallel.resource and critic_rate is not None:
+        rates["--critic-lr"] = critic_rate
     option = min(rates, key=lambda name: rates[name])
     if optimizer.lr_decay_style != "constant" and optimizer.min_lr > rates[option]:
         fix = f"drop --min-lr, or --min-lr {rates[option]:g} (or less)"

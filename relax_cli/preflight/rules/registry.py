@@ -37,13 +37,9 @@ class RuleContext:
     inputs: RunInputs = field(default_factory=RunInputs)
     machine: Machine = field(default_factory=Machine)
     rewards: frozenset[str] = frozenset(BUILTIN_REWARDS)
-    """Names that `--rm-type` may have."""
     envs: frozenset[str] = frozenset()
-    """Names that `--env` may have."""
     curriculums: Mapping[str, Curriculum] = field(default_factory=lambda: BUILTIN_CURRICULUMS)
-    """What `--curriculum` may name."""
     trackers: Mapping[str, Tracker] = field(default_factory=lambda: BUILTIN_TRACKERS)
-    """What `--track` may name."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +132,7 @@ def largest_divisor(count: int, most: int) -> int:
 
 
 def run_rules(context: RuleContext, *, skip_files: bool = False) -> list[Problem]:
-    """Every problem of a configuration.
-
-    Args:
-        skip_files: leave out the rules that need the model and data files or this machine.
-    """
+    """Every problem of a configuration; `skip_files`: without the rules that need files or this machine."""
     countable = has_counts(context.config)
     found: list[Problem] = []
     for each in RULES:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 
+from relax_cli.config import placement
 from relax_cli.config.names import nearest
-from relax_cli.config.placement import (
-    QUEUE_CPUS,
-    SERVICE_CPUS,
-    needed_cpus,
-    rollout_engine,
-    shared_bundles,
-    takes_bundles,
-)
 from relax_cli.config.schema import Config, ParallelSection, SglangSection
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.preflight.machine import Machine
@@ -21,7 +14,6 @@ from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 THEME = "Roles, devices, parallelism"
 ROLES = ("actor", "critic", "rollout", "advantages", "reference")
-"""Roles that `--resource` may name."""
 DEVICE_ROLES = ("actor", "critic", "rollout", "reference")
 """Roles with a model."""
 TRAINED_ROLES = ("actor", "critic", "reference")
@@ -124,12 +116,13 @@ def ray_cpus(parallel: ParallelSection, sglang: SglangSection) -> Found:
     # Counts that make no sense have rules of their own.
     if given is None or any(min(counts) < 0 for counts in parallel.resource.values()):
         return
-    needed = needed_cpus(parallel, sglang)
+    needed = placement.needed_cpus(parallel, sglang)
     if given < needed:
-        terms = f"{shared_bundles(parallel, sglang)} for the roles, {QUEUE_CPUS} for TransferQueue, {SERVICE_CPUS} for"
+        queue, services = placement.QUEUE_CPUS, placement.SERVICE_CPUS
+        terms = f"{needed - queue - services} for the roles, {queue} for TransferQueue, {services} for other services"
         fix = f"--ray-num-cpus {needed} (logical: more than cores is fine), or fewer workers in --resource"
         message = "the roles and TransferQueue need more logical CPUs than Ray would have"
-        yield Finding(message, fix, expected=f"at least {needed}: {terms} services without a device")
+        yield Finding(message, fix, expected=f"at least {needed}: {terms}")
 
 
 @rule("unequal-shapes", THEME, option="--resource", severity="warning")
@@ -138,7 +131,7 @@ def unequal_shapes(parallel: ParallelSection, sglang: SglangSection) -> Found:
     sizes = {
         role: services * devices
         for role, (services, devices) in parallel.resource.items()
-        if devices > 0 and takes_bundles(role, parallel, sglang)
+        if devices > 0 and placement.takes_bundles(role, parallel, sglang)
     }
     largest = max(sizes.values(), default=0)
     idle = [f"{largest - size} while {role} works" for role, size in sizes.items() if size < largest]
@@ -153,11 +146,11 @@ def unequal_shapes(parallel: ParallelSection, sglang: SglangSection) -> Found:
 def update_weight_transport(config: Config) -> Found:
     """On GPUs, servers that the run starts share GPUs with the actor: weights go by `tensor` or `disk`. The GPUs of
     external servers are unknown: weights go by `distributed` or `disk`."""
-    is_external, chosen = config.sglang.rollout_external, config.sglang.update_weight_transport
-    allowed, reason = ("distributed", "external servers: their GPUs are unknown")
-    if not is_external:
-        allowed, reason = ("tensor", "servers on the actor's own GPUs: NCCL takes one rank per GPU")
-    on_servers = config.parallel.device == "cuda" and rollout_engine(config) == "sglang"
+    chosen = config.sglang.update_weight_transport
+    allowed, reason = "tensor", "servers on the actor's own GPUs: NCCL takes one rank per GPU"
+    if config.sglang.rollout_external:
+        allowed, reason = "distributed", "external servers: their GPUs are unknown"
+    on_servers = config.parallel.device == "cuda" and placement.rollout_engine(config) == "sglang"
     if on_servers and chosen not in ("auto", "disk", allowed):
         fix = "drop --update-weight-transport, or use --update-weight-transport disk"
         yield Finding(f"weights cannot go by {chosen} to {reason}", fix, expected=f"auto, {allowed} or disk")
