@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from functools import cache
 from importlib import import_module
 from inspect import signature
 from io import TextIOWrapper
@@ -20,7 +19,6 @@ import typer
 from typer.core import TyperGroup
 
 from relax_cli.cli.console import Output, is_debug
-from relax_cli.cli.help import CONTEXT, EXAMPLES, CommandGroup
 from relax_cli.errors import ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
 from relax_cli.plugin.stdout import stdout_as_stderr
 
@@ -34,6 +32,17 @@ CODE_EXITED = problem_kind(
     "Code of a reward, a plugin or a library called `sys.exit`. Exit codes of `relax` are its own: this is a failure.",
 )
 HELP = "Reinforcement-learning post-training of language models."
+WIDEST = 120
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST}
+"""Settings of every application."""
+EXAMPLES = """\b
+Start here:
+  relax quickstart                          train a tiny model on this CPU
+  relax recipes list                        ready configurations
+  relax train --recipe NAME --dry-run       check one and show its plan
+  relax validate-config --recipe FILE       everything that is wrong
+  relax checkpoint check-resume --load DIR  what a run would resume from
+  relax train --hf-checkpoint DIR --prompt-data FILE.jsonl --rm-type math"""
 
 COMMANDS = {
     "quickstart": "Teach a tiny model to add, or to use a tool, with PPO on this CPU, in a few minutes.",
@@ -65,7 +74,7 @@ WARM_COMMANDS = ("train", "quickstart", "eval")
 class LazyCommands(dict[str, Any]):
     """Commands by name; those of `COMMANDS` are imported when they are looked up."""
 
-    def __init__(self, plugins: Callable[[], Plugins]) -> None:
+    def __init__(self, plugins: Plugins | None) -> None:
         super().__init__(dict.fromkeys(COMMANDS))
         self._plugins = plugins
 
@@ -74,7 +83,10 @@ class LazyCommands(dict[str, Any]):
             holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
             # A plugin that prints when it is imported does not do so among the results.
             with stdout_as_stderr():
-                _add_command(holder, name, self._plugins())
+                from relax_cli.plugin.manager import load_plugins
+
+                self._plugins = self._plugins or load_plugins()
+                _add_command(holder, name, self._plugins)
             self[name] = typer.main.get_group(holder).commands[name]
         return super().__getitem__(name)
 
@@ -106,6 +118,16 @@ def _add_function(app: typer.Typer, name: str, function: Callable[..., Any], plu
         app.command(name)(command_of(function, plugins) if "output" in parameters else function)
 
 
+class CommandGroup(TyperGroup):
+    """Shows the whole first paragraph of each sub-command."""
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        """The list of sub-commands."""
+        texts = {name: (self.commands[name].help or "").strip() for name in self.commands}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, " ".join(text.partition("\n\n")[0].split())) for name, text in texts.items()])
+
+
 class RelaxGroup(TyperGroup):
     """Ends every `RelaxError` of a command in its screen and exit code."""
 
@@ -133,20 +155,13 @@ class RelaxGroup(TyperGroup):
 def build_app(plugins: Plugins | None = None) -> typer.Typer:
     """The application, with the options that the plugins add; those that are installed, where none are given."""
 
-    @cache
-    def installed() -> Plugins:
-        from relax_cli.plugin.manager import load_plugins
-
-        return load_plugins() if plugins is None else plugins
-
     class Group(RelaxGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
-            self.commands = LazyCommands(installed)
+            self.commands = LazyCommands(plugins)
 
     app = typer.Typer(
         cls=Group,
-        help=HELP,
         epilog=EXAMPLES,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -154,7 +169,15 @@ def build_app(plugins: Plugins | None = None) -> typer.Typer:
         rich_markup_mode=None,
         context_settings=CONTEXT,
     )
-    app.callback()(_root)
+
+    @app.callback(help=HELP)
+    def root(
+        show_version: Annotated[
+            bool, typer.Option("--version", help="print the version and stop", is_eager=True, callback=_print_version)
+        ] = False,
+    ) -> None:
+        pass
+
     return app
 
 
@@ -190,14 +213,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last frame: whatever is left is our bug, and is shown as one
         _bug(error)
     return ExitCode.FAILED
-
-
-def _root(
-    show_version: Annotated[
-        bool, typer.Option("--version", help="print the version and stop", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    """Reinforcement-learning post-training of language models."""
 
 
 def _print_version(wanted: bool) -> None:

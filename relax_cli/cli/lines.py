@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 WIDTH = 80
 
@@ -30,3 +31,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def counted(number: int, what: str) -> str:
     """`1 error`, `2 errors`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def shown_default(value: Any) -> str:
+    """The default of an option, as help says it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "unset" if value is None else str(value)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relax_cli.cli.console import Output
-from relax_cli.cli.lines import table
+from relax_cli.cli.lines import shown_default, table
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
@@ -79,15 +79,16 @@ def check_plugin(output: Output, plugins: Plugins, name: Name) -> ExitCode:
 
 
 def new_plugin(
-    output: Output,
-    plugins: Plugins,
-    name: NewName,
-    kind: KindOption = "estimator",
-    directory: Directory = None,
+    output: Output, plugins: Plugins, name: NewName, kind: KindOption = "estimator", directory: Directory = None
 ) -> None:
     """Write a complete package to start from: the formula or the reward, entry point, tests."""
     folder = Path(f"relax-{name}") if directory is None else directory
-    written = write_package(name, folder, taken=taken_names(plugins), kind=kind)
+    taken = {
+        provided: plugin.row.distribution
+        for plugin in plugins.installed()
+        for provided in [plugin.row.name, *(record.name for record in plugin.records)]
+    }
+    written = write_package(name, folder, taken=taken, kind=kind)
     steps = _next_steps(name, kind, folder)
     data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
     output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
@@ -104,12 +105,8 @@ def _next_steps(name: str, kind: str, folder: Path) -> list[str]:
         "env": "--label-key label --env",
         "curriculum": "--curriculum",
     }[kind]
-    steps = (
-        f"pip install -e {shlex.quote(str(folder))}",
-        f"relax plugins check {name}",
-        f"relax train {chosen} {name} ...",
-    )
-    return [with_program(step) for step in steps]
+    commands = (f"relax plugins check {name}", f"relax train {chosen} {name} ...")
+    return [f"pip install -e {shlex.quote(str(folder))}", *map(with_program, commands)]
 
 
 def _row(plugin: Plugin) -> dict[str, Any]:
@@ -120,15 +117,6 @@ def _row(plugin: Plugin) -> dict[str, Any]:
         row = replace(row, status="broken", reason="; ".join(reasons)) if reasons else row
     # A reason is the text of an exception in user code.
     return asdict(row) | {"reason": scrubbed(row.reason)}
-
-
-def taken_names(plugins: Plugins) -> dict[str, str]:
-    """Names of plugins and of what they provide, each with the distribution that has it."""
-    return {
-        name: plugin.row.distribution
-        for plugin in plugins.installed()
-        for name in [plugin.row.name, *(record.name for record in plugin.records)]
-    }
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:
@@ -187,7 +175,7 @@ def _page(data: dict[str, Any]) -> str:
             lines.append(f"  {part:<12} {place['reference']}  {at or '(not found)'}")
         needs = [word for word in ("critic", "groups") if estimator[f"needs_{word}"]]
         lines.append(f"  needs        {', '.join(needs) or 'nothing'}")
-        rows = [[f"  {o['flag']}", _default(o["default"]), o["help"]] for o in estimator["options"]]
+        rows = [[f"  {o['flag']}", shown_default(o["default"]), o["help"]] for o in estimator["options"]]
         lines += ["", table(("  option", "default", "meaning"), rows)]
     for key, (kind, called) in SHOWN.items():
         for one in data[key]:
@@ -196,19 +184,9 @@ def _page(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _default(value: Any) -> str:
-    if value is None:
-        return "unset"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(value)
-
-
 def _verdict(name: str, results: list[CheckResult]) -> str:
-    text = table(
-        ("check", "of", "status", "rule"), [[r.check, r.subject, r.status, r.reason or r.rule] for r in results]
-    )
-    lines = [text]
+    rows = [[r.check, r.subject, r.status, r.reason or r.rule] for r in results]
+    lines = [table(("check", "of", "status", "rule"), rows)]
     for result in results:
         for finding in result.findings:
             lines += ["", f"{result.check} of {result.subject}: {finding.message}", f"  fix       {finding.fix}"]

@@ -111,13 +111,8 @@ def down(output: Output) -> None:
     if found["runs"]:
         text = f"The warm process ends with its last run; their processes: {', '.join(map(str, found['runs']))}."
     else:
-        wait_for_end(found["pid"])
+        with suppress(ProcessLookupError):
+            handle = os.pidfd_open(found["pid"])  # It is not a child of this process.
+            select.select([handle], [], [], fork_client.PATIENCE)
+            os.close(handle)
     output.result({"ok": True, "pid": found["pid"], "runs": found["runs"]}, text)
-
-
-def wait_for_end(pid: int) -> None:
-    """Until a process that is not a child of this one has ended."""
-    with suppress(ProcessLookupError):
-        handle = os.pidfd_open(pid)
-        select.select([handle], [], [], fork_client.PATIENCE)
-        os.close(handle)

@@ -10,8 +10,7 @@ from relax_cli.config.names import done_otherwise, meant_option, nearest
 from relax_cli.config.recipes import bundled_recipes
 from relax_cli.errors import Problem, problem_kinds
 
-THEME = "Reading the configuration"
-declare = problem_kinds(THEME)
+declare = problem_kinds("Reading the configuration")
 UNKNOWN_OPTION = declare(
     "unknown-option",
     "There is no option of that name. The nearest one is given, or the one that has another name in other trainers.",
@@ -44,7 +43,14 @@ def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iter
                 # Its value, most likely.
                 rest.pop(0)
         else:
-            yield _unexpected(word)
+            recipes = bundled_recipes()
+            near = word if word in recipes or Path(word).is_file() else nearest(word, recipes)
+            yield UNEXPECTED_WORD(
+                f"{word!r} belongs to no option",
+                fix=f"--recipe {near}" if near else "give it after the option that it is for; see `relax train --help`",
+                got=word,
+                expected="options only",
+            )
     for name in ONE_VALUE:
         values = list(dict.fromkeys(given.get(name, ())))
         if len(values) > 1:
@@ -68,14 +74,3 @@ def unknown_option(name: str, known: Collection[str]) -> Problem:
     meant = meant_option(name, fields)
     fix = f"use {flag(meant)}" if meant else done_otherwise(name) or "see `relax train --help`"
     return UNKNOWN_OPTION(f"there is no option {name}", fix=fix, option=name, expected=flag(meant) if meant else "")
-
-
-def _unexpected(word: str) -> Problem:
-    recipes = bundled_recipes()
-    near = word if word in recipes or Path(word).is_file() else nearest(word, recipes)
-    return UNEXPECTED_WORD(
-        f"{word!r} belongs to no option",
-        fix=f"--recipe {near}" if near else "give it after the option that it is for; see `relax train --help`",
-        got=word,
-        expected="options only",
-    )

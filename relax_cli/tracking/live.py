@@ -16,7 +16,6 @@ from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from relax_cli.tracking.evaluations import evaluations_of
 from relax_cli.tracking.numbers import (
     PHASES,
     columns_of,
@@ -26,6 +25,7 @@ from relax_cli.tracking.numbers import (
     step_line,
     step_text,
 )
+from relax_cli.tracking.run_reader import evaluations_of
 from relax_cli.tracking.view import RunHeader, RunState, broken_in_red, picture
 
 REDRAWN_EVERY = 0.25
