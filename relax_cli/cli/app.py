@@ -64,7 +64,9 @@ COMMANDS = {
 The module of that name in this folder has the command's function (see `command.py`), or a
 table of `SUB_COMMANDS`.
 """
-MODULES = {"down": "up"}
+MODULES = {"validate-config": "train", "up": "warm", "down": "warm"} | dict.fromkeys(
+    ("report", "rollouts", "replay"), "runs"
+)
 """Modules that have another name than their command."""
 
 WARM_COMMANDS = ("train", "quickstart", "eval")

@@ -1,24 +1,24 @@
-"""A checked run as people and programs see it, and the bar while its files are read."""
+"""A checked run and its plan as people and programs see them, and the bar while its files are read."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from relax_cli.cli.console import Output
-from relax_cli.cli.lines import wrapped
-from relax_cli.cli.plan_text import plan_lines, simulation_lines
-from relax_cli.cli.problem_text import problem_lines, problems_data, problems_text
+from relax_cli.cli.text import counted, problem_lines, problems_data, problems_text, table, wrapped
 from relax_cli.config.layers import Layers
 from relax_cli.config.text import in_json
 from relax_cli.engine.simulate import simulate
 from relax_cli.errors import ConfigError, ExitCode
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
-from relax_cli.preflight.plan import plan_dict
+from relax_cli.preflight.memory.gpu import GpuMemory
+from relax_cli.preflight.memory.sizes import LIBRARIES, in_bytes
+from relax_cli.preflight.plan import Plan, plan_dict
 
 if TYPE_CHECKING:
     from relax_cli.checkpoint.resume import ResumeDecision
@@ -160,3 +160,163 @@ def reading_progress(output: Output) -> Iterator[Callable[[str, float], None]]:
     with bar:
         bar.add_task("checking configuration, model and data", total=None)
         yield show
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Roles, placement, steps, memory and disk."""
+    parts = (_roles(plan), _placement(plan), _steps(plan), memory_lines(plan), _disk(plan))
+    return [line for part in parts for line in part]
+
+
+def _roles(plan: Plan) -> list[str]:
+    lines = ["roles, in the order of a step"]
+    for role in plan.roles:
+        lines += wrapped(f"  {role.name:<11} {role.summary}", " " * 14)
+        lines += wrapped(f"{'':<14}reads  {' '.join(role.reads) or '-'}", " " * 21)
+        lines += wrapped(f"{'':<14}writes {' '.join(role.writes) or '-'}", " " * 21)
+    return lines
+
+
+def _placement(plan: Plan) -> list[str]:
+    rows = []
+    for role in plan.roles:
+        last = role.bundles[-1] if role.bundles else None
+        bundles = "-" if last is None else f"0-{last}" if last else "0"
+        numbers = (str(role.processes), str(role.threads), bundles, str(role.idle_bundles or "-"))
+        rows.append((f"  {role.name}", *numbers))
+    lines = ["", "placement", *table(("  role", "processes", "threads each", "bundles", "idle"), rows).splitlines()]
+    if plan.launcher == "local":
+        return [*lines, "  --launcher local: everything in this process"]
+    shared = [role.name for role in plan.roles if role.bundles]
+    bundles = counted(plan.bundles, "bundle")
+    lines += wrapped(f"  {bundles} of one placement group, shared in turns by {', '.join(shared)}")
+    lines += wrapped(f"  Ray needs {plan.logical_cpus} logical CPUs (roles take turns: more than cores is fine)")
+    gpus = f"  GPUs needed: {plan.gpus}, {plan.gpus_why}" if plan.gpus else f"  GPUs needed: {plan.gpus_why}"
+    return [*lines, *wrapped(gpus)]
+
+
+def _steps(plan: Plan) -> list[str]:
+    s = plan.steps
+    lines = ["", "steps"]
+    samples = f"{s.prompts_per_rollout} prompts x {counted(s.samples_per_prompt, 'sample')} = {s.samples_per_rollout}"
+    steps = f"{counted(s.steps_per_rollout, 'optimizer step')} x {s.samples_per_step} samples"
+    lines += wrapped(f"  a rollout: {samples} samples = {steps}")
+    if s.rollouts is None:
+        lines.append("  rollouts: as many as --num-epoch gives; the data were not read")
+    else:
+        steps = ", ".join(f"{count} of the {role}" for role, count in s.optimizer_steps.items())
+        resumed = f", resuming at {s.first_rollout}" if s.first_rollout else ""
+        lines += wrapped(f"  the run: {s.rollouts} rollouts{resumed}; optimizer steps: {steps}")
+    lines += wrapped(
+        f"  tokens of a rollout: at most {s.samples_per_rollout} x ({s.longest_prompt} prompt + {s.longest_response}"
+        f" response) = {s.most_tokens_per_rollout}"
+    )
+    if s.prompts is not None and s.rollouts is not None:
+        passes = s.rollouts * s.prompts_per_rollout / s.prompts
+        times = f"{passes:.0f}" if passes >= 10 else f"{passes:.2g}"
+        lines += wrapped(f"  data: {s.prompts} prompts, used {times} times")
+    return lines
+
+
+def _disk(plan: Plan) -> list[str]:
+    lines = ["", "disk"]
+    if not plan.checkpoint:
+        return [*lines, "  no checkpoints" if plan.memory else "  checkpoints: size not known"]
+    needed = (
+        f"{plan.checkpoints_kept} x {in_bytes(plan.checkpoint)} = {in_bytes(plan.checkpoint * plan.checkpoints_kept)}"
+    )
+    free = "" if plan.disk_free is None else f", {in_bytes(plan.disk_free)} free"
+    return [*lines, *wrapped(f"  checkpoints: {needed}{free}")]
+
+
+def memory_lines(plan: Plan) -> list[str]:
+    """What the processes need, in all phases, and what was assumed."""
+    lines = ["", "memory (estimate)"]
+    if not plan.memory:
+        return [*lines, "  not known: the model's config.json was not read"]
+    parameters = ", ".join(f"{name} {count:,}" for name, count in plan.parameters.items())
+    lines += wrapped(f"  parameters: {parameters}")
+    lines += _on_cpu(plan) if plan.gpu is None else _on_gpus(plan, plan.gpu)
+    return lines + [line for text in plan.assumptions for line in wrapped(f"  - {text}")]
+
+
+def simulation_lines(simulation: Mapping[str, Mapping[str, Mapping[str, int]]], plan: Plan | None) -> list[str]:
+    """The peaks of a simulated step next to what the plan has for its role."""
+    planned = {m.role: m.model_bytes + sum(m.working.values()) for m in (() if plan is None else plan.memory)}
+    peaks = {(name, phase): parts for name, phases in simulation.items() for phase, parts in phases.items()}
+    heaviest: dict[str, int] = {}
+    for (name, _), parts in peaks.items():
+        role = name.split()[0]
+        heaviest[role] = max(heaviest.get(role, 0), sum(parts.values()))
+    rows = []
+    for (name, phase), parts in peaks.items():
+        role, size = name.split()[0], sum(parts.values())
+        # The plan is that of the heaviest stage.
+        plan_of_it = _size(planned.get(role, 0)) if role == name or size == heaviest[role] else "-"
+        rows.append((f"  {name}, {phase}", in_bytes(size), plan_of_it))
+    lines = ["", "memory of a training step (simulated, one process)"]
+    lines += table(("  peak of", "simulated", "plan of the role"), rows).splitlines()
+    for (name, phase), parts in peaks.items():
+        lines += _parts(f"  {name}, {phase}", dict(sorted(parts.items(), key=lambda part: -part[1])))
+    return lines
+
+
+def _on_cpu(plan: Plan) -> list[str]:
+    header = ("  one process of", "libraries", "model", "working", "publishing", "peak")
+    rows = []
+    for memory in plan.memory:
+        working, publishing = sum(memory.working.values()), sum(memory.publishing.values())
+        sizes = (memory.base_bytes, memory.model_bytes, working, publishing, memory.peak_bytes)
+        rows.append((f"  {memory.role}", *map(_size, sizes)))
+    lines = table(header, rows).splitlines()
+    for memory in plan.memory:
+        lines += _parts(f"  {memory.role}", {**memory.resident, **memory.working})
+    lines += _parts("  all processes together", plan.phases)
+    here = "" if plan.memory_here is None else f"; this machine has {in_bytes(plan.memory_here)}"
+    return [*lines, f"  at their peaks: {in_bytes(plan.peak)}{here}"]
+
+
+def _on_gpus(plan: Plan, gpu: GpuMemory) -> list[str]:
+    sizes = list(dict.fromkeys(fit.gpu for fit in gpu.fits))
+    parts = {(fit.phase, fit.gpu): f"{fit.part:.0%}" for fit in gpu.fits}
+    by_role = {memory.role: memory for memory in plan.memory}
+    rows = []
+    for phase in dict.fromkeys(fit.phase for fit in gpu.fits):
+        memory = by_role.get(phase)
+        held = ("-", "-") if memory is None else (_size(memory.model_bytes), _size(sum(memory.working.values())))
+        rows.append((f"  {phase}", *held, *(parts[phase, size] for size in sizes)))
+    header = ("  one GPU in phase", "model", "working", *(f"of {_round(size)}" for size in sizes))
+    lines = table(header, rows).splitlines()
+    for memory in plan.memory:
+        lines += _parts(f"  {memory.role}", {**memory.resident, **memory.working})
+    lines += _cache_lines(plan, gpu)
+    for phase, advice in gpu.advice.items():
+        lines += wrapped(f"  {phase} does not fit {_round(sizes[0])}; lower first: {'; then '.join(advice)}")
+    here = "" if plan.memory_here is None or not plan.gpus_here else f"; this machine has {in_bytes(plan.memory_here)}"
+    lines.append(f"  host memory of a node of {counted(gpu.host_gpus, 'GPU')}: {in_bytes(gpu.host)}{here}")
+    for memory in plan.memory:
+        lines += _parts(f"    each {memory.role} process", memory.host)
+    return lines
+
+
+def _cache_lines(plan: Plan, gpu: GpuMemory) -> list[str]:
+    lines, length = [], plan.steps.longest_prompt + plan.steps.longest_response
+    for cache in gpu.caches:
+        room = f"{in_bytes(cache.size)}, {cache.sequences} samples of {length} tokens at a time"
+        lines += wrapped(f"  SGLang's cache on {_round(cache.gpu)}: {room if cache.size > 0 else 'no room'}")
+    if lines:
+        lines += wrapped(f"  samples that one server is given in a rollout: {gpu.wanted}; what does not fit waits")
+    return lines
+
+
+def _parts(title: str, parts: dict[str, int]) -> list[str]:
+    shown = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if name != LIBRARIES)
+    return wrapped(f"{title}: {shown}", " " * (2 + len(title) - len(title.lstrip()))) if shown else []
+
+
+def _size(size: int) -> str:
+    return in_bytes(size) if size else "-"
+
+
+def _round(size: int) -> str:
+    return f"{size / 10**9:.0f} GB"

@@ -15,7 +15,7 @@ from relax_cli.checkpoint import align, layout, prune
 from relax_cli.checkpoint.fingerprint import folder_of_model
 from relax_cli.checkpoint.side import is_one_checkpoint
 from relax_cli.cli.console import Output
-from relax_cli.cli.lines import WIDTH
+from relax_cli.cli.text import WIDTH
 from relax_cli.config.values import expand_path, unset_variable
 from relax_cli.engine.run_folder import claimed
 from relax_cli.errors import ConfigError, ResumeError, RunError, problem_kind

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from relax_cli.cli.problem_text import problem_lines, problems_data
+from relax_cli.cli.text import problem_lines, problems_data
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.text import printable, with_program
 from relax_cli.errors import Problem, RelaxError

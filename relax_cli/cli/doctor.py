@@ -11,27 +11,42 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from relax_cli.cli.console import Output
-from relax_cli.cli.doctor_versions import Check, Severity, driver_check, requirements_of, version_checks
-from relax_cli.cli.lines import table
+from relax_cli.cli.text import table
 from relax_cli.cli.warm import tell
 from relax_cli.config.redact import scrubbed
-from relax_cli.config.versions import NEWEST_MEGATRON, installed_version
+from relax_cli.config.versions import NEWEST_MEGATRON, SETS, SGLANG_CONTRACTS, installed_version
 from relax_cli.data.sandbox.outside import sandbox_fault, sandbox_fix
 from relax_cli.errors import ExitCode
 from relax_cli.plugin.manager import Plugins
-from relax_cli.preflight.machine import gpu_count, ray_temp_folder, ray_temp_trouble, total_memory, usable_cores
+from relax_cli.preflight.machine import (
+    NVIDIA_SMI_SECONDS,
+    gpu_count,
+    ray_temp_folder,
+    ray_temp_trouble,
+    total_memory,
+    usable_cores,
+)
 from relax_cli.preflight.memory.sizes import in_bytes
 
+Severity = Literal["note", "problem"]
+PAIRED = ("torch", "megatron-core", "sglang")
+"""Distributions whose versions depend on each other."""
+PINNING = ("sglang", "megatron-core", "megatron-bridge", "TransferQueue", "transformers")
+"""Distributions whose own requirements must be satisfied together: pip breaks them when it installs one by one."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 Timeout = Annotated[float, typer.Option("--timeout", min=1, help="seconds that one part may take to import")]
 SMALL_SHARED_MEMORY = 1 << 30
 """Ray's object store falls back to files where /dev/shm is too small for it."""
@@ -40,7 +55,6 @@ FEW_FILES = 4096
 """Ray's processes open thousands of files and sockets."""
 TOO_SLOW = "does not import within"
 LITTLE_DISK = 2 << 30
-
 CPU_SUPPORT = "from relax_cli.backends.megatron.cpu_support import install; install()"
 CUDA = """
 import json, torch
@@ -50,28 +64,6 @@ for i in range(torch.cuda.device_count()):
     rows.append([torch.cuda.get_device_name(i), free, total])
 print(json.dumps({"build": torch.version.cuda, "devices": rows}))
 """
-
-
-@dataclass(frozen=True)
-class Part:
-    """A package that relax uses."""
-
-    distribution: str
-    code: str
-    """Proves that it works."""
-    needed: bool
-    fix: str
-
-
-def required(distribution: str) -> str:
-    """How to install what relax itself requires, by its own metadata."""
-    for requirement in requirements_of("relax-cli"):
-        if canonicalize_name(requirement.name) == canonicalize_name(distribution):
-            requirement.marker = None
-            return f"pip install '{requirement}'"
-    return f"pip install {distribution}"
-
-
 NEEDED = {
     "torch": "import torch; assert torch.ones(2).sum() == 2",
     "megatron-core": "import megatron.core",
@@ -98,6 +90,121 @@ OPTIONAL = {
     "tensorboard": ("import tensorboard", "pip install 'relax-cli[tensorboard]' (for --tensorboard)"),
 }
 """What some runs need: the code that proves that it works, and how to install it."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of `relax doctor`."""
+
+    name: str
+    status: Literal["ok", "note", "problem"]
+    found: str
+    fix: str = ""
+    """What to type; empty when it is ok."""
+
+
+def version_checks(has_gpu: bool) -> list[Check]:
+    """The pair of versions, requirements that do not hold, and settings that are known to break runs."""
+    installed = {name: found for name in PAIRED if (found := installed_version(name)) is not None}
+    checks = [tested_pair(sys.version_info[:2], installed)]
+    if "sglang" in installed:
+        checks.append(sglang_contract(installed["sglang"]))
+    checks += [check for name in PINNING for check in broken_requirements(name)]
+    checks += allocator_conflict(os.environ, has_gpu=has_gpu)
+    return checks
+
+
+def tested_pair(python: tuple[int, int], installed: Mapping[str, str]) -> Check:
+    """Whether Python, torch, megatron-core and sglang were run together."""
+    public = {name: found.partition("+")[0] for name, found in installed.items()}
+    shown = ", ".join([*(f"{name} {found}" for name, found in public.items()), f"Python {python[0]}.{python[1]}"])
+    for known in SETS:
+        if not known.matches(python, installed):
+            continue
+        if known.is_tested:
+            return Check("versions", "ok", f"tested for {known.name}: {shown}")
+        found = f"known for {known.name}: {shown} ({known.proof})"
+        return Check("versions", "note", found, "run scripts/gpu_check.sh and look at what it reports")
+    fixes = [f"{known.as_requirements} (for {known.name})" for known in SETS if python in known.python]
+    fix = f"pip install {', or '.join(fixes)}" if fixes else "make an environment with Python 3.11 or 3.12"
+    return Check("versions", "note", f"not tested together: {shown}", fix)
+
+
+def sglang_contract(found: str) -> Check:
+    """Whether the client was written against the protocol of this version."""
+    if found in SGLANG_CONTRACTS:
+        return Check("sglang protocol", "ok", f"that of {found} is known")
+    known = " and ".join(SGLANG_CONTRACTS)
+    fix = f"pip install sglang=={SGLANG_CONTRACTS[-1]}"
+    return Check("sglang protocol", "note", f"written against {known}, not {found}", fix)
+
+
+def requirements_of(distribution: str) -> Iterator[Requirement]:
+    """What an installed distribution requires here, without its extras; nothing for one that is not installed."""
+    with suppress(PackageNotFoundError):
+        for text in requires(distribution) or ():
+            with suppress(InvalidRequirement):
+                requirement = Requirement(text)
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                    yield requirement
+
+
+def broken_requirements(name: str) -> Iterator[Check]:
+    """What a distribution wants of others that are installed in another version."""
+    for requirement in requirements_of(name):
+        found = installed_version(requirement.name)
+        if found is None or requirement.specifier.contains(found, prereleases=True):
+            continue
+        wanted = f"{requirement.name}{requirement.specifier}"
+        fix = f"pip install '{wanted}', or {name} in an environment of its own"
+        yield Check(f"{name} needs", "note", f"{wanted}, but {found} is installed", fix)
+
+
+def allocator_conflict(environment: Mapping[str, str], *, has_gpu: bool) -> Iterator[Check]:
+    """Expandable segments cannot be taken away from a sleeping SGLang server."""
+    for name in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            found = f"{name} asks for expandable segments, which SGLang's sleep does not work with"
+            yield Check("CUDA allocator", "problem" if has_gpu else "note", found, f"unset {name}")
+
+
+def driver_check() -> Check | None:
+    """The NVIDIA driver and the newest CUDA it runs; None where there is no nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=NVIDIA_SMI_SECONDS)
+    except FileNotFoundError:
+        return None
+    except (OSError, subprocess.SubprocessError) as error:
+        found = f"nvidia-smi does not answer: {error}"
+        return Check("NVIDIA driver", "problem", found, "restart, or reinstall the driver")
+    versions = sorted(set(done.stdout.split()))
+    if done.returncode or not versions:
+        reason = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        return Check("NVIDIA driver", "problem", f"nvidia-smi fails: {reason}", "reinstall the driver of the GPU")
+    return Check("NVIDIA driver", "ok", ", ".join(versions))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A package that relax uses."""
+
+    distribution: str
+    code: str
+    """Proves that it works."""
+    needed: bool
+    fix: str
+
+
+def required(distribution: str) -> str:
+    """How to install what relax itself requires, by its own metadata."""
+    for requirement in requirements_of("relax-cli"):
+        if canonicalize_name(requirement.name) == canonicalize_name(distribution):
+            requirement.marker = None
+            return f"pip install '{requirement}'"
+    return f"pip install {distribution}"
+
+
 PARTS = (
     *(Part(name, code, True, required(name)) for name, code in NEEDED.items()),
     *(Part(name, code, False, fix) for name, (code, fix) in OPTIONAL.items()),

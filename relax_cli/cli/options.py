@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperOption
 from relax_cli.cli.checked_text import show
 from relax_cli.cli.command import Function, as_typer_reads_it, own_parameters
 from relax_cli.cli.console import Format, FormatOption, Output, layers_option, output_of
-from relax_cli.cli.lines import shown_default
+from relax_cli.cli.text import shown_default
 from relax_cli.cli.words import is_option, word_problems
 from relax_cli.config.layers import Layers
 from relax_cli.config.model import base_type, choices, flag, options_by_name, section_model

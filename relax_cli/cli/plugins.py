@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relax_cli.cli.console import Output
-from relax_cli.cli.lines import shown_default, table
+from relax_cli.cli.text import shown_default, table
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config

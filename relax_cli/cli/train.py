@@ -1,4 +1,4 @@
-"""`relax train`: check a run, then launch it."""
+"""`relax train` and `relax validate-config`: what is known about a run before it starts, and its launch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import check_run
 
 DryRun = Annotated[bool, layers_option("--dry-run", help="check everything, print the plan, then stop")]
+SkipFiles = Annotated[bool, layers_option("--skip-files", help="leave out what needs the model and data files")]
+Here = Annotated[bool, layers_option("--here", help="what this machine lacks is an error, as for `train`")]
+Simulate = Annotated[
+    bool,
+    layers_option(
+        "--simulate",
+        help="run a training step of each role on tensors without memory, and show its peaks (minutes; no GPU)",
+    ),
+]
 
 
 def train(
@@ -58,3 +67,21 @@ def cluster_gpus() -> int:
     from relax_cli.engine.ray.start import cluster_gpus
 
     return cluster_gpus()
+
+
+def validate_config(
+    layers: Layers,
+    output: Output,
+    plugins: Plugins,
+    show_origin: ShowOrigin = False,
+    skip_files: SkipFiles = False,
+    here: Here = False,
+    simulate: Simulate = False,
+) -> ExitCode:
+    """Check a configuration without Ray or a GPU, and show what its run will do.
+
+    The checks are those of `train`. All problems are reported together; exit code 0, or 2 where there are errors.
+    """
+    return report(
+        plugins, layers, output, show_origin=show_origin, skip_files=skip_files, here=here, simulates=simulate
+    )

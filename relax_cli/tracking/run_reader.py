@@ -1,4 +1,4 @@
-"""A run folder as it is read afterwards, by every command that looks at runs."""
+"""A run folder as it is read afterwards: metrics, evaluations, samples, and the numbers of each response token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.roles import sample_files
@@ -23,6 +25,18 @@ NO_SAMPLES = problem_kind(
     "Folders and checkpoints",
     "The samples of this step were not written (`--dump-rollouts`), or are gone.",
 )
+Numbers: TypeAlias = np.ndarray[Any, Any]
+COLUMNS = {
+    "log_probs": "log-prob",
+    "ratio": "ratio",
+    "values": "value",
+    "reward": "reward",
+    "advantages": "advantage",
+    "returns": "return",
+    "weight_versions": "weights",
+}
+"""Numbers of a token and their titles; `ratio` is exp(trainer − rollout engine) of its log-probability, `weights`
+the number of steps after which it was sampled (with `--partial-rollout`)."""
 
 
 @dataclass(frozen=True)
@@ -166,3 +180,31 @@ def read_samples(run_dir: Path, evaluation: Evaluation) -> list[dict[str, Any]]:
     """The judged samples of an evaluation, where they are still there."""
     paths = sample_files.sample_files(run_dir, "evals").get(evaluation.step, [])
     return [s for s in sample_files.read_samples(paths, numbers=False) if s["set"] == evaluation.name]
+
+
+def is_trainable(sample: Mapping[str, Any]) -> Numbers:
+    """For each response token whether it is trained; observations of an episode are not."""
+    mask = sample.get("response_mask")
+    return np.ones(len(sample["response_token_ids"]), bool) if mask is None else mask != 0
+
+
+def token_numbers(sample: Sample) -> dict[str, Numbers]:
+    """Those of `COLUMNS` that the sample has; NaN where a token has none."""
+    found = {name: sample[name] for name in COLUMNS if isinstance(sample.get(name), np.ndarray)}
+    trainable = is_trainable(sample)
+    if "train_log_probs" in sample and "log_probs" in sample:
+        with np.errstate(over="ignore", invalid="ignore"):
+            found["ratio"] = np.exp(sample["train_log_probs"] - sample["log_probs"])
+    if "token_rewards" in sample:
+        found["reward"] = np.where(sample["token_rewards"] != 0, sample["token_rewards"], np.nan)
+    elif trainable.any() and isinstance(sample["reward"], float):
+        reward = np.full(len(trainable), np.nan, np.float32)
+        reward[np.flatnonzero(trainable)[-1]] = sample["reward"]
+        found["reward"] = reward
+    return {name: np.where(trainable, found[name], np.nan) for name in COLUMNS if name in found}
+
+
+def advantage(sample: Mapping[str, Any]) -> float | None:
+    """The mean advantage of a sample's trainable tokens: with a group estimator, that of the sample."""
+    trainable = is_trainable(sample)
+    return float(sample["advantages"][trainable].mean()) if "advantages" in sample and trainable.any() else None

@@ -14,10 +14,8 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from relax_cli.cli import doctor
-from relax_cli.cli import doctor_versions as versions
 from relax_cli.cli.app import build_app
-from relax_cli.cli.doctor import Part, check_part
-from relax_cli.cli.doctor_versions import Check
+from relax_cli.cli.doctor import Check, Part, check_part
 from relax_cli.config.versions import CPU_MEGATRON, CPU_SET, GPU_SET, NEW_CPU_SET, SGLANG_CONTRACTS
 from relax_cli.plugin.manager import GROUP, Plugins
 from tests.support.cli_app import Invoke
@@ -169,7 +167,7 @@ GPU_VERSIONS = {"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.5.23"
 def test_doctor_says_whether_these_versions_ran_together(
     python: tuple[int, int], installed: dict[str, str], status: str, text: str
 ) -> None:
-    check = versions.tested_pair(python, installed)
+    check = doctor.tested_pair(python, installed)
     assert check.status == status
     assert text in check.found
     assert all(found.removesuffix("+cpu") in check.found for found in installed.values())
@@ -190,19 +188,19 @@ def test_tested_versions_follow_the_constraints_and_the_patch() -> None:
 
 
 def test_an_sglang_whose_protocol_was_not_recorded_is_a_note() -> None:
-    assert versions.sglang_contract(SGLANG_CONTRACTS[0]).status == "ok"
-    other = versions.sglang_contract("0.7.0")
+    assert doctor.sglang_contract(SGLANG_CONTRACTS[0]).status == "ok"
+    other = doctor.sglang_contract("0.7.0")
     assert (other.status, other.fix) == ("note", f"pip install sglang=={SGLANG_CONTRACTS[-1]}")
 
 
 def test_a_requirement_that_no_longer_holds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["torch==2.14.1", "psutil>=5", "no-such-package>=1", "torch<1; extra == 'old'", "not a requirement !"]
-    monkeypatch.setattr(versions, "requires", lambda name: wanted)
-    found = list(versions.broken_requirements("sglang"))
+    monkeypatch.setattr(doctor, "requires", lambda name: wanted)
+    found = list(doctor.broken_requirements("sglang"))
     assert [check.name for check in found] == ["sglang needs"]
     assert found[0].found.startswith("torch==2.14.1, but ")
     monkeypatch.undo()
-    assert list(versions.broken_requirements("no-such-package")) == []
+    assert list(doctor.broken_requirements("no-such-package")) == []
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ def test_a_requirement_that_no_longer_holds_is_named(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_expandable_segments_are_a_known_bad_combination(value: str, has_gpu: bool, statuses: list[str]) -> None:
-    found = list(versions.allocator_conflict({"PYTORCH_CUDA_ALLOC_CONF": value}, has_gpu=has_gpu))
+    found = list(doctor.allocator_conflict({"PYTORCH_CUDA_ALLOC_CONF": value}, has_gpu=has_gpu))
     assert [check.status for check in found] == statuses
     assert all(check.fix == "unset PYTORCH_CUDA_ALLOC_CONF" for check in found)
 
@@ -240,8 +238,8 @@ def test_the_driver_is_shown_or_what_is_wrong_with_it(
             raise answer
         return answer
 
-    monkeypatch.setattr(versions.subprocess, "run", run)
-    check = versions.driver_check()
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    check = doctor.driver_check()
     assert check is not None
     assert check.status == status
     assert found in check.found
@@ -249,7 +247,7 @@ def test_the_driver_is_shown_or_what_is_wrong_with_it(
 
 def test_a_machine_without_nvidia_smi_has_no_row_for_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert versions.driver_check() is None
+    assert doctor.driver_check() is None
 
 
 def test_limits_of_page_locked_memory_matter_on_gpus_only() -> None:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from relax_cli.cli.screen import Screen
-from relax_cli.tracking.run_reader import TokenTexts, read_run
+from relax_cli.tracking.run_reader import TokenTexts, advantage, read_run, token_numbers
 from relax_cli.tracking.sample_text import one_sample
-from relax_cli.tracking.token_view import advantage, token_numbers
 from tests.support.cli_app import Invoke
 from tests.support.run_folders import made_up_run, made_up_sample
 

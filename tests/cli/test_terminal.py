@@ -179,7 +179,7 @@ def test_what_a_terminal_cannot_show_becomes_a_question_mark(encoding: str, word
 
 
 def test_problems_come_last_on_a_terminal(invoke: Invoke) -> None:
-    from relax_cli.cli.problem_text import problems_text
+    from relax_cli.cli.text import problems_text
 
     error, warning = Problem("e", "wrong", "repair it"), Problem("w", "odd", "look", severity="warning")
     assert problems_text([error, warning], verdict_last=True).splitlines() == [
@@ -189,7 +189,7 @@ def test_problems_come_last_on_a_terminal(invoke: Invoke) -> None:
 
 
 def test_a_command_within_a_fix_stays_on_one_line() -> None:
-    from relax_cli.cli.problem_text import problem_lines
+    from relax_cli.cli.text import problem_lines
 
     fix = "give an existing folder; one from a hub: hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B"
     lines = problem_lines(Problem("e", "wrong " * 20, fix))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relax_cli.cli.plan_text import plan_lines
+from relax_cli.cli.checked_text import plan_lines
 from relax_cli.config.schema import Config, ParallelSection
 from relax_cli.errors import ConfigError
 from relax_cli.models.spec import ModelSpec, read_spec

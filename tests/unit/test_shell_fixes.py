@@ -14,7 +14,7 @@ import pytest
 
 import relax_cli
 from relax_cli.cli import doctor
-from relax_cli.cli.doctor_versions import allocator_conflict
+from relax_cli.cli.doctor import allocator_conflict
 from relax_cli.config.layers import Layers
 from relax_cli.config.recipes import read_recipe
 from relax_cli.config.schema import Config, ParallelSection, RolloutSection
