@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from relax_cli.cli.console import Output, is_debug
+from relax_cli.cli.console import Output, command_of, is_debug
 from relax_cli.errors import ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
 from relax_cli.plugin.stdout import stdout_as_stderr
 
@@ -61,7 +61,7 @@ COMMANDS = {
 }
 """Sub-commands in the order of `relax --help`, each with its line there, which a test compares with the command's own.
 
-The module of that name in this folder has the command's function (see `command.py`), or a
+The module of that name in this folder has the command's function (see `console.command_of`), or a
 table of `SUB_COMMANDS`.
 """
 MODULES = {"validate-config": "train", "up": "warm", "down": "warm"} | dict.fromkeys(
@@ -109,8 +109,6 @@ def _add_command(app: typer.Typer, name: str, plugins: Plugins) -> None:
 
 
 def _add_function(app: typer.Typer, name: str, function: Callable[..., Any], plugins: Plugins) -> None:
-    from relax_cli.cli.command import command_of
-
     parameters = signature(function).parameters
     if "layers" in parameters:
         from relax_cli.cli.options import ConfigCommand, config_command

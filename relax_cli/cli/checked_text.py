@@ -12,8 +12,7 @@ from relax_cli.cli.console import Output
 from relax_cli.cli.text import counted, problem_lines, problems_data, problems_text, table, wrapped
 from relax_cli.config.layers import Layers
 from relax_cli.config.text import in_json
-from relax_cli.engine.simulate import simulate
-from relax_cli.errors import ConfigError, ExitCode
+from relax_cli.errors import ConfigError
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
 from relax_cli.preflight.memory.gpu import GpuMemory
@@ -22,46 +21,8 @@ from relax_cli.preflight.plan import Plan, plan_dict
 
 if TYPE_CHECKING:
     from relax_cli.checkpoint.resume import ResumeDecision
-    from relax_cli.plugin.launch_plan import LoadFrom
 
 SHOW_PROGRESS_AFTER = 2.0
-
-
-def report(
-    plugins: Plugins,
-    layers: Layers,
-    output: Output,
-    *,
-    show_origin: bool = False,
-    skip_files: bool = False,
-    here: bool = False,
-    simulates: bool = False,
-) -> ExitCode:
-    """Check a run, print everything that is known about it, and return the exit code.
-
-    Args:
-        simulates: run a training step of each role on tensors without memory.
-
-    Raises:
-        EnvironmentFault: that is not possible here.
-    """
-    try:
-        with reading_progress(output) as progress:
-            checked = check_run(plugins, layers, skip_files=skip_files, here=here, progress=progress)
-    except ConfigError as error:
-        # There is no configuration at all, but programs get the object they expect.
-        empty: dict[str, Any] = {"changes": [], "config": {}, "origins": {}, "plan": None}
-        output.result({"ok": False, "problems": problems_data(error.problems), **empty}, problems_text(error.problems))
-        return ExitCode.USAGE
-    data, more = as_dict(checked), ""
-    if simulates and not checked.errors:
-        with output.err.status("simulating") as screen:
-            data["simulation"] = simulate(checked, screen.update)
-        more = "\n".join(simulation_lines(data["simulation"], checked.plan))
-    # The last lines are what a person at a terminal sees first.
-    text = as_text(checked, show_origin=show_origin, problems_last=output.is_terminal)
-    output.result(data, f"{more}\n\n{text}".strip() if output.is_terminal else f"{text}\n{more}".strip())
-    return ExitCode.USAGE if checked.errors else ExitCode.OK
 
 
 def as_dict(checked: CheckedRun) -> dict[str, Any]:
@@ -84,16 +45,15 @@ def as_dict(checked: CheckedRun) -> dict[str, Any]:
 
 def decision_dict(decision: ResumeDecision) -> dict[str, Any]:
     """Where a run starts, as JSON."""
-
-    def shown(source: LoadFrom | None) -> dict[str, Any] | None:
-        return None if source is None else {"path": str(source.folder), "weights_only": source.weights_only}
-
+    loads = {
+        role: None if source is None else {"path": str(source.folder), "weights_only": source.weights_only}
+        for role, source in (("actor", decision.actor), ("critic", decision.critic))
+    }
     return {
         "verdict": decision.verdict,
         "iteration": decision.iteration,
         "next_rollout_id": None if decision.verdict == "refuse" else decision.iteration or 0,
-        "actor": shown(decision.actor),
-        "critic": shown(decision.critic),
+        **loads,
         "text": decision.text,
     }
 
@@ -117,8 +77,7 @@ def as_text(checked: CheckedRun, *, show_origin: bool, problems_last: bool = Fal
 
 
 def show(plugins: Plugins, layers: Layers, output: Output) -> None:
-    """Print a configuration with its origins: JSON, or YAML that is a recipe again.
-    Raises ConfigError: a value cannot be read."""
+    """Print a configuration with its origins: JSON, or YAML that is a recipe again."""
     checked = check_run(plugins, layers, skip_files=True)
     if checked.unread:
         raise ConfigError(checked.problems)

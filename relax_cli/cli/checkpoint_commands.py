@@ -162,12 +162,7 @@ def export(
 
 
 def chosen_checkpoint(folder: Path, iteration: int | None) -> Path:
-    """The checkpoint of `iteration`, or the one that the tracker names.
-
-    Raises:
-        ConfigError: the folder does not exist.
-        ResumeError: there is no such checkpoint.
-    """
+    """The checkpoint of `iteration`, or the one that the tracker names. Raises ResumeError: there is none."""
     align.require_folder("DIR", folder)
     if iteration is None and is_one_checkpoint(folder):
         return folder
@@ -191,12 +186,7 @@ def chosen_checkpoint(folder: Path, iteration: int | None) -> Path:
 
 @contextmanager
 def _alone(folders: dict[Path, str]) -> Iterator[None]:
-    """Keep runs out of the folders, and turn a disk's refusal into an error for people.
-
-    Raises:
-        ConfigError: a run is writing one of the folders.
-        RunError: the disk refused.
-    """
+    """Keep runs out of the folders, and turn a disk's refusal into an error for people."""
     with ExitStack() as stack:
         try:
             stack.enter_context(claimed(folders))

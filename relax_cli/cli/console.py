@@ -1,27 +1,32 @@
-"""What a person or a program sees: data on stdout, everything else on stderr."""
+"""What is around a command's call: `--format`, and its streams. Data go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeAlias
 
 import typer
 
 from relax_cli.cli.text import problem_lines, problems_data
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.text import printable, with_program
-from relax_cli.errors import Problem, RelaxError
+from relax_cli.errors import ExitCode, Problem, RelaxError
 from relax_cli.plugin.stdout import stdout_as_stderr
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from relax_cli.plugin.manager import Plugins
+
 layers_option = partial(typer.Option, rich_help_panel="Configuration (layers, each overriding the ones before)")
+Function: TypeAlias = Callable[..., ExitCode | None]
 
 
 class Format(StrEnum):
@@ -110,3 +115,36 @@ def output_of(ctx: typer.Context, fmt: Format) -> Output:
 def is_debug() -> bool:
     """Whether `RELAX_DEBUG=1` asks for tracebacks."""
     return os.environ.get("RELAX_DEBUG", "0") not in ("", "0")
+
+
+def command_of(function: Function, plugins: Plugins) -> Callable[..., None]:
+    """The command of a function.
+
+    It may return the exit code. Its parameters are arguments and options of the command, but for three: with `output`
+    the command has `--format`, with `layers` all options of the configuration, or those of `Annotated[Layers, OPTIONS]`
+    (`options.config_command`); `plugins` are the installed ones.
+    """
+    takes_plugins = "plugins" in inspect.signature(function).parameters
+
+    def command(ctx: typer.Context, *, fmt: FormatOption = Format.TEXT, **words: Any) -> None:
+        given = {"plugins": plugins} if takes_plugins else {}
+        raise typer.Exit(function(output=output_of(ctx, fmt), **given, **words) or ExitCode.OK)
+
+    context, fmt, _ = inspect.signature(command, eval_str=True).parameters.values()
+    return as_typer_reads_it(command, [context, *own_parameters(function), fmt], function)
+
+
+def own_parameters(function: Function) -> list[inspect.Parameter]:
+    """Arguments and options that a function declares itself."""
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    return [p.replace(kind=p.KEYWORD_ONLY) for p in parameters if p.name not in ("layers", "output", "plugins")]
+
+
+def as_typer_reads_it(
+    command: Callable[..., None], parameters: Sequence[inspect.Parameter], function: Function
+) -> Callable[..., None]:
+    """The command with these parameters, and with the help of the function."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__doc__ = function.__doc__
+    return command

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import pairwise, takewhile
 from typing import Annotated, Any
@@ -16,8 +16,17 @@ from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperOption
 
 from relax_cli.cli.checked_text import show
-from relax_cli.cli.command import Function, as_typer_reads_it, own_parameters
-from relax_cli.cli.console import Format, FormatOption, Output, layers_option, output_of
+from relax_cli.cli.console import (
+    Format,
+    FormatOption,
+    Function,
+    Output,
+    as_typer_reads_it,
+    layers_option,
+    output_of,
+    own_parameters,
+)
+from relax_cli.cli.recipes import summary_of
 from relax_cli.cli.text import shown_default
 from relax_cli.cli.words import is_option, word_problems
 from relax_cli.config.layers import Layers
@@ -107,11 +116,8 @@ def join_pairs(args: Sequence[str]) -> list[str]:
 
 
 def gather_server_options(args: Sequence[str], own: Collection[str]) -> list[str]:
-    """`--sglang-NAME VALUE`, `--sglang-NAME=VALUE` and `--sglang-NAME` of an SGLang server as one `--sglang-options`.
-
-    Args:
-        own: the options of the command, which stay as they are.
-    """
+    """`--sglang-NAME VALUE`, `--sglang-NAME=VALUE` and `--sglang-NAME` of an SGLang server as one `--sglang-options`;
+    `own` options of the command stay as they are."""
     kept, given, words = list[str](), dict[str, Any](), list(args)
     json_text = ""
     while words:
@@ -162,7 +168,9 @@ def config_command(function: Function, plugins: Plugins) -> Callable[..., None]:
     kind = inspect.Parameter.KEYWORD_ONLY
     options = [
         inspect.Parameter(option, kind, default=None, annotation=_annotation(option, field, panel))
-        for panel, option, field in _fields(model)
+        for section in model.model_fields
+        for panel in [f"{section.capitalize()} ({summary_of(model, section)})"]
+        for option, field in section_model(model, section).model_fields.items()
         if option in chosen
     ]
     return as_typer_reads_it(command, [*shared, *own_parameters(function), *options], function)
@@ -172,24 +180,12 @@ def _model(plugins: Plugins) -> type[Config]:
     try:
         return config_model(plugins.estimators().values())
     except ConfigError:
-        # Two plugins that clash must not take `relax plugins list` away; the command raises this when it runs.
+        # Two plugins clash: the command raises this when it runs, so that it is shown in the form of --format.
         return Config
 
 
-def _fields(model: type[Config]) -> Iterator[tuple[str, str, FieldInfo]]:
-    """(help panel, field name, field) of every option."""
-    for section in model.model_fields:
-        body = section_model(model, section)
-        title = f"{section.capitalize()} ({(body.__doc__ or '').strip().splitlines()[0].rstrip('.')})"
-        for name, field in body.model_fields.items():
-            yield title, name, field
-
-
 def _annotation(name: str, field: FieldInfo, panel: str) -> Any:
-    """The Typer annotation of one option.
-
-    Numbers and choices stay text here: the loader validates every layer alike and reports all problems.
-    """
+    """Numbers and choices stay text here: the loader validates every layer alike and reports all problems."""
     kind = base_type(field)
     allowed = choices(field)
     metavar = {int: "INTEGER", float: "FLOAT", dict: "JSON", str: "TEXT", tuple: "TEXT"}

@@ -50,9 +50,7 @@ def shown_default(value: Any) -> str:
 def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDTH) -> list[str]:
     """The four parts: what is wrong, where, got and expected, the fix. A fix may be typed: it is one line.
 
-    Args:
-        label: what to call the problem in place of its severity.
-        width: None breaks no lines at all.
+    `label` stands in place of the severity; a width of None breaks no lines at all.
     """
     fix = with_program(problem.fix)
     places = problem.where

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from relax_cli.cli.checked_text import reading_progress, report
+from relax_cli.cli.checked_text import as_dict, as_text, reading_progress, simulation_lines
 from relax_cli.cli.console import Output, layers_option
 from relax_cli.cli.options import ShowOrigin
+from relax_cli.cli.text import problems_data, problems_text
 from relax_cli.config.layers import Layers
-from relax_cli.errors import ExitCode
+from relax_cli.engine.simulate import simulate as simulate_step
+from relax_cli.errors import ConfigError, ExitCode
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import check_run
 
@@ -38,13 +40,12 @@ def train(
     Everything that can be known to be wrong is reported together, before anything starts.
     """
     if dry_run or show_origin:
-        return report(plugins, layers, output, show_origin=show_origin, here=True)
+        return validate_config(layers, output, plugins, show_origin, here=True)
     return launch(plugins, layers, output)
 
 
 def launch(plugins: Plugins, layers: Layers, output: Output) -> ExitCode:
-    """Check a run and train; shows its warnings before and its results at the end.
-    Raises RelaxError: the run may not start, or it failed."""
+    """Check a run and train; shows its warnings before and its results at the end."""
     with reading_progress(output) as progress:
         checked = check_run(plugins, layers, progress=progress, cluster_gpus=cluster_gpus).require_valid()
         from relax_cli.engine.run import resume_lines, train_with_restarts
@@ -82,6 +83,20 @@ def validate_config(
 
     The checks are those of `train`. All problems are reported together; exit code 0, or 2 where there are errors.
     """
-    return report(
-        plugins, layers, output, show_origin=show_origin, skip_files=skip_files, here=here, simulates=simulate
-    )
+    try:
+        with reading_progress(output) as progress:
+            checked = check_run(plugins, layers, skip_files=skip_files, here=here, progress=progress)
+    except ConfigError as error:
+        # There is no configuration at all, but programs get the object they expect.
+        empty: dict[str, Any] = {"changes": [], "config": {}, "origins": {}, "plan": None}
+        output.result({"ok": False, "problems": problems_data(error.problems), **empty}, problems_text(error.problems))
+        return ExitCode.USAGE
+    data, more = as_dict(checked), ""
+    if simulate and not checked.errors:
+        with output.err.status("simulating") as screen:
+            data["simulation"] = simulate_step(checked, screen.update)
+        more = "\n".join(simulation_lines(data["simulation"], checked.plan))
+    # The last lines are what a person at a terminal sees first.
+    text = as_text(checked, show_origin=show_origin, problems_last=output.is_terminal)
+    output.result(data, f"{more}\n\n{text}".strip() if output.is_terminal else f"{text}\n{more}".strip())
+    return ExitCode.USAGE if checked.errors else ExitCode.OK

@@ -38,7 +38,7 @@ IdleMinutes = Annotated[float, typer.Option("--idle-minutes", min=0.01, help="mi
 
 def up(output: Output, idle_minutes: IdleMinutes = 30.0) -> None:
     """Start a warm process, from which later runs start in less than half the time."""
-    found = tell("look")
+    found = tell("look") or {}
     if found.get("refused"):
         raise EnvironmentFault(
             OUTDATED(
@@ -60,11 +60,7 @@ def up(output: Output, idle_minutes: IdleMinutes = 30.0) -> None:
 
 
 def start(folder: Path, idle_minutes: float) -> dict[str, Any]:
-    """Start the warm process; returns what it says of itself.
-
-    Raises:
-        EnvironmentFault: it does not come up.
-    """
+    """Start the warm process; returns what it says of itself. Raises EnvironmentFault: it does not come up."""
     if sys.platform != "linux":
         raise EnvironmentFault(_not_warm(sys.platform, "Linux", "start runs without it"))
     from relax_cli.engine.build import cpu_environment
@@ -99,12 +95,10 @@ def _not_warm(got: str, expected: str, fix: str) -> Problem:
 
 def down(output: Output) -> None:
     """End the warm process."""
-    channel = reach()
-    if channel is None:
+    found = tell("end")
+    if found is None:
         output.result({"ok": True, "pid": None, "runs": []}, "No warm process is up.")
         return
-    with channel:
-        found = fork_client.ask(channel, fork_client.process_state() | {"do": "end"})
     text = "The warm process has ended."
     if not found:
         pid = int((warm_folder() / fork_client.LOCK).read_text("utf-8"))
@@ -131,13 +125,12 @@ def reach() -> socket.socket | None:
     return fork_client.connect(str(folder), SOCKET) if (folder / SOCKET).exists() else None
 
 
-def tell(do: str) -> dict[str, Any]:
-    """Its answer: `pid`, its `runs`, and why it does not fit this shell; empty without a warm process."""
-    channel = reach()
-    if channel is None:
-        return {}
-    with channel:
-        return fork_client.ask(channel, fork_client.process_state() | {"do": do})
+def tell(do: str) -> dict[str, Any] | None:
+    """Its answer: `pid`, its `runs`, and why it does not fit this shell; empty without one, None without a process."""
+    if channel := reach():
+        with channel:
+            return fork_client.ask(channel, fork_client.process_state() | {"do": do})
+    return None
 
 
 def run_warm(words: list[str]) -> int | None:

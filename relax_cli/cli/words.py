@@ -23,11 +23,7 @@ ONE_VALUE = ("--rm-type", "--custom-rm-path")
 
 
 def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iterator[Problem]:
-    """Everything that is wrong with the names of options.
-
-    Args:
-        takes_value: every option to whether a word follows it.
-    """
+    """Everything that is wrong with the names of options; `takes_value` says whether a word follows an option."""
     given: dict[str, list[str]] = {}
     rest = list(words)
     while rest:
@@ -54,12 +50,9 @@ def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iter
     for name in ONE_VALUE:
         values = list(dict.fromkeys(given.get(name, ())))
         if len(values) > 1:
+            got = ", ".join(values)
             yield GIVEN_TWICE(
-                f"{name} is given twice",
-                fix=f"keep one {name}",
-                option=name,
-                got=", ".join(values),
-                expected="one value",
+                f"{name} is given twice", fix=f"keep one {name}", option=name, got=got, expected="one value"
             )
 
 

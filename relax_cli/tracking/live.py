@@ -48,9 +48,7 @@ class StepDisplay:
         log: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        log: on a terminal, what others print meanwhile goes to this file.
-        """
+        """On a terminal, what others print meanwhile goes to the file `log`."""
         self._console = console
         self._clock = clock
         self._log = log
@@ -64,13 +62,12 @@ class StepDisplay:
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             # With a log nothing but the console reaches the terminal.
-            own = log is not None
             self._live = Live(
                 console=console,
                 get_renderable=self._render,
                 auto_refresh=False,
-                redirect_stdout=not own,
-                redirect_stderr=not own,
+                redirect_stdout=log is None,
+                redirect_stderr=log is None,
             )
 
     def __enter__(self) -> StepDisplay:

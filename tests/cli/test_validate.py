@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
-from relax_cli.cli import checked_text
+from relax_cli.cli import train
 from relax_cli.cli.recipes import recipe_schema
 from relax_cli.config.model import options_by_name
 from relax_cli.config.recipes import bundled_recipes
@@ -324,7 +324,7 @@ def test_the_schema_is_one_json_object(invoke: Invoke) -> None:
 
 def test_a_simulation_is_shown_next_to_the_plan(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = {"actor": {"train": {"weights": 2_000_000, "logits": 9_000_000}}}
-    monkeypatch.setattr(checked_text, "simulate", lambda checked, status: peaks)
+    monkeypatch.setattr(train, "simulate_step", lambda checked, status: peaks)
     assert report(invoke, "--simulate")["simulation"] == peaks
     text = invoke(*TINY, "--simulate").stdout
     assert "actor, train  11.0 MB" in text
@@ -333,7 +333,7 @@ def test_a_simulation_is_shown_next_to_the_plan(invoke: Invoke, monkeypatch: pyt
 
 def test_the_heaviest_simulated_stage_stands_next_to_the_plan(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = {"actor stage 0": {"train": {"weights": 2_000_000}}, "actor stage 1": {"train": {"logits": 9_000_000}}}
-    monkeypatch.setattr(checked_text, "simulate", lambda checked, status: peaks)
+    monkeypatch.setattr(train, "simulate_step", lambda checked, status: peaks)
     text = invoke(*TINY, "--simulate").stdout
     assert re.search(r"actor stage 0, train +2.0 MB +-\n", text)
     assert re.search(r"actor stage 1, train +9.0 MB +\d+.\d MB\n", text)

@@ -64,11 +64,7 @@ def _asset(name: str) -> str:
 
 
 def run_data(run: RunFolder, room: int) -> dict[str, Any]:
-    """One run.
-
-    Args:
-        room: bytes that its samples may take; none are read for 0.
-    """
+    """One run, whose samples may take so many bytes of `room`; none are read for 0."""
     trained = [record for record in run.metrics if "phase_seconds" in record]
     config = {f"{section}.{key}": value for section, body in run.config.items() for key, value in body.items()}
     return {
