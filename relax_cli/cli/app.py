@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -31,6 +32,8 @@ CODE_EXITED = problem_kind(
     "During a run",
     "Code of a reward, a plugin or a library called `sys.exit`. Exit codes of `relax` are its own: this is a failure.",
 )
+THREADS_MAY_TAKE = 10.0
+"""Seconds for threads of a user's code after the last result."""
 HELP = "Reinforcement-learning post-training of language models."
 WIDEST = 120
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST}
@@ -183,6 +186,15 @@ def build_app(plugins: Plugins | None = None) -> typer.Typer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `relax` and return its exit code."""
+    code = _run(argv)
+    if argv is None and _threads():
+        timer = threading.Timer(THREADS_MAY_TAKE, _end_threads, [code])
+        timer.daemon = True
+        timer.start()
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     # Here, because a library reads it when torch is imported: waiting OpenMP threads sleep instead of spinning.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
@@ -213,6 +225,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last frame: whatever is left is our bug, and is shown as one
         _bug(error)
     return ExitCode.FAILED
+
+
+def _threads() -> list[str]:
+    """Names of the threads that Python waits for before it ends the process."""
+    return [thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"]
+
+
+def _end_threads(code: int) -> None:
+    if names := _threads():
+        Output().note(f"ending threads that a reward, an environment or a plugin left running: {', '.join(names)}")
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def _print_version(wanted: bool) -> None:

@@ -36,6 +36,8 @@ OTHER_TRAINERS = {
     "kl_loss_type": "kl_estimator kl_penalty kl_type",
     "label_key": "answer_column answer_key ground_truth_key label_column response_key solution_key target_key",
     "lambd": "gae_lambda lam lambda lambda_",
+    "lora_rank": "lora_r",
+    "lora_targets": "lora_target_modules target_modules",
     "load": "ckpt_path load_checkpoint restore resume resume_from resume_from_checkpoint resume_from_path",
     "lr": "actor_learning_rate actor_lr learning_rate optimizer_lr step_size",
     "lr_decay_style": "lr_schedule lr_scheduler lr_scheduler_type scheduler scheduler_type",
@@ -49,7 +51,7 @@ OTHER_TRAINERS = {
     "num_rollouts_per_prompt num_samples rollout_n samples_per_prompt",
     "normalize_advantages": "adv_norm norm_adv normalize_advantage whiten_advantages whiten_rewards",
     "num_critic_only_steps": "critic_warmup critic_warmup_steps freeze_actor_steps value_pretrain_steps",
-    "num_epoch": "epochs max_epochs num_epochs num_train_epochs n_epochs total_epochs",
+    "num_epoch": "epoch epochs max_epochs num_epochs num_train_epochs n_epochs total_epochs",
     "num_rollout": "iterations max_iterations max_steps num_steps num_train_steps num_updates steps total_steps "
     "total_training_steps train_steps",
     "num_steps_per_rollout": "num_minibatches num_mini_batches updates_per_rollout",
@@ -66,7 +68,7 @@ OTHER_TRAINERS = {
     "rollout_batch_size": "batch_size gen_batch_size num_prompts_per_step prompt_batch_size train_batch_size "
     "train_prompt_bsz",
     "rollout_engine": "inference_backend inference_engine use_vllm vllm",
-    "rollout_max_prompt_len": "max_prompt_len max_prompt_length prompt_max_len",
+    "rollout_max_prompt_len": "max_prompt_len max_prompt_length max_prompt_tokens prompt_max_len",
     "rollout_max_response_len": "generate_max_len max_completion_length max_gen_len max_generation_length "
     "max_new_tokens max_response_len max_response_length response_length",
     "rollout_stop": "stop stop_sequences stop_strings stop_words",
@@ -91,11 +93,19 @@ OTHER_TRAINERS = {
 _NO_REUSE = (
     "the actor uses every rollout once, in --num-steps-per-rollout steps; --critic-updates-per-step is for the critic"
 )
+_OWN_PROCESSES = "relax starts the processes of a run itself, so it needs no torchrun: --resource says how many"
+_STOPS = "a response ends at the eos_token_id of generation_config.json, and at the texts of --rollout-stop"
 NOT_HERE = {
+    "checkpoint": "checkpoints are written to --save and resumed from with --load; --hf-checkpoint is the model",
     "gradient_accumulation_steps": "micro-batches add up by themselves: set --micro-batch-size and --global-batch-size",
+    "local_rank": _OWN_PROCESSES,
+    "node_rank": _OWN_PROCESSES,
     "num_iterations": _NO_REUSE,
     "num_ppo_epochs": _NO_REUSE,
+    "optimizer": "the optimizer is AdamW: set --lr, --adam-beta1, --adam-beta2 and --weight-decay",
     "ppo_epochs": _NO_REUSE,
+    "rollout_stop_token_ids": _STOPS,
+    "stop_token_ids": _STOPS,
     "value_loss_coef": "the critic has an optimizer of its own: set --critic-lr",
     "vf_coef": "the critic has an optimizer of its own: set --critic-lr",
     "report_to": "metrics are in metrics.jsonl of the run folder; --track NAME also sends them to a tracker",
@@ -127,12 +137,22 @@ def meant_option(name: str, options: Collection[str]) -> str:
         return option
     others = (other for other in (*_MEANT, *NOT_HERE) if len(other) >= SHORTEST)
     near = nearest(_plain(name), {*options, *others}, cutoff=0.8) or nearest(_plain(name), options, cutoff=0.7)
-    return same_option(near, options)
+    return same_option(near, options) if _is_misspelt(_plain(name), near) else ""
 
 
 def done_otherwise(name: str) -> str:
     """How relax does what other trainers call `name`, or nearly so; empty where there is nothing to say."""
     return NOT_HERE.get(nearest(_plain(name), NOT_HERE, cutoff=0.9), "")
+
+
+def _is_misspelt(name: str, option: str) -> bool:
+    """Whether two names differ in letters only: `target_kl` has another word than `label_key`, and another meaning."""
+    joined = difflib.SequenceMatcher(None, name.replace("_", ""), option.replace("_", "")).ratio()
+    words, others = name.split("_"), option.split("_")
+    return joined > 0.9 or (
+        len(words) == len(others)
+        and all(nearest(word, [other], cutoff=0.65) for word, other in zip(words, others, strict=True))
+    )
 
 
 def _plain(name: str) -> str:

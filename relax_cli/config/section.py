@@ -26,7 +26,10 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _is_within_bounds(cls, value: Any) -> Any:
-        """Beyond these bounds products and squares overflow in the arithmetic of a run, or vanish."""
+        """Beyond these bounds products and squares overflow in the arithmetic of a run, or vanish; an empty item of a
+        list would be the working folder, where items are paths."""
+        if isinstance(value, tuple) and "" in value:
+            raise ValueError("without empty items")
         if isinstance(value, int) and abs(value) > MOST:
             raise ValueError(f"at most {MOST:,}")
         if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:

@@ -143,7 +143,8 @@ class Plugins:
             message = f"the plugin {name!r} ({row.distribution} {row.version}) is broken{here}: {row.reason}{place}"
             fix = f"reinstall or update {row.distribution}; see `relax plugins list`"
         else:
-            near = nearest(name, known)
+            # Not nearer: dapo, dpo and trpo are other algorithms, not misspelt ones.
+            near = nearest(name.lower(), known, cutoff=0.85)
             message = f"no installed plugin provides the estimator {name!r}{here}"
             fix = f"--advantage-estimator {near}" if near else "install the package that provides it"
         origins = sorted(f"{e.name} ({plugin.row.distribution})" for plugin in self._plugins for e in plugin.estimators)

@@ -24,7 +24,8 @@ MEANT = [
     ("resume_from_checkpoint", "load"), ("rollout_batchsize", "rollout_batch_size"), ("clip_gard", "clip_grad"),
     ("lern_rate", "lr"), ("learning_rat", "lr"), ("num_generation", "n_samples_per_prompt"),
     ("max_step", "num_rollout"), ("max_completion_lenght", "rollout_max_response_len"),
-    ("warmup_step", "lr_warmup_iters"),
+    ("warmup_step", "lr_warmup_iters"), ("target_modules", "lora_targets"), ("kl_coeff", "kl_coef"),
+    ("clipgrad", "clip_grad"), ("rollout_temprature", "rollout_temperature"),
 ]  # fmt: skip
 
 
@@ -35,7 +36,34 @@ def test_the_table_names_options_and_no_name_twice() -> None:
     assert not set(others) & {*OPTIONS, *NOT_HERE}
 
 
-@pytest.mark.parametrize("name", ["frobnicate", "beta3x", "help_me", "config", "ppo_epochs", "x", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "frobnicate",
+        "beta3x",
+        "help_me",
+        "config",
+        "ppo_epochs",
+        "x",
+        "",
+        "rollout_stop_token_ids",
+        "target_kl",
+        "kl_target",
+        "rollout_function_path",
+        "rollout_shuffle",
+        "use_liger_loss",
+        "eval_batch_size",
+        "vf_loss_coef",
+        "dp_size",
+        "reward_scale",
+        "reward_clip",
+        "min_new_tokens",
+        "max_samples",
+        "local_rank",
+        "optimizer",
+        "checkpoint",
+    ],
+)
 def test_a_name_that_nobody_knows_gets_no_guess(name: str) -> None:
     assert meant_option(name, OPTIONS) == ""
 

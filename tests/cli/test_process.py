@@ -38,6 +38,17 @@ def test_help_takes_less_than_a_second_of_cpu(process: Process, argv: list[str])
     assert min(seconds) < 1.0
 
 
+def test_a_thread_of_user_code_does_not_keep_the_process(process: Process) -> None:
+    code = (
+        "import sys, threading, time; from relax_cli.cli import app; app.THREADS_MAY_TAKE = 0.1; "
+        "threading.Thread(target=time.sleep, args=(600,), name='mine').start(); "
+        "sys.argv = ['relax', 'train']; sys.exit(app.main())"
+    )
+    done = process(code)
+    assert done.returncode == 2
+    assert "left running: mine" in done.stderr
+
+
 @pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}])
 def test_errors_have_no_escape_codes_off_a_terminal(process: Process, env: dict[str, str]) -> None:
     done = process(MAIN.format(argv=["train"]) + "sys.exit(code)", **env)

@@ -85,6 +85,16 @@ def test_an_unknown_estimator_is_refused_with_the_nearest_name(install: Install)
     assert "rloo (relax-rloo)" in problem.expected
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("GRPO", "--advantage-estimator grpo"), ("dapo", "install"), ("dpo", "install"), ("trpo", "install")],
+)
+def test_another_algorithm_is_not_taken_for_a_typing_error(name: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_plugins().estimator(name)
+    assert caught.value.problems[0].fix.startswith(fix)
+
+
 def test_new_writes_a_package_and_says_what_to_do_next(relax: Relax, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "mine"
     data = json.loads(relax("plugins", "new", "mine", "--dir", str(folder), "--format", "json").stdout)

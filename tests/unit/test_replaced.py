@@ -215,6 +215,13 @@ def test_an_empty_stop_string_is_refused_in_every_layer(layer: dict[str, Any]) -
     assert (problem.id, problem.option) == ("invalid-value", "--rollout-stop")
 
 
+@pytest.mark.parametrize("name", ["prompt_data", "eval_prompt_data", "track", "rollout_external_engine_addrs"])
+@pytest.mark.parametrize("value", ["", ["a", ""]])
+def test_an_empty_item_of_a_list_is_refused(name: str, value: str | list[str]) -> None:
+    (problem,) = load_config(Layers(flags={name: value}), Config).problems
+    assert (problem.id, problem.option) == ("invalid-value", flag(name))
+
+
 @pytest.mark.parametrize(("estimator", "size"), [("grpo", 8), ("gspo", 8), ("cispo", 8), ("sapo", 8), ("ppo", 1)])
 def test_the_group_size_follows_the_estimator(estimator: str, size: int) -> None:
     plugins = load_plugins()
