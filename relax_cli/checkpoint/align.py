@@ -67,14 +67,13 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
     for option, folder in (("--load", actor), ("--critic-load", critic)):
         require_folder(option, folder)
     if actor.resolve() == critic.resolve():
-        raise ConfigError(
-            ONE_FOLDER(
-                "actor and critic are saved to two folders, and one was given for both",
-                fix="--load ACTOR_DIR --critic-load CRITIC_DIR",
-                got=str(critic),
-                expected="the folder that --critic-save named",
-            )
+        problem = ONE_FOLDER(
+            "actor and critic are saved to two folders, and one was given for both",
+            fix="--load ACTOR_DIR --critic-load CRITIC_DIR",
+            got=str(critic),
+            expected="the folder that --critic-save named",
         )
+        raise ConfigError(problem)
     left_out: list[LeftOut] = []
     for iteration in sorted({*layout.list_iterations(actor), *layout.list_iterations(critic)}, reverse=True):
         reason = why_no_pair(actor, critic, iteration, deep=deep)
@@ -84,15 +83,14 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
             return Alignment(iteration, moves, tuple(left_out))
         left_out.append(LeftOut(iteration, reason))
     shown = "; ".join(f"{left.iteration}: {left.reason}" for left in left_out[:4])
-    raise ResumeError(
-        NOTHING_COMMON(
-            "no iteration is complete in both folders",
-            fix="start again without --load, or resume from copies of both folders",
-            where=f"{actor} and {critic}",
-            got=shown or "no checkpoints",
-            expected="an iteration that one run saved into both",
-        )
+    problem = NOTHING_COMMON(
+        "no iteration is complete in both folders",
+        fix="start again without --load, or resume from copies of both folders",
+        where=f"{actor} and {critic}",
+        got=shown or "no checkpoints",
+        expected="an iteration that one run saved into both",
     )
+    raise ResumeError(problem)
 
 
 def apply(alignment: Alignment) -> None:
@@ -158,12 +156,11 @@ def why_unusable(folder: Path, iteration: int, role: str, *, deep: bool = False)
 def require_folder(option: str, folder: Path) -> None:
     """Raises ConfigError where there is no such folder."""
     if not folder.is_dir():
-        raise ConfigError(
-            FOLDER_MISSING(
-                f"{option} leads to no folder",
-                fix="give the folder that --save or --critic-save named",
-                option=option,
-                got=str(folder),
-                expected="a save folder",
-            )
+        problem = FOLDER_MISSING(
+            f"{option} leads to no folder",
+            fix="give the folder that --save or --critic-save named",
+            option=option,
+            got=str(folder),
+            expected="a save folder",
         )
+        raise ConfigError(problem)

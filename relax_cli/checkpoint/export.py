@@ -90,25 +90,23 @@ def export_hf(
     """
     # The rest of an interrupted export does not count.
     if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= {UNFINISHED}):
-        raise ConfigError(
-            OUT_IN_USE(
-                "the folder to write to is not empty",
-                fix=f"choose another folder, for example {shlex.quote(f'{out.absolute()}-2')}",
-                got=str(out),
-                expected="a new or empty folder",
-            )
+        problem = OUT_IN_USE(
+            "the folder to write to is not empty",
+            fix=f"choose another folder, for example {shlex.quote(f'{out.absolute()}-2')}",
+            got=str(out),
+            expected="a new or empty folder",
         )
+        raise ConfigError(problem)
     lora = adapters_in(_refuse_unfit(checkpoint, model_folder))
     if peft and lora is None:
-        raise ConfigError(
-            NO_ADAPTERS(
-                "the checkpoint has no low-rank adapters: every weight was trained",
-                fix="leave --peft out",
-                where=str(checkpoint),
-                got="a checkpoint of whole weights",
-                expected="one of a run with --lora-rank",
-            )
+        problem = NO_ADAPTERS(
+            "the checkpoint has no low-rank adapters: every weight was trained",
+            fix="leave --peft out",
+            where=str(checkpoint),
+            got="a checkpoint of whole weights",
+            expected="one of a run with --lora-rank",
         )
+        raise ConfigError(problem)
     spec = read_spec(model_folder)
     with safe_load.taken_over_from(checkpoint):
         saved = dict(_parameters(_read_model(checkpoint), spec))
@@ -135,27 +133,25 @@ def _refuse_unfit(checkpoint: Path, model_folder: Path) -> layout.CheckpointMeta
     """`relax.json` of a complete checkpoint, hash for hash, of an actor on this model; else raises ResumeError."""
     meta = layout.read_meta(checkpoint)
     if meta.role != "actor":
-        raise ResumeError(
-            WRONG_ROLE(
-                f"this is a checkpoint of the {meta.role}; only an actor's is a language model",
-                fix="give the folder that --save named",
-                where=str(checkpoint),
-                got=f"role {meta.role}",
-                expected="role actor",
-            )
+        problem = WRONG_ROLE(
+            f"this is a checkpoint of the {meta.role}; only an actor's is a language model",
+            fix="give the folder that --save named",
+            where=str(checkpoint),
+            got=f"role {meta.role}",
+            expected="role actor",
         )
+        raise ResumeError(problem)
     if found := layout.damages(checkpoint, deep=True):
         others = resumable(checkpoint.absolute().parent, deep=True)
         older = next((i for i in others if i != meta.iteration), None)
-        raise ResumeError(
-            DAMAGED(
-                f"the checkpoint is damaged: {found[0]}",
-                fix=f"--iteration {older}" if older is not None else "give a copy of the folder that is whole",
-                where=str(checkpoint),
-                got=found[0],
-                expected="every file as it was written",
-            )
+        problem = DAMAGED(
+            f"the checkpoint is damaged: {found[0]}",
+            fix=f"--iteration {older}" if older is not None else "give a copy of the folder that is whole",
+            where=str(checkpoint),
+            got=found[0],
+            expected="every file as it was written",
         )
+        raise ResumeError(problem)
     if other := list(folder_differences(model_folder, meta, checkpoint, str(model_folder))):
         raise ResumeError(other)
     return meta

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 from relax_cli.checkpoint.layout import CheckpointMeta, sha256_of
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
-from relax_cli.data.reasoning_gym import REASONING_GYM
-from relax_cli.data.sources import source_of
+from relax_cli.data.sources import REASONING_GYM, source_of
 from relax_cli.errors import ConfigError, Problem, problem_kinds
 from relax_cli.models.files import read_json
 from relax_cli.models.hybrid import read_any_spec

@@ -20,6 +20,20 @@ STORAGE_FAILED = problem_kind(
 )
 
 
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise storage_failed(error, Path(error.filename or ".")) from error
+
+
+publish = disk_errors()(layout.write_tracker)
+"""Point the tracker at an iteration. Raises RunError: the disk refused."""
+mark_best = disk_errors()(layout.write_best)
+"""Note which checkpoint is the best. Raises RunError: the disk refused."""
+
+
 def commit(save_dir: Path, iteration: int) -> None:
     """Give the written checkpoint its final name; one of the same iteration from before a resume is replaced.
     Raises RunError: the disk refused."""
@@ -29,12 +43,6 @@ def commit(save_dir: Path, iteration: int) -> None:
             layout.remove_checkpoint(final)
         layout.temporary_folder(save_dir, iteration).rename(final)
         layout.fsync_folder(save_dir)
-
-
-def publish(save_dir: Path, iteration: int) -> None:
-    """Point the tracker at `iteration`. Raises RunError: the disk refused."""
-    with disk_errors():
-        layout.write_tracker(save_dir, iteration)
 
 
 def withdraw(save_dir: Path, iteration: int) -> None:
@@ -65,20 +73,6 @@ def rotate(save_dir: Path, current: int, keep: int | None, protected: Collection
             for iteration in layout.list_iterations(save_dir):
                 if iteration < complete[-keep] and iteration not in protected:
                     layout.remove_checkpoint(layout.iteration_folder(save_dir, iteration))
-
-
-def mark_best(save_dir: Path, best: layout.Best) -> None:
-    """Note which checkpoint is the best. Raises RunError: the disk refused."""
-    with disk_errors():
-        layout.write_best(save_dir, best)
-
-
-@contextmanager
-def disk_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise storage_failed(error, Path(error.filename or ".")) from error
 
 
 def storage_failed(error: BaseException, where: Path) -> RunError:

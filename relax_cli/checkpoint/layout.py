@@ -230,15 +230,14 @@ def read_meta(folder: Path) -> CheckpointMeta:
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False)[0]
             reason = f"{'.'.join(str(part)[:40] for part in first['loc'])}: {first['msg']}"
-        raise ResumeError(
-            META_UNREADABLE(
-                f"{META_FILE} of the checkpoint cannot be used: {reason}",
-                fix="resume from another iteration, or from a copy of this one",
-                where=str(path),
-                got=reason,
-                expected=f"the {META_FILE} that relax wrote",
-            )
-        ) from error
+        problem = META_UNREADABLE(
+            f"{META_FILE} of the checkpoint cannot be used: {reason}",
+            fix="resume from another iteration, or from a copy of this one",
+            where=str(path),
+            got=reason,
+            expected=f"the {META_FILE} that relax wrote",
+        )
+        raise ResumeError(problem) from error
     return meta
 
 

@@ -51,14 +51,13 @@ def plan_pruning(actor: Path, critic: Path | None, keep: int) -> list[Entry]:
     complete = sorted(resumable(actor, critic, role))
     if not complete:
         both = " in both folders" if critic else ""
-        raise ResumeError(
-            NOTHING_COMPLETE(
-                f"no iteration is complete{both}, so nothing is removed",
-                fix=f"relax checkpoint list {shlex.quote(str(critic or actor))} says what each one lacks",
-                where=" and ".join(map(str, sides.values())),
-                expected="a checkpoint to resume from after pruning",
-            )
+        problem = NOTHING_COMPLETE(
+            f"no iteration is complete{both}, so nothing is removed",
+            fix=f"relax checkpoint list {shlex.quote(str(critic or actor))} says what each one lacks",
+            where=" and ".join(map(str, sides.values())),
+            expected="a checkpoint to resume from after pruning",
         )
+        raise ResumeError(problem)
     stay = dict.fromkeys(complete[-keep:], f"of the newest {keep} complete" + (" pairs" if critic else ""))
     for folder in sides.values():
         stay |= _named_by(folder, go_back(complete[-1], actor, critic))
@@ -85,14 +84,13 @@ def _named_by(folder: Path, fix: str) -> dict[int, str]:
     Raises ResumeError: the tracker cannot be understood; `fix` is what to do then."""
     tracker = layout.read_tracker(folder)
     if tracker.problem is not None:
-        raise ResumeError(
-            TRACKER_UNREADABLE(
-                "the tracker cannot be understood, so nothing says which checkpoint counts",
-                fix=fix,
-                where=str(folder / layout.TRACKER_FILE),
-                got=tracker.problem,
-            )
+        problem = TRACKER_UNREADABLE(
+            "the tracker cannot be understood, so nothing says which checkpoint counts",
+            fix=fix,
+            where=str(folder / layout.TRACKER_FILE),
+            got=tracker.problem,
         )
+        raise ResumeError(problem)
     named = dict.fromkeys(layout.complete_iterations(folder)[-1:], "the newest complete one here")
     if (best := layout.read_best(folder)) is not None:
         named[best.iteration] = f"the best by {best.metric}"
@@ -125,14 +123,13 @@ def _refuse_half_a_pair(folder: Path, keep: int) -> str:
             return meta.role
         actor = "ACTOR_DIR" if is_critic else str(folder)
         critic = str(folder) if is_critic else str(critic_folder(folder, meta) or "CRITIC_DIR")
-        raise ConfigError(
-            HALF_A_PAIR(
-                f"these are the checkpoints of {'a critic' if is_critic else 'an actor with a critic'}: "
-                "pruned alone, they could leave no pair",
-                fix=shlex.join(["relax", "checkpoint", "prune", actor, "--critic", critic, "--keep", str(keep)]),
-                option="DIR" if is_critic else "--critic",
-                got=str(folder),
-                expected="the save folders of actor and critic",
-            )
+        problem = HALF_A_PAIR(
+            f"these are the checkpoints of {'a critic' if is_critic else 'an actor with a critic'}: "
+            "pruned alone, they could leave no pair",
+            fix=shlex.join(["relax", "checkpoint", "prune", actor, "--critic", critic, "--keep", str(keep)]),
+            option="DIR" if is_critic else "--critic",
+            got=str(folder),
+            expected="the save folders of actor and critic",
         )
+        raise ConfigError(problem)
     return "actor"

@@ -103,12 +103,15 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA_FILE
     try:
         content = layout.read_small_file(path, MOST_METADATA_BYTES)
-        return _build_metadata(_InertUnpickler(io.BytesIO(content)).load(), folder)
+        fields = _state(_InertUnpickler(io.BytesIO(content)).load(), "Metadata")
+        tensors = {_text(name): _build_entry(entry) for name, entry in fields["state_dict_metadata"].items()}
+        places = {_build_index(i): _build_place(p, folder) for i, p in fields["storage_data"].items()}
     except RelaxError:
         raise
     except Exception as error:
         # A damaged pickle can fail in any way.
         raise unsafe(path, f"{path.name} cannot be used ({error or type(error).__name__})") from error
+    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
 
 @contextmanager
@@ -133,13 +136,12 @@ def taken_over_from(folder: Path, *further: type[Exception]) -> Iterator[None]:
         if isinstance(root, pickle.UnpicklingError):
             raise unsafe(folder, "a shard contains something other than tensors, or is damaged") from error
         reason = (str(root).strip() or type(root).__name__).splitlines()[0]
-        raise ResumeError(
-            UNLOADABLE(
-                f"the checkpoint does not load into this model: {reason}",
-                fix="check that --hf-checkpoint is the model the run was started with, and that no file is damaged",
-                where=str(folder),
-            )
-        ) from error
+        problem = UNLOADABLE(
+            f"the checkpoint does not load into this model: {reason}",
+            fix="check that --hf-checkpoint is the model the run was started with, and that no file is damaged",
+            where=str(folder),
+        )
+        raise ResumeError(problem) from error
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -189,13 +191,6 @@ class _InertUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a checkpoint has no use for")
         # A class of this one load: whatever a pickle does to it is gone with it.
         return self._classes.setdefault(name, type(name, (dict if name == "OrderedDict" else _Record,), {}))
-
-
-def _build_metadata(root: Any, folder: Path) -> Metadata:
-    fields = _state(root, "Metadata")
-    tensors = {_text(name): _build_entry(entry) for name, entry in fields["state_dict_metadata"].items()}
-    places = {_build_index(i): _build_place(p, folder) for i, p in fields["storage_data"].items()}
-    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
 
 def _build_entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:

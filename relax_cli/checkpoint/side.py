@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -199,17 +198,13 @@ def _recognised(option: str, folder: Path, role: str) -> tuple[str, str]:
     if (folder / "metrics.jsonl").is_file():
         saved = _save_folder_of(folder, role)
         return "a run folder", f"{option} {shlex.quote(saved)}" if saved else f"{option} with the folder of --save"
-    if (folder / "config.json").is_file() and _has(folder, MODEL_FILES):
+    if (folder / "config.json").is_file() and any(path for pattern in MODEL_FILES for path in folder.glob(pattern)):
         return "a model", f"--hf-checkpoint {shlex.quote(str(folder))}, without {option}"
     if layout.list_iterations(folder):
         return f"checkpoints without {layout.TRACKER_FILE}", without
-    if _has(folder, DATA_FILES):
+    if any(path for pattern in DATA_FILES for path in folder.glob(pattern)):
         return "data", f"{without}; --prompt-data takes a file"
     return NO_CHECKPOINT, without
-
-
-def _has(folder: Path, patterns: Sequence[str]) -> bool:
-    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
 def _save_folder_of(run_dir: Path, role: str) -> str | None:

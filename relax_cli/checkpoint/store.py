@@ -33,23 +33,17 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 
 class Saveable(Protocol):
-    """A model that writes and reads its own shards; see `TrainableModel`."""
+    """A model that writes and reads its own shards; see `TrainableModel`.
 
-    def prepare_save(self, common: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], list[FileEntry]]:
-        """Take the state, `copied` if it may change before it is written. The returned function writes this rank's
-        shards into an empty folder; it returns the files it wrote, as far as it hashed them."""
+    `prepare_save` takes the state, `copied` if it may change before it is written. The function that it returns writes
+    this rank's shards into an empty folder, and returns the files it wrote, as far as it hashed them.
+    """
 
-    def load(self, folder: Path) -> object:
-        """Restore from shards."""
-
-    def random_state(self) -> dict[str, Any]:
-        """State of this rank's random generators, as JSON values."""
-
-    def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Undo `random_state`; raises ResumeError where it is not such a state."""
-
-    def parallel_layout(self) -> dict[str, int]:
-        """Sizes of the parallel groups."""
+    def prepare_save(self, common: dict[str, Any], *, copied: bool) -> Callable[[Path, Group], list[FileEntry]]: ...
+    def load(self, folder: Path) -> object: ...
+    def random_state(self) -> dict[str, Any]: ...
+    def restore_random_state(self, state: dict[str, Any]) -> None: ...
+    def parallel_layout(self) -> dict[str, int]: ...
 
 
 def own_group() -> Group:
@@ -129,9 +123,9 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def world_size() -> int:
-    """Ranks of this role."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+def world_size(group: Group = None) -> int:
+    """Ranks of this role, or of a group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def on_first_rank(action: Callable[[], None], group: Group = None) -> None:
@@ -151,10 +145,9 @@ def on_first_rank(action: Callable[[], None], group: Group = None) -> None:
 
 def gather(value: T, group: Group = None) -> list[T]:
     """The values of all ranks, of this role or of a group, in rank order, on each of them."""
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    if ranks == 1:
+    if world_size(group) == 1:
         return [value]
-    values: list[Any] = [None] * ranks
+    values: list[Any] = [None] * world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
@@ -173,12 +166,11 @@ def _finish(folder: Path, meta: CheckpointMeta, hashed: list[FileEntry]) -> None
     entries: list[FileEntry] = []
     for path in layout.list_files(folder):
         layout.fsync_file(folder / path)
-        entry = known.get(path.as_posix()) or layout.describe_file(folder, path)
+        entry = known.pop(path.as_posix(), None) or layout.describe_file(folder, path)
         size = (folder / path).stat().st_size
         if size != entry.size:
             raise OSError(errno.EIO, f"{size} bytes arrived of {entry.size}", str(folder / path))
         entries.append(entry)
-    missing = known.keys() - {entry.path for entry in entries}
-    if missing:
-        raise OSError(errno.EIO, "a file that a rank wrote is not here", str(folder / min(missing)))
+    if known:
+        raise OSError(errno.EIO, "a file that a rank wrote is not here", str(folder / min(known)))
     layout.write_meta(folder, replace(meta, files=tuple(entries)))

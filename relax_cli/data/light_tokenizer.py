@@ -65,14 +65,13 @@ def load_light(folder: Path) -> LightTokenizer | None:
         check_regular(path, MOST_TOKENIZER_BYTES)
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
-        raise ConfigError(
-            MODEL_FOLDER(
-                f"the tokenizer does not load: {error}",
-                got=str(path),
-                expected="a tokenizer.json of the tokenizers library",
-                fix="copy the tokenizer files of the model again",
-            )
-        ) from error
+        problem = MODEL_FOLDER(
+            f"the tokenizer does not load: {error}",
+            got=str(path),
+            expected="a tokenizer.json of the tokenizers library",
+            fix="copy the tokenizer files of the model again",
+        )
+        raise ConfigError(problem) from error
     special = {name: token for name in SPECIAL_TOKENS if (token := _token(config.get(name))) is not None}
     return LightTokenizer(tokenizer, _template(folder, config), special)
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from relax_cli.config.schema import DataSection
 from relax_cli.data.formats import Progress, read_rows
-from relax_cli.data.reasoning_gym import generate
 from relax_cli.data.rows import REWARD_KEY, prompt_of_row
 from relax_cli.data.rows import Prompt as Prompt
-from relax_cli.data.sources import source_of, weights_of
+from relax_cli.data.sources import generate, source_of, weights_of
 from relax_cli.errors import ConfigError, Problem, RepeatedProblems, problem_kind
 
 EMPTY = problem_kind("prompt-data-empty", "Data", "There is no prompt in the data.", option="--prompt-data")

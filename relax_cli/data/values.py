@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from datetime import date, time
 from decimal import Decimal
-from math import isfinite, isinf, isnan
+from math import isfinite, isnan
 from typing import Any
 
 from relax_cli.config.text import in_json
@@ -111,14 +111,13 @@ def printable(text: str) -> str:
 def _plain(value: Any, key: str, depth: int) -> Any:
     if value is None or isinstance(value, bool | int):
         return value
-    if isinstance(value, float):
-        if isinf(value):
+    if isinstance(value, float) and isnan(value):
+        return None
+    if isinstance(value, float | Decimal):
+        if not Decimal(value).is_finite():
             raise Unusable(f"{key or 'it'} is {_kind(value)}, which JSON does not have")
-        return None if isnan(value) else value
-    if isinstance(value, Decimal):
-        if not value.is_finite():
-            raise Unusable(f"{key or 'it'} is {_kind(value)}, which JSON does not have")
-        return int(value) if value == value.to_integral_value() else float(value)
+        is_whole = isinstance(value, Decimal) and value == value.to_integral_value()
+        return int(value) if is_whole else float(value)
     if isinstance(value, date | time):
         return value.isoformat()
     if depth == DEEPEST:

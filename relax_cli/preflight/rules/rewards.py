@@ -6,11 +6,11 @@ from importlib.util import find_spec
 
 from relax_cli.config.names import nearest
 from relax_cli.config.schema import AlgorithmSection, DataSection, EpisodeSection, RewardSection, RolloutSection
-from relax_cli.data.reasoning_gym import INSTALL, MISSING, REASONING_GYM
 from relax_cli.data.rewards import BUILTINS, REMOTE, REWARD_UNKNOWN, url_fault
 from relax_cli.data.rewards.code import CODE_SANDBOX
 from relax_cli.data.rewards.types import NEEDS_LABEL
 from relax_cli.data.sandbox.outside import sandbox_fix
+from relax_cli.data.sources import INSTALL, MISSING, REASONING_GYM
 from relax_cli.preflight.labels import share_faults
 from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.rules.registry import Finding, Found, rule
