@@ -63,13 +63,12 @@ PARAMETERS = {
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """What was written; `size` are the bytes of all files."""
 
     folder: Path
     dtype: str
     parameters: int
     size: int
-    """Bytes of all files."""
 
 
 def export_hf(

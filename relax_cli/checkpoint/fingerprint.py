@@ -90,12 +90,8 @@ Identity: TypeAlias = Mapping[str, Any]
 
 
 def identify(config: Config, model_folder: Path | None, prompts: int | None = None) -> dict[str, Any]:
-    """The identity of a run; reads the model's small files and the whole prompt file. Its names have no secrets.
-
-    Args:
-        model_folder: where the model is; None where that is not known yet.
-        prompts: how many training prompts there are, where they were counted.
-    """
+    """The identity of a run with this many training prompts; its names have no secrets. Reads the model's small files,
+    where it is known which folder that is, and the whole prompt file."""
     name, curriculum = config.model.ref_load, config.data.curriculum
     limit = config.rollout.rollout_max_prompt_len
     dropped = f" up to {limit} tokens" if limit and config.rollout.overlong_prompts == "drop" else ""

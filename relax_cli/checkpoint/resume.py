@@ -132,7 +132,6 @@ def examine_resume(
         critic_init_from_actor: where the critic has no state of its own, the actor's backbone may stand in.
         deep: compare the hash of every file as well.
         save: the folder that the run saves the actor to: it may be new, so that one script restarts itself.
-        critic_save: the same of the critic.
     """
     actor = inspect("actor", "--load", load, deep=deep, may_be_new=_is_same(load, save))
     sides = [actor]
@@ -154,15 +153,15 @@ def was_saved_beside_a_critic(load: str) -> bool:
     return meta is not None and bool(meta.extra.get("has_critic", False))
 
 
-def _is_same(folder: str | None, other: str | None) -> bool:
+def _is_same(folder: str | Path | None, other: str | Path | None) -> bool:
     return folder is not None and other is not None and os.path.realpath(folder) == os.path.realpath(other)
 
 
 def _loss(actor: Side, critic: Side) -> Problem | None:
     """The problem of a critic that would be given the actor's own training checkpoint."""
-    if actor.meta is None or actor.problem is not None or critic.folder is None or actor.folder is None:
+    if actor.meta is None or actor.problem is not None or actor.folder is None:
         return None
-    if not _is_same(str(actor.folder), str(critic.folder)):
+    if not _is_same(actor.folder, critic.folder):
         return None
     if actor.meta.extra.get("has_critic", True):
         folder = critic_folder(actor.folder, actor.meta)
@@ -257,10 +256,10 @@ def _mismatch(actor: Side, critic: Side) -> Problem:
 
 def _with_way_back(problems: list[Problem], actor: Side, critic: Side | None = None, *, deep: bool) -> list[Problem]:
     """The problems with the newest iteration that can be resumed from as their fix, where there is one."""
-    if actor.folder is None or any(problem.id not in GO_BACK for problem in problems):
-        return problems
     at, other = actor.folder, None if critic is None else critic.folder
-    if critic is not None and (other is None or _is_same(str(other), str(at))):
+    if at is None or any(problem.id not in GO_BACK for problem in problems):
+        return problems
+    if critic is not None and (other is None or _is_same(other, at)):
         return problems
     whole = next(align.resumable(at, other, deep=deep), None)
     if whole is None:

@@ -51,11 +51,6 @@ def own_group() -> Group:
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
-def write(model: Saveable, save_dir: Path, iteration: int, role: str, meta: dict[str, Any]) -> None:
-    """`prepare`, and write it at once."""
-    prepare(model, save_dir, iteration, role, meta, copied=False)()
-
-
 def prepare(
     model: Saveable,
     save_dir: Path,
@@ -74,9 +69,7 @@ def prepare(
         copied: the model may change before it is written.
         group: where ranks meet while they write.
 
-    The returned function raises:
-        RunError: on every rank, when the disk refused on one; nothing that existed was touched.
-    """
+    Both raise RunError on every rank when the disk refused on one; nothing that existed was touched."""
     extra = dict(meta)
     sampling = extra.pop("sampling", {})
     record = CheckpointMeta(

@@ -61,8 +61,8 @@ _REFUSED = {
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
     b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
     b"[": ("a JSON array", "jq -c '.[]' FILE > NEW.jsonl"),
-    b"{\n": ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
-    b"{\r\n": ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
+    b"{\n ": ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
+    b"{\r\n ": ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
 }
 _TABLES = {".csv": ("CSV", "excel"), ".tsv": ("TSV", "excel-tab")}
 _TABLE_TO_LINES = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from relax_cli.data.rows import TOOLS, Prompt
 from relax_cli.data.values import printable
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, Problem, problem_kinds
 from relax_cli.models.families import DEFAULTS
 from relax_cli.models.files import MODEL_FOLDER, read_json
 from relax_cli.models.hybrid import language_config
@@ -19,16 +19,15 @@ CHUNK = 1024
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Values of `tokenizer_class` that mean: exactly what tokenizer.json says."""
 
-PROMPT_ENCODING = problem_kind(
+declare = problem_kinds("Data")
+PROMPT_ENCODING = declare(
     "prompt-encoding",
-    "Data",
     "A prompt cannot be tokenised: the chat template is missing or refuses it, or a token is not in the model's"
     " vocabulary. Every prompt is tried before a launch.",
     option="--prompt-data",
 )
-PROMPT_TOO_LONG = problem_kind(
+PROMPT_TOO_LONG = declare(
     "prompt-too-long",
-    "Data",
     "A prompt is over `--rollout-max-prompt-len`, counted after the chat template.",
     option="--rollout-max-prompt-len",
 )
@@ -52,21 +51,17 @@ def load_tokenizer(folder: Path) -> Any:
         raise _tokenizer_error(folder, f"the tokenizer does not load: {error}") from error
 
 
-def encode_prompt(
-    tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool, vocab_size: int | None = None
-) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) -> list[int]:
     """Token ids of a prompt.
 
     With the chat template the prompt ends where the assistant's turn begins; text counts as one user message.
     Without it text is encoded as the tokenizer is configured, a BOS token included where it adds one.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template, the template refuses the messages, messages came
-            without `--apply-chat-template`, there is nothing to encode, or an id is not below `vocab_size`.
+    Raises ConfigError: the tokenizer has no chat template, the template refuses the messages, messages came without
+    `--apply-chat-template`, or there is nothing to encode.
     """
     text = encoded_text(tokenizer, prompt, apply_chat_template=apply_chat_template)
     ids = list(tokenizer(text, add_special_tokens=not apply_chat_template).input_ids)
-    if (problem := ids_problem(prompt, ids, vocab_size)) is not None:
+    if (problem := ids_problem(prompt, ids, None)) is not None:
         raise ConfigError(problem)
     return ids
 
@@ -147,12 +142,9 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def prompt_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) -> str:
+def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
     """The prompt as its reward sees it: text as it is in the data, chat messages as the template renders them."""
-    if isinstance(prompt.content, str):
-        return prompt.content
-    assert apply_chat_template, "encode_prompt refuses messages without the template"
-    return _render(tokenizer, prompt)
+    return prompt.content if isinstance(prompt.content, str) else _render(tokenizer, prompt)
 
 
 def _render(tokenizer: Any, prompt: Prompt) -> str:

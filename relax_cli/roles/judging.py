@@ -86,7 +86,6 @@ class Judge:
     tokenizer: PreTrainedTokenizerBase
     stop: Sequence[str]
     """Strings that end a response."""
-    apply_chat_template: bool
     trace_file: Path
     """For the whole traceback of a reward that fails."""
     _ahead: dict[int, tuple[Generation, RewardInput]] = field(default_factory=dict)
@@ -138,7 +137,7 @@ class Judge:
 
     def _input(self, sample: Sampled) -> RewardInput:
         return RewardInput(
-            prompt=prompt_text(self.tokenizer, sample.prompt, apply_chat_template=self.apply_chat_template),
+            prompt=prompt_text(self.tokenizer, sample.prompt),
             response=response_text(self.tokenizer, sample.generation, self.stop),
             label=sample.prompt.label,
             # A copy each: what a reward changes must not reach the other samples of the prompt, or the next epoch.

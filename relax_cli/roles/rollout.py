@@ -74,7 +74,7 @@ class RolloutRole:
         else:
             trace_file = context.run_dir / "logs" / f"reward-{context.rank}.txt"
             stop = samplings[""].stop
-            self.judge = Judge(reward, tokenizer, stop, apply_chat_template=chat, trace_file=trace_file)
+            self.judge = Judge(reward, tokenizer, stop, trace_file=trace_file)
         self.samplings = samplings
         self.prompt_sets, self.prompts = prompts, prompts[""]
         self.queue = context.queue

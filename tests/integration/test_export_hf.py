@@ -33,7 +33,7 @@ def save_trained(
     model = build(run, rank, ranks, port)
     for _ in range(2):
         model.train_step(micro_batches(3, ROWS), loss_fn)
-    store.write(model, save_dir, 1, role, META | (extra or {}))
+    store.prepare(model, save_dir, 1, role, META | (extra or {}), copied=False)()
     if rank == 0:
         folders.commit(save_dir, 1)
         folders.publish(save_dir, 1)

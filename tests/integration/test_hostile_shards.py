@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def clean(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_dir = tmp_path_factory.mktemp("clean")
-    store.write(model, save_dir, 1, "actor", META)
+    store.prepare(model, save_dir, 1, "actor", META, copied=False)()
     folders.commit(save_dir, 1)
     return layout.iteration_folder(save_dir, 1)
 
@@ -246,5 +246,5 @@ def test_a_save_that_the_disk_refuses_says_why(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(checkpointing.HashingFileSystem, "create_stream", full)
     with pytest.raises(Exception, match="No space left on device"):
-        store.write(model, tmp_path, 1, "actor", META)
+        store.prepare(model, tmp_path, 1, "actor", META, copied=False)()
     assert list(tmp_path.iterdir()) == []

@@ -53,7 +53,7 @@ def assert_bitwise(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("kind", ["policy", "value"])
 def test_a_resumed_run_continues_bit_by_bit(kind: str, qwen3: Path, tmp_path: Path) -> None:
     straight = trained(kind, qwen3)
-    store.write(straight, tmp_path, 2, "actor", META)
+    store.prepare(straight, tmp_path, 2, "actor", META, copied=False)()
     folders.commit(tmp_path, 2)
     random_at_save = torch.rand(3)
     resumed = build(Run(kind, qwen3))  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_a_resumed_run_continues_bit_by_bit(kind: str, qwen3: Path, tmp_path: Pa
 
 def test_a_model_that_has_not_trained_yet_is_saved_and_resumed(qwen3: Path, tmp_path: Path) -> None:
     waiting = trained("policy", qwen3, steps=0)
-    store.write(waiting, tmp_path, 1, "actor", META)
+    store.prepare(waiting, tmp_path, 1, "actor", META, copied=False)()
     folders.commit(tmp_path, 1)
     resumed = build(Run("policy", qwen3))
     store.load(resumed, layout.iteration_folder(tmp_path, 1))
@@ -81,7 +81,7 @@ def test_a_model_that_has_not_trained_yet_is_saved_and_resumed(qwen3: Path, tmp_
 
 
 def test_options_of_the_new_command_line_win_over_the_checkpoint(qwen3: Path, tmp_path: Path) -> None:
-    store.write(trained("policy", qwen3), tmp_path, 2, "actor", META)
+    store.prepare(trained("policy", qwen3), tmp_path, 2, "actor", META, copied=False)()
     folders.commit(tmp_path, 2)
     resumed = build(Run("policy", qwen3, lr=5e-4))
     store.load(resumed, layout.iteration_folder(tmp_path, 2))
@@ -137,7 +137,7 @@ def write_on_rank(rank: int, ranks: int, port: int, run: Run, save_dir: Path, co
 
 def test_final_names_come_at_commit_and_the_tracker_moves_last(qwen3: Path, tmp_path: Path) -> None:
     model = trained("policy", qwen3, steps=0)
-    store.write(model, tmp_path, 1, "actor", META)
+    store.prepare(model, tmp_path, 1, "actor", META, copied=False)()
     assert layout.list_iterations(tmp_path) == []
     assert layout.is_complete(layout.temporary_folder(tmp_path, 1))
     folders.commit(tmp_path, 1)
@@ -151,7 +151,7 @@ def test_final_names_come_at_commit_and_the_tracker_moves_last(qwen3: Path, tmp_
 def test_old_checkpoints_go_after_the_new_one_counts(qwen3: Path, tmp_path: Path) -> None:
     model = trained("policy", qwen3, steps=0)
     for iteration in (1, 2, 3):
-        store.write(model, tmp_path, iteration, "actor", META)
+        store.prepare(model, tmp_path, iteration, "actor", META, copied=False)()
         folders.commit(tmp_path, iteration)
         folders.publish(tmp_path, iteration)
         folders.rotate(tmp_path, iteration, keep=2)
@@ -166,13 +166,13 @@ def test_old_checkpoints_go_after_the_new_one_counts(qwen3: Path, tmp_path: Path
 def test_a_checkpoint_of_the_same_iteration_is_replaced(qwen3: Path, tmp_path: Path) -> None:
     model = trained("policy", qwen3, steps=0)
     for version in (1, 2):
-        store.write(model, tmp_path, 5, "actor", META | {"weight_version": version})
+        store.prepare(model, tmp_path, 5, "actor", META | {"weight_version": version}, copied=False)()
         folders.commit(tmp_path, 5)
     assert layout.read_meta(layout.iteration_folder(tmp_path, 5)).weight_version == 2
 
 
 def test_damage_is_found(qwen3: Path, tmp_path: Path) -> None:
-    store.write(trained("policy", qwen3, steps=0), tmp_path, 1, "actor", META)
+    store.prepare(trained("policy", qwen3, steps=0), tmp_path, 1, "actor", META, copied=False)()
     folder = layout.temporary_folder(tmp_path, 1)
     (shard,) = folder.glob("*.distcp")
     content = shard.read_bytes()
@@ -186,7 +186,7 @@ def test_damage_is_found(qwen3: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(qwen3: Path, tmp_path: Path) -> None:
-    store.write(trained("policy", qwen3, steps=0), tmp_path, 1, "actor", META)
+    store.prepare(trained("policy", qwen3, steps=0), tmp_path, 1, "actor", META, copied=False)()
     save_tiny_model(tmp_path / "deeper", "qwen3", tied=True, layers=3)
     with pytest.raises(ResumeError, match="does not load into this model") as caught:
         store.load(build(Run("policy", tmp_path / "deeper")), layout.temporary_folder(tmp_path, 1))
@@ -221,12 +221,12 @@ def test_a_tracker_with_garbage_names_the_problem(tmp_path: Path, content: str) 
 
 def test_a_disk_that_refuses_leaves_the_old_checkpoint(qwen3: Path, tmp_path: Path) -> None:
     model = trained("policy", qwen3, steps=0)
-    store.write(model, tmp_path, 1, "actor", META)
+    store.prepare(model, tmp_path, 1, "actor", META, copied=False)()
     folders.commit(tmp_path, 1)
     folders.publish(tmp_path, 1)
     layout.temporary_folder(tmp_path, 2).write_text("a file where the folder should be")
     with pytest.raises(RunError) as caught:
-        store.write(model, tmp_path, 2, "actor", META)
+        store.prepare(model, tmp_path, 2, "actor", META, copied=False)()
     assert caught.value.problems[0].id == "storage-failed"
     assert layout.read_tracker(tmp_path) == Tracker(1)
     assert layout.is_complete(layout.iteration_folder(tmp_path, 1))
@@ -236,7 +236,7 @@ def test_saving_starts_no_processes(qwen3: Path, tmp_path: Path) -> None:
     model = trained("policy", qwen3, steps=0)
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     before = children.read_text()
-    store.write(model, tmp_path, 1, "actor", META)
+    store.prepare(model, tmp_path, 1, "actor", META, copied=False)()
     assert children.read_text() == before
 
 
@@ -247,7 +247,7 @@ def test_layout_needs_no_torch() -> None:
 
 
 def test_relax_json_is_plain_json(qwen3: Path, tmp_path: Path) -> None:
-    store.write(trained("value", qwen3, steps=0), tmp_path, 1, "critic", META)
+    store.prepare(trained("value", qwen3, steps=0), tmp_path, 1, "critic", META, copied=False)()
     raw = json.loads((layout.temporary_folder(tmp_path, 1) / layout.META_FILE).read_text())
     assert raw["role"] == "critic"
     assert raw["extra"] == {"data_position": {"rollouts": 17}}
@@ -277,7 +277,7 @@ def test_every_generator_goes_on_where_it_was(qwen3: Path, tmp_path: Path) -> No
         ]
 
     draw()  # leaves the second half of a pair of normal numbers behind
-    store.write(model, tmp_path, 1, "actor", META)
+    store.prepare(model, tmp_path, 1, "actor", META, copied=False)()
     folders.commit(tmp_path, 1)
     expected = draw()
     draw()
@@ -299,7 +299,7 @@ def test_shards_are_hashed_while_they_are_written(qwen3: Path, tmp_path: Path, m
     read_again = []
     sha256_of = layout.sha256_of
     monkeypatch.setattr(layout, "sha256_of", lambda path: read_again.append(path.name) or sha256_of(path))
-    store.write(trained("policy", qwen3), tmp_path, 1, "actor", META)
+    store.prepare(trained("policy", qwen3), tmp_path, 1, "actor", META, copied=False)()
     assert sorted(read_again) == ["common.pt", "metadata.json"]
     monkeypatch.undo()
     assert layout.damages(layout.temporary_folder(tmp_path, 1), deep=True) == []
@@ -314,7 +314,7 @@ def test_bytes_that_did_not_arrive_are_noticed(qwen3: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(HashingFileSystem, "entries", one_byte_more)
     with pytest.raises(RunError, match="bytes arrived of"):
-        store.write(model, tmp_path, 1, "actor", META)
+        store.prepare(model, tmp_path, 1, "actor", META, copied=False)()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -44,7 +44,7 @@ def save_twice(rank: int, ranks: int, port: int, run: Run, save_dir: Path, broke
     said = []
     for iteration in (1, 2):
         try:
-            store.write(model, save_dir, iteration, "actor", {})
+            store.prepare(model, save_dir, iteration, "actor", {}, copied=False)()
         except RunError as error:
             said.append(f"{error.problems[0].id}: {error.problems[0].message}")
             faults[0] = False

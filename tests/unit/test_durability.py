@@ -41,7 +41,7 @@ class Model:
 
 
 def save(save_dir: Path) -> None:
-    store.write(Model(), save_dir, 1, "actor", {})
+    store.prepare(Model(), save_dir, 1, "actor", {}, copied=False)()
     folders.commit(save_dir, 1)
     folders.publish(save_dir, 1)
 

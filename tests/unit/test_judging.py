@@ -62,12 +62,12 @@ def sampled(
 
 
 def judge(tokenizer: Any, reward: Seen, samples: Sequence[Sampled], stop: Sequence[str] = ()) -> list[Judged]:
-    return Judge(reward, tokenizer, stop, apply_chat_template=True, trace_file=Path("unused"))(samples)
+    return Judge(reward, tokenizer, stop, trace_file=Path("unused"))(samples)
 
 
 def test_responses_go_to_the_reward_as_they_end(tokenizer: Any) -> None:
     reward = Seen(lambda given: RewardResult(float(given.response)))
-    judge = Judge(reward, tokenizer, (), apply_chat_template=True, trace_file=Path("unused"))
+    judge = Judge(reward, tokenizer, (), trace_file=Path("unused"))
     batch = [sampled(tokenizer, str(row), row=row) for row in range(4)]
     # A batch that was not completed leaves nothing behind, though it had the same rows.
     judge.listens(2)(sampled(tokenizer, "9", row=0))
@@ -93,7 +93,7 @@ def test_a_failed_reward_leaves_its_traceback_in_the_run_folder(tokenizer: Any, 
     trace_file = tmp_path / "logs" / "reward-0.txt"
     reward = CheckedReward("mine.py:judge", fail, None)
     with pytest.raises(RunError) as caught:
-        Judge(reward, tokenizer, (), apply_chat_template=True, trace_file=trace_file)([sampled(tokenizer)])
+        Judge(reward, tokenizer, (), trace_file=trace_file)([sampled(tokenizer)])
     assert str(trace_file) in caught.value.problems[0].fix
     text = trace_file.read_text()
     assert "return [1 / 0 for _ in samples]" in text
