@@ -7,6 +7,8 @@ Values and policy may use different lambdas, and the policy's may grow with the 
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from relax_cli.algorithms.gae import gae, score_on_last_token
@@ -30,14 +32,10 @@ def advantages(inputs: AdvantageInputs) -> AdvantageOutputs:
     options, alpha = inputs.options, inputs.options.length_adaptive_lambd_alpha
     policy_lambd = options.lambd if alpha is None else length_adaptive_lambda(inputs.mask, alpha)
     critic_lambd = options.lambd if options.critic_lambd is None else options.critic_lambd
-
-    def with_lambda(lam: float | Tensor) -> tuple[Tensor, Tensor]:
-        assert inputs.values is not None
-        return gae(rewards_BT, inputs.values, inputs.mask, gamma=options.gamma, lam=lam, bootstrap=inputs.bootstrap)
-
-    advantages_BT, returns_BT = with_lambda(policy_lambd)
+    with_lambda = partial(gae, rewards_BT, inputs.values, inputs.mask, gamma=options.gamma, bootstrap=inputs.bootstrap)
+    advantages_BT, returns_BT = with_lambda(lam=policy_lambd)
     if alpha is not None or critic_lambd != options.lambd:
-        _, returns_BT = with_lambda(critic_lambd)
+        _, returns_BT = with_lambda(lam=critic_lambd)
     return AdvantageOutputs(advantages_BT, returns_BT)
 
 

@@ -54,7 +54,7 @@ class ServiceGraph:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the roles."""
+        """Role names in the order of a step."""
         return tuple(role.name for role in self.roles)
 
     def __contains__(self, name: str) -> bool:
