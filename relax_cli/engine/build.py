@@ -121,13 +121,6 @@ class RoleBuilder:
 
         spec = self.spec
         torch.set_num_threads(spec.threads)
-        builders = {
-            "rollout": self._rollout,
-            "actor": self._actor,
-            "critic": self._critic,
-            "advantages": self._advantages,
-            "reference": self._reference,
-        }
         context = RoleContext(
             config=self.config,
             estimator=self.estimator,
@@ -138,7 +131,7 @@ class RoleBuilder:
             rank=spec.rank,
             ranks=spec.ranks,
         )
-        role = builders[spec.role](context)
+        role = self._role(context)
         source = spec.load_from
         if source is not None:
             load = role.model.load_weights if source.weights_only else role.load_checkpoint
@@ -146,6 +139,29 @@ class RoleBuilder:
         if spec.role != "advantages":
             role.sleep()
         return role
+
+    def _role(self, context: RoleContext) -> Any:
+        match self.spec.role:
+            case "rollout":
+                return self._rollout(context)
+            case "actor":
+                return self._actor(context)
+            case "critic":
+                from relax_cli.roles.critic import CriticRole
+
+                return CriticRole(self._trained("value"), context)
+            case "advantages":
+                from relax_cli.roles.advantages import AdvantagesRole
+
+                return AdvantagesRole(context)
+            case "reference":
+                from relax_cli.roles.reference import ReferenceRole
+
+                _, frozen = self._model_classes()
+                model = frozen("policy", self.spec.reference_folder or self.spec.model_folder, self._how_to_build())
+                model.model.requires_grad_(False)
+                return ReferenceRole(model, context)
+        raise AssertionError(f"no role {self.spec.role}")
 
     def _trained(self, kind: Literal["policy", "value"]) -> Any:
         from relax_cli.backends.megatron.optimizer import Schedule
@@ -200,14 +216,6 @@ class RoleBuilder:
         device = select_device(section.device)
         return device if is_shared else replace(device, shared_memory=False)
 
-    def _reference(self, context: RoleContext) -> Any:
-        from relax_cli.roles.reference import ReferenceRole
-
-        _, frozen = self._model_classes()
-        model = frozen("policy", self.spec.reference_folder or self.spec.model_folder, self._how_to_build())
-        model.model.requires_grad_(False)
-        return ReferenceRole(model, context)
-
     def _actor(self, context: RoleContext) -> Any:
         from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
         from relax_cli.roles.actor import ActorRole
@@ -221,16 +229,6 @@ class RoleBuilder:
         )
         model = self._trained("policy")
         return ActorRole(model, context, lambda targets, device: WeightSender(targets, device, options))
-
-    def _critic(self, context: RoleContext) -> Any:
-        from relax_cli.roles.critic import CriticRole
-
-        return CriticRole(self._trained("value"), context)
-
-    def _advantages(self, context: RoleContext) -> Any:
-        from relax_cli.roles.advantages import AdvantagesRole
-
-        return AdvantagesRole(context)
 
     def _rollout_engine(self, tokenizer: Any, samplings: Mapping[str, SamplingParams]) -> RolloutEngine:
         config, spec = self.config, self.spec

@@ -127,20 +127,15 @@ def train_with_restarts(plugins: Plugins, checked: CheckedRun, console: Console)
         try:
             return train(plugins, checked, console, patience)
         except ProcessLost as lost:
-            checked, patience = from_newest_pair(checked), NODE_SECONDS
+            patience, section = NODE_SECONDS, checked.config.checkpoint
+            if section.save is not None and (Path(section.save) / layout.TRACKER_FILE).exists():
+                critic = {"critic_load": checked.config.critic.critic_save}
+                checked = _with(checked, checkpoint={"load": section.save}, critic=critic)
             folder = checked.config.checkpoint.load
             begin = "the start" if folder is None else f"the newest pair in {folder}"
             lines = [*(problem.message for problem in lost.problems), f"restart {restart} of {most}, from {begin}"]
             console.print("\n".join(lines), markup=False, highlight=False, style="yellow")
     return train(plugins, checked, console, patience)
-
-
-def from_newest_pair(checked: CheckedRun) -> CheckedRun:
-    """The same run from what it has saved; from where it started, if it has saved nothing."""
-    section = checked.config.checkpoint
-    if section.save is None or not (Path(section.save) / layout.TRACKER_FILE).exists():
-        return checked
-    return _with(checked, checkpoint={"load": section.save}, critic={"critic_load": checked.config.critic.critic_save})
 
 
 def _with(checked: CheckedRun, **sections: dict[str, str | None]) -> CheckedRun:

@@ -9,7 +9,6 @@ from textwrap import wrap
 from typing import Any
 
 from relax_cli.config.held_out import sampling_of_set
-from relax_cli.config.schema import Config
 from relax_cli.engine.run import FinishedRun, resume_lines
 from relax_cli.tracking.plots import curve
 from relax_cli.tracking.run_reader import Evaluation, read_evaluations, read_samples
@@ -82,7 +81,13 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     if before is not after:
         found = f"mean reward {before.metrics['reward/mean']:.3f} before, {after.metrics['reward/mean']:.3f} after"
     lines = [f"Held-out set `{before.name}`: {found}"]
-    lines.append(f"  ({sampling_text(run.config, after)})")
+    sampling, interval = (
+        sampling_of_set(run.config.eval, after.name, run.config.rollout),
+        after.metrics.get("reward/ci95"),
+    )
+    how = ", greedy" if sampling.rollout_top_k == 1 else f" at temperature {sampling.rollout_temperature:g}"
+    how += f", 95 % interval ±{interval:.3f}" if interval else ""
+    lines.append(f"  ({after.metrics['samples']} samples{how})")
     names = [name for name in after.metrics if name.startswith(("pass@", "majority@"))]
     # Where there are several samples of a prompt.
     for name in names if len(names) > 1 else ():
@@ -98,13 +103,6 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     widths = {k: max(len(k), *(len(row[k]) for row in shown)) for k in shown[0]}
     header = "  ".join(k.ljust(w) for k, w in widths.items())
     return [*lines, f"  {header}", *("  " + "  ".join(row[k].ljust(w) for k, w in widths.items()) for row in shown)]
-
-
-def sampling_text(config: Config, evaluation: Evaluation) -> str:
-    sampling = sampling_of_set(config.eval, evaluation.name, config.rollout)
-    how = ", greedy" if sampling.rollout_top_k == 1 else f" at temperature {sampling.rollout_temperature:g}"
-    interval = evaluation.metrics.get("reward/ci95")
-    return f"{evaluation.metrics['samples']} samples{how}" + (f", 95 % interval ±{interval:.3f}" if interval else "")
 
 
 def _examples(run_dir: Path, evaluation: Evaluation) -> list[dict[str, Any]]:

@@ -60,7 +60,13 @@ def _passed(groups: Sequence[Sequence[Outcome]], pass_reward: float) -> Iterator
         yield f"pass@{k}", Spread.of(pass_at(k, samples, passed) for samples, passed in counts).mean
         k *= 2
     if all(o.answer is not None for group in groups for o in group):
-        votes = [_votes(group, pass_reward) for group in groups]
+        votes = []
+        """Of each prompt and answer: how many responses give it, and the share of them that passes."""
+        for group in groups:
+            passing: dict[str | None, list[bool]] = {}
+            for outcome in group:
+                passing.setdefault(outcome.answer, []).append(outcome.reward >= pass_reward)
+            votes.append(sorted((len(each), sum(each) / len(each)) for each in passing.values()))
         for k in majority_sizes(fewest):
             yield f"majority@{k}", Spread.of(majority_at(k, each) for each in votes).mean
 
@@ -68,14 +74,6 @@ def _passed(groups: Sequence[Sequence[Outcome]], pass_reward: float) -> Iterator
 def pass_at(k: int, samples: int, passed: int) -> float:
     """Chance that one of k responses passes: 1 - C(n-c, k) / C(n, k), unbiased (Chen et al. 2021, equation 1)."""
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
-
-
-def _votes(group: Sequence[Outcome], pass_reward: float) -> list[tuple[int, float]]:
-    """Of each answer: how many responses give it, and the share of them that passes."""
-    passed: dict[str | None, list[bool]] = {}
-    for outcome in group:
-        passed.setdefault(outcome.answer, []).append(outcome.reward >= pass_reward)
-    return sorted((len(each), sum(each) / len(each)) for each in passed.values())
 
 
 def majority_at(k: int, votes: Sequence[tuple[int, float]]) -> float:

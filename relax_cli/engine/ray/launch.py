@@ -128,9 +128,9 @@ class RaySession(Session):
         plan.status("starting the workers")
         (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         self._reserve(plan)
-        for role in plan.graph.roles:
-            workers = [self._worker(plan, spec) for spec in self._placed(plan, role.name)]
-            self.built[role.name] = RayRanks(role.name, workers, plan.run_dir, self.watch)
+        for name in plan.graph.names:
+            workers = [self._worker(plan, spec) for spec in self._placed(plan, name)]
+            self.built[name] = RayRanks(name, workers, plan.run_dir, self.watch)
         for ranks in self.built.values():
             ranks.watch_all()
         importing = {name: role.ask("prepare") for name, role in self.built.items()}
@@ -141,7 +141,13 @@ class RaySession(Session):
         plan.status("loading the models")
         self._collect(importing, "prepare")
         for names in build_order(list(self.built), in_turns=self.on_gpus):
-            self._build(names)
+            # Some roles at the same time; each is asleep when it is built.
+            building = {}
+            for name in names:
+                role = self.built[name]
+                ((addr, port),) = role.collect([role.workers[0].meeting_point.remote()], "meeting_point")
+                building[name] = role.ask("build", addr, port, self.queue_keys)
+            self._collect(building, "build")
         self.roles = Roles.of(self.built)
 
     def _reserve(self, plan: LaunchPlan) -> None:
@@ -180,15 +186,6 @@ class RaySession(Session):
         elif plan.graph[spec.role].uses_device:
             options["num_cpus"] = SERVICE_CPUS * SHARE / spec.ranks
         return ray.remote(RoleWorker).options(**options).remote(spec)
-
-    def _build(self, names: Sequence[str]) -> None:
-        """Build some roles at the same time; each is asleep when it is built."""
-        building = {}
-        for name in names:
-            role = self.built[name]
-            ((addr, port),) = role.collect([role.workers[0].meeting_point.remote()], "meeting_point")
-            building[name] = role.ask("build", addr, port, self.queue_keys)
-        self._collect(building, "build")
 
     def _collect(self, asked: Mapping[str, list[Any]], doing: str) -> None:
         try:

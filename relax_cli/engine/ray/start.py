@@ -44,18 +44,6 @@ RAY_GPUS = problem_kind(
 )
 
 
-def check_reachable(address: str | None) -> None:
-    """Find out whether anything listens at a cluster's `HOST:PORT`; Ray would keep trying for minutes.
-    Raises EnvironmentFault: nothing does. Of other forms of an address nothing is found out."""
-    host, _, port = (address or "").rpartition(":")
-    if not host or "/" in host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECTING_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise EnvironmentFault(start_failed(address, error)) from error
-
-
 CAUSES = (
     (
         ("AF_UNIX", "File name too long"),
@@ -147,7 +135,13 @@ def start_ray(plan: LaunchPlan) -> None:
 
 
 def _init_ray(address: str | None, **options: Any) -> None:
-    check_reachable(address)
+    host, _, port = (address or "").rpartition(":")
+    if host and "/" not in host and port.isdigit():
+        # Where nothing listens Ray would keep trying for minutes.
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECTING_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise EnvironmentFault(start_failed(address, error)) from error
     # ray.init puts an aborting SIGTERM handler in the place of ours.
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
