@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,6 @@ from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.roles.evaluation import eval_metrics
-from relax_cli.roles.rollout import RolloutRole
 from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.tracking.run_reader import Evaluation, evaluations_of
 from relax_cli.tracking.writers import MetricsWriter, write_config
@@ -37,6 +36,9 @@ def evaluate(
 ) -> Evaluated:
     """Evaluate the policy of an actor's checkpoint, or the model of `--hf-checkpoint`, on every set.
     Raises RelaxError: the checkpoint cannot be used, generation or the reward failed, or the folder is not writable."""
+    from relax_cli.backends.rollout.sglang.engine import SglangEngine
+    from relax_cli.engine.transfer import LocalQueue
+
     config, given = checked.config, checked.config.run.run_dir
     run_dir = Path(given) if given is not None else new_run_folder("eval")
     step = 0 if checkpoint is None else read_meta(checkpoint).iteration
@@ -44,7 +46,13 @@ def evaluate(
         write_config(run_dir, run_record(checked, config, "eval"))
         with policy_folder(config, checkpoint, status) as folder, MetricsWriter(run_dir, step) as metrics:
             record: dict[str, float] = {"step": step, "time": time.time()}
-            with deployed(plugins, config, folder, run_dir, status) as rollout:
+            graph = plugins.service_graph(config)
+            status("building rollout")
+            (spec,) = worker_specs(LaunchPlan(config, graph, folder, run_dir, None, None, status), "rollout")
+            with closing(RoleBuilder(spec).build(LocalQueue(graph))) as rollout:
+                if isinstance(rollout.engine, SglangEngine):
+                    rollout.engine.use_loaded()
+                rollout.wake()
                 for name, _ in config.eval.sets:
                     status(f"evaluating {name}")
                     record |= eval_metrics(name, rollout.evaluate(name), config.eval.eval_pass_reward)
@@ -65,23 +73,3 @@ def policy_folder(config: Config, checkpoint: Path | None, status: Callable[[str
     status(f"reading {checkpoint}")
     with TemporaryDirectory(prefix="relax-eval-") as temporary:
         yield export_hf(checkpoint, Path(temporary) / "model", model).folder
-
-
-@contextmanager
-def deployed(
-    plugins: Plugins, config: Config, model: Path, run_dir: Path, status: Callable[[str], None]
-) -> Iterator[RolloutRole]:
-    from relax_cli.backends.rollout.sglang.engine import SglangEngine
-    from relax_cli.engine.transfer import LocalQueue
-
-    graph = plugins.service_graph(config)
-    status("building rollout")
-    (spec,) = worker_specs(LaunchPlan(config, graph, model, run_dir, None, None, status), "rollout")
-    rollout: RolloutRole = RoleBuilder(spec).build(LocalQueue(graph))
-    try:
-        if isinstance(rollout.engine, SglangEngine):
-            rollout.engine.use_loaded()
-        rollout.wake()
-        yield rollout
-    finally:
-        rollout.close()

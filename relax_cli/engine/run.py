@@ -19,12 +19,11 @@ from relax_cli.checkpoint.fingerprint import Identity, identify
 from relax_cli.checkpoint.resume import ResumeDecision, ResumeReport
 from relax_cli.config.redact import shell_join
 from relax_cli.config.schema import Config
-from relax_cli.engine.recorder import Recorder, open_trackers
 from relax_cli.engine.run_folder import claimed, new_run_folder, run_record, written_folders
 from relax_cli.engine.sampling import sampling_of
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest, undisguised_stop
-from relax_cli.engine.trainer import RunReport, Trainer
+from relax_cli.engine.trainer import Recorder, RunReport, Trainer, open_trackers
 from relax_cli.errors import ProcessLost, RelaxError, Terminated
 from relax_cli.plugin.graph import TOKEN_REWARDS, WEIGHT_VERSIONS, ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan

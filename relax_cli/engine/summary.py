@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -92,7 +91,13 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     # Where there are several samples of a prompt.
     for name in names if len(names) > 1 else ():
         lines.append(f"  {name} {before.metrics.get(name, math.nan):.3f} before, {after.metrics[name]:.3f} after")
-    examples = [_examples(run.run_dir, evaluation) for evaluation in (before, after)]
+    # The first sample of each of the first prompts.
+    examples: list[list[dict[str, Any]]] = []
+    for evaluation in (before, after):
+        first: dict[int, dict[str, Any]] = {}
+        for sample in read_samples(run.run_dir, evaluation):
+            first.setdefault(sample["group"], sample)
+        examples.append(list(first.values())[:EXAMPLES])
     rows: list[dict[str, Any]] = [
         {"prompt": b["prompt"], "label": b["label"], "before": b["response"], "after": a["response"]}
         for b, a in zip(*examples, strict=False)
@@ -103,14 +108,6 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     widths = {k: max(len(k), *(len(row[k]) for row in shown)) for k in shown[0]}
     header = "  ".join(k.ljust(w) for k, w in widths.items())
     return [*lines, f"  {header}", *("  " + "  ".join(row[k].ljust(w) for k, w in widths.items()) for row in shown)]
-
-
-def _examples(run_dir: Path, evaluation: Evaluation) -> list[dict[str, Any]]:
-    """The first sample of each of the first prompts."""
-    first: dict[int, dict[str, Any]] = {}
-    for sample in read_samples(run_dir, evaluation):
-        first.setdefault(sample["group"], sample)
-    return list(first.values())[:EXAMPLES]
 
 
 def _short(value: object, limit: int = 28) -> str:

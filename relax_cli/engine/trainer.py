@@ -6,19 +6,98 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import InitVar, asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import psutil
+
 from relax_cli.checkpoint.layout import Best
+from relax_cli.config.redact import config_dump
 from relax_cli.config.schema import Config
-from relax_cli.engine.recorder import Recorder
 from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.saving import PairSaver
 from relax_cli.engine.session import RolloutGroup, Session
 from relax_cli.engine.step import StepRecord, run_step
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.errors import ProcessLost, RelaxError
+from relax_cli.plugin.manager import Plugins
+from relax_cli.plugin.trackers import TrackedRun, tracker_names
 from relax_cli.roles.evaluation import eval_metrics
+from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.symptoms import HealthWatch, Warned
+from relax_cli.tracking.trackers import Trackers
+from relax_cli.tracking.writers import MetricsWriter
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Hands each step to the metrics file, the trackers, the screen and the plugins, in this order."""
+
+    metrics: MetricsWriter
+    trackers: Trackers
+    display: StepDisplay
+    plugins: Plugins
+    config: Config
+    run_dir: Path
+
+    def step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Step `step` is done: the `step`-th rollout of the run; `warnings` are the symptoms that are new."""
+        self.display.show(self._record(step, metrics | {"memory_gb": memory_gb()}))
+        for symptom in metrics.get("warnings", ()):
+            self.display.warn(Warned(**symptom).text)
+        self._tell_plugins(step, metrics)
+
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
+        """The held-out sets were evaluated after step `step`, 0 being before the first."""
+        self.display.evaluated(self._record(step, metrics))
+        self._tell_plugins(step, metrics)
+
+    def _record(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        record = {"step": step, "time": time.time(), **metrics}
+        self.metrics.write(record)
+        self.trackers.write(record)
+        return record
+
+    def _tell_plugins(self, step: int, metrics: dict[str, Any]) -> None:
+        for warning in self.plugins.step_end(step, metrics, self.config, self.run_dir):
+            self.warn(f"{warning.message}: {warning.got}")
+
+    def warn(self, message: str) -> None:
+        """Show it, and keep it with the metrics."""
+        self.display.warn(message)
+        self.metrics.warn(message)
+
+    def phase(self, name: str) -> None:
+        self.display.phase(name)
+
+    def status(self, text: str) -> None:
+        self.display.status(text)
+
+
+def open_trackers(
+    plugins: Plugins, config: Config, run_dir: Path, done: int, display: StepDisplay, metrics: MetricsWriter
+) -> Trackers:
+    """What gets the metrics of every step besides their file. Raises EnvironmentFault: one of them cannot be opened."""
+    known, names = plugins.trackers(), tracker_names(config.run)
+    if names:
+        display.status(f"opening {', '.join(names)}")
+
+    def warn(message: str) -> None:
+        display.warn(message)
+        metrics.warn(message)
+
+    return Trackers([known[name] for name in names], TrackedRun(run_dir, config_dump(config), done), warn)
+
+
+def memory_gb() -> float:
+    """Memory that this process and those it started have for themselves on this machine."""
+    me = psutil.Process()
+    used = 0
+    for process in [me, *me.children(recursive=True)]:
+        with suppress(psutil.Error):
+            memory = process.memory_info()
+            used += memory.rss - getattr(memory, "shared", 0)
+    return used / 1e9
 
 
 @dataclass
@@ -201,17 +280,18 @@ class Trainer:
     def _evaluate(self, done: int) -> dict[str, Any]:
         if not self.sets:
             return {}
+
+        def evaluate(rollout: RolloutGroup) -> dict[str, Any]:
+            metrics: dict[str, Any] = {}
+            for name in self.sets:
+                self.watcher.status(f"evaluating {name}")
+                started = time.perf_counter()
+                metrics |= eval_metrics(name, rollout.evaluate(name), self.config.eval.eval_pass_reward)
+                metrics[f"eval/{name}/seconds"] = time.perf_counter() - started
+            return metrics
+
         # All sets while the servers are awake: what they give up when they sleep has to be sent to them again.
-        metrics, _ = self.session.with_revival(done, self._evaluate_sets)
+        metrics, _ = self.session.with_revival(done, evaluate)
         self.session.roles.rollout.dump_evaluation(done)
         self.watcher.evaluated(done, metrics)
-        return metrics
-
-    def _evaluate_sets(self, rollout: RolloutGroup) -> dict[str, Any]:
-        metrics: dict[str, Any] = {}
-        for name in self.sets:
-            self.watcher.status(f"evaluating {name}")
-            started = time.perf_counter()
-            metrics |= eval_metrics(name, rollout.evaluate(name), self.config.eval.eval_pass_reward)
-            metrics[f"eval/{name}/seconds"] = time.perf_counter() - started
         return metrics

@@ -137,7 +137,6 @@ class RolloutRole:
 
     def generate(self, rollout_id: int) -> dict[str, Spread]:
         """Sample this worker's share of rollout `rollout_id` and write it to the queue, unless that was done before."""
-        assert self.awake, "rollout generates only while awake"
         if self.written is None or self.written[0] != rollout_id:
             self.judged = self._sample_rows(self.order.rows(rollout_id, self.batch.rollout_batch_size), rollout_id)
             self._put(rollout_id)
@@ -154,7 +153,6 @@ class RolloutRole:
 
     def draw(self, rollout_id: int, offset: int, rows: Sequence[int]) -> list[DrawnGroup]:
         """Sample this worker's share of rows of the data, of which the first is prompt `offset` of this rollout."""
-        assert self.awake, "rollout generates only while awake"
         return self.drawn.groups(rollout_id, offset, lambda: self._sample_rows(rows, rollout_id, offset))
 
     def _empty_pool(self) -> Pool:
@@ -226,7 +224,6 @@ class RolloutRole:
 
     def evaluate(self, name: str) -> list[Outcome]:
         """Sample this worker's share of a held-out set, with the same noise every time."""
-        assert self.awake, "rollout generates only while awake"
         samples = section_of_set(self.config.eval, name).n_samples_per_eval_prompt
         judged = self._sample(self.prompt_sets[name], samples, EVAL_STREAM, self.samplings[name])
         self.evaluated[name] = judged
@@ -292,6 +289,7 @@ class RolloutRole:
         offset: int = 0,
     ) -> list[Judged]:
         """This worker's share of samples of the prompts, of which the first stands at place `offset`."""
+        assert self.awake, "rollout generates only while awake"
         first, last = (len(prompts) * r // self.workers for r in (self.rank, self.rank + 1))
         jobs = [
             Job(row, offset + p, prompts[p], partial(sample_seed, self.config.rollout.rollout_seed, stream, row))

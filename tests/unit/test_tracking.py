@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 
 from relax_cli.config.schema import Config
-from relax_cli.engine.recorder import Recorder
+from relax_cli.engine.trainer import Recorder
 from relax_cli.errors import ResumeError
 from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.trackers import TrackedRun
