@@ -305,14 +305,8 @@ class Session(ABC):
     def with_revival(self, version: int, work: Callable[[RolloutGroup], Result]) -> tuple[Result, int]:
         """What the awake rollout workers answer, and how many servers had to be started again, which happens once.
 
-        Weights that they gave up with their memory, for another role after an evaluation, are published again.
-
-        Args:
-            version: the newest weights.
-            work: called again after a revival; workers keep what they have sampled.
-
-        Raises:
-            RelaxError: what the role raised, and a server that died twice.
+        Weights that they gave up with their memory, for another role after an evaluation, are published again, as of
+        `version`. After a revival `work` is called again: workers keep what they have sampled.
         """
         rollout = self.roles.rollout
         if rollout.needs_weights():

@@ -155,7 +155,17 @@ def _read_file(path: Path, numbers: bool) -> list[Sample]:
     try:
         if path.suffix == ".jsonl":
             return [_with_arrays(json.loads(line), numbers) for line in path.read_bytes().splitlines()]
-        return _read_zip(path, numbers)
+        with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
+            assert archive.zip is not None, "it is open"
+            samples: list[Sample] = [json.loads(line) for line in archive.zip.read(TEXTS).splitlines()]
+            names = [name for name in archive.files if name != TEXTS and not name.endswith(".len")]
+            for name in names if numbers else ():
+                flat, ends = archive[name], np.cumsum(archive[f"{name}.len"])
+                if len(ends) != len(samples) or flat.size != (ends[-1] if samples else 0):
+                    raise ValueError(f"{name} does not fit the samples")
+                for sample, values in zip(samples, np.split(flat, ends[:-1]), strict=True):
+                    sample[name] = values
+        return samples
     except (OSError, ValueError, KeyError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(
             SAMPLES_UNREADABLE(
@@ -166,20 +176,6 @@ def _read_file(path: Path, numbers: bool) -> list[Sample]:
                 fix="choose another step with --step",
             )
         ) from error
-
-
-def _read_zip(path: Path, numbers: bool) -> list[Sample]:
-    with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
-        assert archive.zip is not None, "it is open"
-        samples: list[Sample] = [json.loads(line) for line in archive.zip.read(TEXTS).splitlines()]
-        names = [name for name in archive.files if name != TEXTS and not name.endswith(".len")]
-        for name in names if numbers else ():
-            flat, ends = archive[name], np.cumsum(archive[f"{name}.len"])
-            if len(ends) != len(samples) or flat.size != (ends[-1] if samples else 0):
-                raise ValueError(f"{name} does not fit the samples")
-            for sample, values in zip(samples, np.split(flat, ends[:-1]), strict=True):
-                sample[name] = values
-    return samples
 
 
 def _with_arrays(record: Any, numbers: bool) -> Sample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import secrets
 import signal
 import socket
@@ -43,40 +44,27 @@ RAY_GPUS = problem_kind(
     option="--resource",
 )
 
-
-CAUSES = (
-    (
-        ("AF_UNIX", "File name too long"),
-        "export RAY_TMPDIR=/tmp (or another short folder): Ray's sockets need short paths",
-    ),
-    (
-        ("Permission denied", "Read-only file system", "[Errno 13]", "[Errno 30]"),
-        "export HOME and RAY_TMPDIR as folders that this user can write, or use --launcher local",
-    ),
-    (
-        ("No space left", "[Errno 28]", "Disk quota", "/dev/shm", "object store"),
-        "make room: df -h /dev/shm {folder}; RAY_TMPDIR names another disk",
-    ),
-    (
-        ("low on memory", "OutOfMemory", "Cannot allocate memory", "SIGKILL"),
-        "free memory (free -h shows it), or use fewer ranks in --resource; --launcher local needs the least",
-    ),
-    (("Too many open files", "[Errno 24]"), "ulimit -n $(ulimit -Hn), then start again"),
-    (("Resource temporarily unavailable", "[Errno 11]"), "ulimit -u $(ulimit -Hu), then start again"),
-    (
-        ("Version mismatch", "version mismatch"),
-        "install the Ray and Python versions of the cluster here: pip install 'ray==VERSION'",
-    ),
-)
+CAUSES = {
+    "AF_UNIX|File name too long": "export RAY_TMPDIR=/tmp (or another short folder): Ray's sockets need short paths",
+    r"Permission denied|Read-only file system|\[Errno (13|30)\]": "export HOME and RAY_TMPDIR as folders that this "
+    "user can write, or use --launcher local",
+    r"No space left|\[Errno 28\]|Disk quota|/dev/shm|object store": "make room: df -h /dev/shm {folder}; RAY_TMPDIR "
+    "names another disk",
+    "low on memory|OutOfMemory|Cannot allocate memory|SIGKILL": "free memory (free -h shows it), or use fewer ranks in "
+    "--resource; --launcher local needs the least",
+    r"Too many open files|\[Errno 24\]": "ulimit -n $(ulimit -Hn), then start again",
+    r"Resource temporarily unavailable|\[Errno 11\]": "ulimit -u $(ulimit -Hu), then start again",
+    "[Vv]ersion mismatch": "install the Ray and Python versions of the cluster here: pip install 'ray==VERSION'",
+}
 """What Ray says in its different troubles, and what helps."""
 
 
 def start_failed(address: str | None, error: Exception) -> Problem:
     """The problem of a Ray that did not start, by its cause; its address is `local` or that of a cluster."""
     local, folder, said = address == "local", ray_temp_folder(), f"{type(error).__name__}: {error}"
-    known = [advice for words, advice in CAUSES if any(word in said for word in words)]
-    lines, marks = said.splitlines(), [word for words, _ in CAUSES for word in words]
-    telling = next((line for line in lines if any(word in line for word in marks)), lines[0])
+    known = [advice for cause, advice in CAUSES.items() if re.search(cause, said)]
+    lines = said.splitlines()
+    telling = next((line for line in lines if re.search("|".join(CAUSES), line)), lines[0])
     if known:
         fix = known[0].format(folder=folder)
     elif local:
