@@ -42,9 +42,9 @@ def eval(layers: Annotated[Layers, OPTIONS], output: Output, plugins: Plugins, d
         output.warn(warning)
     from relax_cli.engine.evaluate import evaluate
 
-    found = evaluate(plugins, checked, checkpoint, lambda text: output.note(f"{text} ..."))
+    found, run_dir = evaluate(plugins, checked, checkpoint, lambda text: output.note(f"{text} ..."))
     output.result(
-        {"ok": True, "run_dir": str(found.run_dir), "evaluations": [e.dict() for e in found.evaluations]},
-        "\n".join([*(e.text for e in found.evaluations), f"Samples   {found.run_dir / 'evals'}"]),
+        {"ok": True, "run_dir": str(run_dir), "evaluations": [e.dict() for e in found]},
+        "\n".join([*(e.text for e in found), f"Samples   {run_dir / 'evals'}"]),
     )
     return ExitCode.OK

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,18 +22,10 @@ from relax_cli.tracking.run_reader import Evaluation, evaluations_of
 from relax_cli.tracking.writers import MetricsWriter, write_config
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """What was found, and where its samples are."""
-
-    evaluations: list[Evaluation]
-    run_dir: Path
-
-
 def evaluate(
     plugins: Plugins, checked: CheckedRun, checkpoint: Path | None, status: Callable[[str], None]
-) -> Evaluated:
-    """Evaluate the policy of an actor's checkpoint, or the model of `--hf-checkpoint`, on every set.
+) -> tuple[list[Evaluation], Path]:
+    """Evaluate the policy of an actor's checkpoint, or the model of `--hf-checkpoint`, on every set; the run folder.
     Raises RelaxError: the checkpoint cannot be used, generation or the reward failed, or the folder is not writable."""
     from relax_cli.backends.rollout.sglang.engine import SglangEngine
     from relax_cli.engine.transfer import LocalQueue
@@ -58,7 +49,7 @@ def evaluate(
                     record |= eval_metrics(name, rollout.evaluate(name), config.eval.eval_pass_reward)
                 rollout.dump_evaluation(step)
             metrics.write(record)
-    return Evaluated(evaluations_of(record), run_dir)
+    return evaluations_of(record), run_dir
 
 
 @contextmanager

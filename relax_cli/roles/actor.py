@@ -217,7 +217,6 @@ class LogProbGap:
     router_mismatch: float | None = None
 
     def add(self, logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> None:
-        """Count the trainable tokens of one micro-batch."""
         gap = (logp_BT.detach() - rollout_logp_BT).abs()[mask_BT]
         if gap.numel():
             self.total += float(gap.sum())

@@ -16,7 +16,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from relax_cli.errors import ProcessLost, problem_kind
+from relax_cli.errors import ProcessLost, problem_kinds
 from relax_cli.plugin.apart import signal_name
 
 STOPPED_SECONDS = 10.0
@@ -30,14 +30,13 @@ NODE_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
 """A process that dies breaks connections of others: so long the cause is waited for."""
 
-WORKER_FAILED = problem_kind(
+during_a_run = problem_kinds("During a run")
+WORKER_FAILED = during_a_run(
     "worker-failed",
-    "During a run",
     "A worker process failed, died or was stopped. The message names role, rank, node, call, signal and log.",
 )
-PROCESS_LOST = problem_kind(
+PROCESS_LOST = during_a_run(
     "process-lost",
-    "During a run",
     "A process that the run depends on, such as TransferQueue's controller or Ray's server, has died or was stopped.",
 )
 
