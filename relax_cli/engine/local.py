@@ -23,7 +23,7 @@ class LocalRanks(Ranks[Role]):
         self.role = role
 
     def start(self, request: Callable[[Role], Result]) -> Callable[[], list[Result]]:
-        """See `Ranks.start`; everything is done when it is waited for."""
+        """Everything is done when it is waited for."""
         return lambda: [self.on(0, request)]
 
     def tell(self, request: Callable[[Role], object]) -> None:

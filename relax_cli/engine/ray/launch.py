@@ -137,7 +137,13 @@ class RaySession(Session):
         plan.status("starting TransferQueue")
         rollout = self.built["rollout"]
         rollout.collect([rollout.workers[0].open_queue.remote(self.queue_keys)], "open_queue")
-        self._watch_queue()
+        # TransferQueue's processes are on every node that has a rank.
+        for role in self.built.values():
+            found = role.collect(role.ask("queue_processes"), "queue_processes")
+            for place, processes in zip(role.places, found, strict=True):
+                for title, pid in processes:
+                    queue = title.removeprefix("ray::").partition(".")[0]
+                    self.watch.add(f"{queue} (process {pid})", replace(place, pid=pid))
         plan.status("loading the models")
         self._collect(importing, "prepare")
         for names in build_order(list(self.built), in_turns=self.on_gpus):
@@ -194,15 +200,6 @@ class RaySession(Session):
         except BaseException:
             disregard(ref for refs in asked.values() for ref in refs)
             raise
-
-    def _watch_queue(self) -> None:
-        """Watch TransferQueue's processes on every node that has a rank."""
-        for role in self.built.values():
-            found = role.collect(role.ask("queue_processes"), "queue_processes")
-            for place, processes in zip(role.places, found, strict=True):
-                for title, pid in processes:
-                    name = title.removeprefix("ray::").partition(".")[0]
-                    self.watch.add(f"{name} (process {pid})", replace(place, pid=pid))
 
     def copy_weights(self, version: int) -> None:
         """See `Session.copy_weights`; the references travel inside lists, so that nothing resolves them here."""

@@ -18,7 +18,7 @@ from relax_cli.engine import imports
 from relax_cli.engine.forks import worker_python
 from relax_cli.engine.ray import LOOPBACK_SWITCH
 from relax_cli.engine.ray.queue_keys import refuse_second_queue
-from relax_cli.errors import EnvironmentFault, Problem, RunError, problem_kind
+from relax_cli.errors import MACHINE_THEME, EnvironmentFault, Problem, RunError, problem_kind, problem_kinds
 from relax_cli.models.files import weight_bytes
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.preflight.machine import ray_temp_folder
@@ -26,15 +26,14 @@ from relax_cli.preflight.rules.resources import ray_cpus
 
 CONNECTING_SECONDS = 20.0
 
-RAY_START_FAILED = problem_kind(
+this_machine = problem_kinds(MACHINE_THEME)
+RAY_START_FAILED = this_machine(
     "ray-start-failed",
-    "This machine",
     "Ray did not start, or the cluster of `RAY_ADDRESS` does not answer. The fix depends on the cause: a busy machine, "
     "a path too long for a socket, a folder that cannot be written, a full disk, too little memory, another version.",
 )
-RAY_NOT_LOCAL = problem_kind(
+RAY_NOT_LOCAL = this_machine(
     "ray-not-local",
-    "This machine",
     "Ray was to start on this machine alone, but listens on an address that other machines can reach.",
 )
 RAY_GPUS = problem_kind(
