@@ -23,7 +23,7 @@ from relax_cli.engine.run_folder import claimed, new_run_folder, run_record, wri
 from relax_cli.engine.sampling import sampling_of
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest, undisguised_stop
-from relax_cli.engine.trainer import Recorder, RunReport, Trainer, open_trackers
+from relax_cli.engine.trainer import Recorder, RunReport, Trainer
 from relax_cli.errors import ProcessLost, RelaxError, Terminated
 from relax_cli.plugin.graph import TOKEN_REWARDS, WEIGHT_VERSIONS, ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
@@ -82,9 +82,10 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console, patience: flo
         metrics = stack.enter_context(MetricsWriter(run_dir, first))
         before = read_run(run_dir).metrics
         display.remember(before)
-        trackers = open_trackers(plugins, config, run_dir, first, display, metrics)
+        recorder = Recorder(metrics, display, plugins, config, run_dir)
+        recorder.open_trackers(first)
         closing_summary: dict[str, Any] = {}
-        stack.callback(trackers.close, closing_summary)
+        stack.callback(recorder.trackers.close, closing_summary)
         plan = launch_plan(checked, config, start.decision, run_dir, display, patience)
         tokenizer = plan.model_folder / "tokenizer.json"
         if tokenizer.is_file():
@@ -97,7 +98,7 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console, patience: flo
         trainer = Trainer(
             session,
             config,
-            Recorder(metrics, trackers, display, plugins, config, run_dir),
+            recorder,
             stop,
             first=first,
             sampling=sampling_of(config, session.roles.rollout, start, plugins.curriculums()),

@@ -29,16 +29,24 @@ from relax_cli.tracking.trackers import Trackers
 from relax_cli.tracking.writers import MetricsWriter
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recorder:
     """Hands each step to the metrics file, the trackers, the screen and the plugins, in this order."""
 
     metrics: MetricsWriter
-    trackers: Trackers
     display: StepDisplay
     plugins: Plugins
     config: Config
     run_dir: Path
+    trackers: Trackers = field(init=False)
+
+    def open_trackers(self, done: int) -> None:
+        """Before the first step, with `done` rollouts finished. Raises EnvironmentFault: one cannot be opened."""
+        known, names = self.plugins.trackers(), tracker_names(self.config.run)
+        if names:
+            self.status(f"opening {', '.join(names)}")
+        run = TrackedRun(self.run_dir, config_dump(self.config), done)
+        self.trackers = Trackers([known[name] for name in names], run, self.warn)
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """Step `step` is done: the `step`-th rollout of the run; `warnings` are the symptoms that are new."""
@@ -72,21 +80,6 @@ class Recorder:
 
     def status(self, text: str) -> None:
         self.display.status(text)
-
-
-def open_trackers(
-    plugins: Plugins, config: Config, run_dir: Path, done: int, display: StepDisplay, metrics: MetricsWriter
-) -> Trackers:
-    """What gets the metrics of every step besides their file. Raises EnvironmentFault: one of them cannot be opened."""
-    known, names = plugins.trackers(), tracker_names(config.run)
-    if names:
-        display.status(f"opening {', '.join(names)}")
-
-    def warn(message: str) -> None:
-        display.warn(message)
-        metrics.warn(message)
-
-    return Trackers([known[name] for name in names], TrackedRun(run_dir, config_dump(config), done), warn)
 
 
 def memory_gb() -> float:

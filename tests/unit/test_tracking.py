@@ -130,7 +130,8 @@ def test_the_screen_and_the_metrics_get_every_warning(tmp_path: Path) -> None:
     plugins = cast(Plugins, SimpleNamespace(step_end=lambda *_: [failed]))
     with MetricsWriter(tmp_path) as metrics:
         trackers = Trackers([], TrackedRun(tmp_path, {}), shown.append)
-        recorder = Recorder(metrics, trackers, display, plugins, Config(), tmp_path)
+        recorder = Recorder(metrics, display, plugins, Config(), tmp_path)
+        recorder.trackers = trackers
         recorder.step(1, {"warnings": [asdict(Warned("flat", "no rise", "the samples"))]})
         recorder.step(2, {})
     assert shown == ["no rise; look at the samples [flat]", *["the hook failed: no network"] * 2]
