@@ -222,10 +222,3 @@ def sample_record(judged: Judged, tokenizer: PreTrainedTokenizerBase) -> dict[st
         **({"metadata": judged.prompt.metadata} if judged.prompt.metadata else {}),
         **({} if judged.trace is None else {"turns": judged.trace.turns}),
     }
-
-
-def as_number(value: Tensor) -> float | np.ndarray[Any, Any]:
-    """A field of one sample as files have it."""
-    if not value.dim():
-        return float(value)
-    return value.numpy().astype(np.float32 if value.is_floating_point() else np.int32)

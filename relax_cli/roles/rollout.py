@@ -36,7 +36,6 @@ from relax_cli.roles.judging import (
     Judge,
     Judged,
     Sampled,
-    as_number,
     for_training,
     queue_fields,
     reward_spreads,
@@ -260,7 +259,9 @@ class RolloutRole:
             fields = self.queue.get(rollout_id, [judged.row for judged in chosen], names) if names else {}
             for i, (judged, record) in enumerate(zip(chosen, records, strict=True)):
                 record["log_probs"] = np.array(judged.generation.log_probs, dtype=np.float32)
-                record |= {name: as_number(values[i]) for name, values in fields.items()}
+                for name, value in ((name, values[i]) for name, values in fields.items()):
+                    kind = np.float32 if value.is_floating_point() else np.int32
+                    record[name] = value.numpy().astype(kind) if value.dim() else float(value)
         self.writer.start(rollout_id + 1, records)
 
     def finish_dump(self) -> None:
