@@ -213,11 +213,8 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **options: Any) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
-        self.inner = None
-        if self.inner_attention is not None:
-            self.inner = self.inner_attention(
-                config=config, layer_number=layer_number, softmax_scale=softmax_scale, **options
-            )
+        options |= {"config": config, "layer_number": layer_number, "softmax_scale": softmax_scale}
+        self.inner = None if self.inner_attention is None else self.inner_attention(**options)
 
     def forward(
         self,
@@ -244,8 +241,7 @@ class RotaryAttention(MegatronModule):  # type: ignore[misc]
             return self._causal(*batch).permute(2, 0, 1, 3).flatten(2)
         parts = []
         sizes = [length * count for length, count in packed.runs]
-        own_sizes = [size // ranks for size in sizes]
-        queries = torch.split(query, own_sizes)
+        queries = torch.split(query, [size // ranks for size in sizes])
         for (_, count), *run in zip(packed.runs, queries, *(torch.split(x, sizes) for x in (key, value)), strict=True):
             batch = (x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in run)
             parts.append(self._causal(*batch).transpose(1, 2).flatten(0, 1))

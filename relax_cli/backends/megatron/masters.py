@@ -82,14 +82,13 @@ class Masters:
         for master in self.held:
             if master.is_copy:
                 master.parameter.data.copy_(master.values, non_blocking=True)
-        if self.shared_out:
-            sent = [
-                dist.broadcast(parameter.data, owner, group=parallel.replica_group(parameter), async_op=True)
-                for parameter, owner in zip(self.parameters, self.owners, strict=True)
-                if owner is not None
-            ]
-            for work in sent:
-                work.wait()
+        sent = [
+            dist.broadcast(parameter.data, owner, group=parallel.replica_group(parameter), async_op=True)
+            for parameter, owner in zip(self.parameters, self.owners, strict=True)
+            if owner is not None
+        ]
+        for work in sent:
+            work.wait()
         self._wait()
 
     def refresh(self) -> None:

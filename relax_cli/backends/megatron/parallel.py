@@ -87,10 +87,9 @@ def initialize(rank: Rank, layout: ParallelSection, device: Device, seed: int) -
         return
     alone = rank.world_size == 1 or device.backend == "fake"
     choose_interface("127.0.0.1" if alone else rank.master_addr)
-    store = (
-        HashStore() if alone else open_store(rank.master_addr, rank.master_port, rank.world_size, host=rank.rank == 0)
-    )
-    dist.init_process_group(device.backend, store=store, rank=rank.rank, world_size=rank.world_size)
+    at, ranks = (rank.master_addr, rank.master_port), rank.world_size
+    store = HashStore() if alone else open_store(*at, ranks, host=rank.rank == 0)
+    dist.init_process_group(device.backend, store=store, rank=rank.rank, world_size=ranks)
     mpu.initialize_model_parallel(
         **sizes,
         # An expert is not split: the tokens of a tensor-parallel rank travel to it, which gloo can do as well.
@@ -152,7 +151,7 @@ def all_reduce(
     values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
 ) -> list[float]:
     """Element-wise over data-parallel ranks, or over those of `group`, in float64."""
-    group = group or DATA.group
+    group = DATA.group if group is None else group
     if group.size() == 1:
         return [float(value) for value in values]
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
