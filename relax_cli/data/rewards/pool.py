@@ -37,11 +37,8 @@ class PooledReward(JudgesAhead):
     def __init__(
         self, name: str, function: str, parts: Sequence[str] = (), *, deadline: float = 5.0, workers: int | None = None
     ) -> None:
-        """Args:
-        function: `"module:function"`, from a sample to its score, or a class of such.
-        parts: what the function returns besides the reward.
-        deadline: seconds for a sample.
-        """
+        """`function` is `"module:function"`, from a sample to its score, or a class of such; `parts` are what it makes
+        besides the reward; the deadline of a sample is in seconds."""
         self._unjudged = dict.fromkeys(parts, 0.0) | {UNJUDGED: 1.0}
         self._name = name
         self._start = partial(_Worker, name, function, deadline)

@@ -102,7 +102,4 @@ class JudgesAhead(ABC):
     @abstractmethod
     def ahead(self, sample: RewardInput, group: Sequence[RewardInput]) -> None:
         """Begin to judge a sample that a later call has in its batch.
-
-        Args:
-            group: all samples of its prompt, where this is the last of them; else none.
-        """
+        `group` is all samples of its prompt, where this is the last of them; else none."""

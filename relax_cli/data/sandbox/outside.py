@@ -82,15 +82,9 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, code: str, inputs: list[str], tests: list[Any], seconds: float) -> Ran:
-        """Run a response as a program on each input, then the tests on its functions.
-
-        Args:
-            tests: Python text, or a function's name, its arguments and its value, as JSON has them.
-            seconds: a deadline for everything.
-
-        Raises:
-            SandboxError: the sandbox cannot be had on this machine.
-        """
+        """Run a response as a program on each input, then the tests on its functions, all within so many seconds.
+        A test is Python text, or a function's name, its arguments and its value, as JSON has them.
+        Raises SandboxError: the sandbox cannot be had on this machine."""
         ran, ends = Ran(), time.monotonic() + seconds
         try:
             self._begin(ends)
