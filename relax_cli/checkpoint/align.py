@@ -29,14 +29,9 @@ class Move:
     """What happens to one tracker."""
 
     role: str
-    folder: Path
+    tracker: Path
     before: layout.Tracker
     after: int
-
-    @property
-    def tracker(self) -> Path:
-        """The file."""
-        return self.folder / layout.TRACKER_FILE
 
     @property
     def changes(self) -> bool:
@@ -78,9 +73,11 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
     for iteration in sorted({*layout.list_iterations(actor), *layout.list_iterations(critic)}, reverse=True):
         reason = why_no_pair(actor, critic, iteration, deep=deep)
         if reason is None:
-            folders = {"actor": actor, "critic": critic}.items()
-            moves = tuple(Move(role, folder, layout.read_tracker(folder), iteration) for role, folder in folders)
-            return Alignment(iteration, moves, tuple(left_out))
+            moves = [
+                Move(role, folder / layout.TRACKER_FILE, layout.read_tracker(folder), iteration)
+                for role, folder in (("actor", actor), ("critic", critic))
+            ]
+            return Alignment(iteration, tuple(moves), tuple(left_out))
         left_out.append(LeftOut(iteration, reason))
     shown = "; ".join(f"{left.iteration}: {left.reason}" for left in left_out[:4])
     problem = NOTHING_COMMON(
@@ -98,7 +95,7 @@ def apply(alignment: Alignment) -> None:
     Raises OSError: the disk refused; what was written until then stays."""
     for move in alignment.moves:
         if move.changes:
-            layout.write_tracker(move.folder, move.after)
+            layout.write_tracker(move.tracker.parent, move.after)
 
 
 def settle(save_dir: Path, iteration: int | None) -> None:

@@ -242,9 +242,7 @@ def _write_peft(folder: Path, weights: Mapping[str, Tensor], lora: Lora, model_f
 @contextmanager
 def _finished_in(out: Path) -> Iterator[Path]:
     """A temporary folder inside `out`, whose files move there in the end; `config.json` last, when all is complete.
-
-    `out` itself is never replaced: it may be a link, a mount, or a folder in use.
-    """
+    `out` itself is never replaced: it may be a link, a mount, or a folder in use."""
     temporary, is_new = out / UNFINISHED, not out.exists()
     try:
         if temporary.exists():

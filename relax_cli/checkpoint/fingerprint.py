@@ -197,9 +197,7 @@ def adapters_in(meta: CheckpointMeta) -> Lora | None:
 
 def differences(config: Config, run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
     """Why the checkpoint `meta` is not one of `run`; what either side does not know is not held against it.
-
-    Warnings are about the order of the data and the reference, errors about everything else.
-    """
+    Warnings are about the order of the data and the reference, errors about everything else."""
     yield from _other_estimator(run, meta, where)
     yield from _other_model(run, meta, where)
     yield from _other_dataset(run, meta, where)

@@ -279,10 +279,8 @@ def damages(folder: Path, *, deep: bool = False) -> list[str]:
 
 
 def strays(folder: Path) -> list[str]:
-    """Names in a checkpoint that are not its own files: links that lead out of the folder, pipes, devices.
-
-    The folder itself may be a link.
-    """
+    """Names in a checkpoint that are not its own files: links that lead out of the folder, which may be a link itself,
+    pipes, devices."""
     home = folder.resolve()
     found = []
     for path in sorted(folder.rglob("*")):

@@ -38,11 +38,8 @@ class Entry:
 def plan_pruning(actor: Path, critic: Path | None, keep: int) -> list[Entry]:
     """What stays and what goes, in the order in which it goes: the newest `keep` complete checkpoints stay, or pairs
     where a critic is given, and what a tracker names. Without `critic` any role may be in `actor`.
-
-    Raises:
-        ConfigError: a folder does not exist, or the other half of a pair was not given.
-        ResumeError: a tracker cannot be understood, or nothing complete would be left.
-    """
+    Raises ConfigError: a folder does not exist, or the other half of a pair was not given; ResumeError: a tracker
+    cannot be understood, or nothing complete would be left."""
     folders = {"DIR": actor} | ({"--critic": critic} if critic is not None else {})
     for option, folder in folders.items():
         require_folder(option, folder)

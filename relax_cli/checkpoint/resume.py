@@ -214,9 +214,7 @@ def _may_stand_in(critic: Side) -> bool:
 
 def _as_a_pair(actor: Side, critic: Side, *, deep: bool) -> tuple[Side, Side]:
     """Both at the newer iteration, where a run died after one tracker of a pair had moved and before the other had.
-
-    Both halves were complete by then; that they carry one `save_id` proves that they are halves of one pair.
-    """
+    Both halves were complete by then; that they carry one `save_id` proves that they are halves of one pair."""
     at = [-1 if side.iteration is None else side.iteration for side in (actor, critic)]
     ahead, behind = (actor, critic) if at[0] > at[1] else (critic, actor)
     if at[0] == at[1] or ahead.meta is None or ahead.iteration is None or behind.folder is None or behind.problem:

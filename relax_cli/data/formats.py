@@ -57,12 +57,10 @@ _COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x28\xb5\x2f\xfd": lambda raw: _zstandard(raw),
 }
 _REFUSED = {
-    b"PK": ("a zip file", "unzip it first"),
-    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
-    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
-    b"[": ("a JSON array", "jq -c '.[]' FILE > NEW.jsonl"),
-    b"{\n ": ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
-    b"{\r\n ": ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
+    (b"PK",): ("a zip file", "unzip it first"),
+    (b"\xff\xfe", b"\xfe\xff"): ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
+    (b"[",): ("a JSON array", "jq -c '.[]' FILE > NEW.jsonl"),
+    (b"{\n ", b"{\r\n ", b"{\n\t"): ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
 }
 _TABLES = {".csv": ("CSV", "excel"), ".tsv": ("TSV", "excel-tab")}
 _TABLE_TO_LINES = (
@@ -190,7 +188,7 @@ def _wanted(path: Path, names: list[str], needed: set[str], optional: set[str]) 
 
 def _refuse(path: Path, head: bytes) -> None:
     start = head.removeprefix(BOM_UTF8).lstrip()
-    found = next((known for magic, known in _REFUSED.items() if start.startswith(magic)), None)
+    found = next((known for magics, known in _REFUSED.items() if start.startswith(magics)), None)
     if found is None and path.suffix.lower() in _TABLES and not start.startswith((b"{", *_COMPRESSED)):
         kind, dialect = _TABLES[path.suffix.lower()]
         found = kind, _TABLE_TO_LINES.format(dialect)

@@ -97,39 +97,33 @@ def weights_of(sources: Sequence[Source]) -> list[float]:
     weights = [source.weight for source in sources if source.weight is not None]
     if weights and len(weights) < len(sources):
         places = [source.place for source in sources if source.weight is None]
-        what = "only some items of --prompt-data have a weight"
-        raise _error(
-            what, ", ".join(places), "a weight for each, or for none", f"--prompt-data {shlex.quote(f'{places[0]}*1')}"
-        )
+        what, fix = "only some items of --prompt-data have a weight", shlex.quote(f"{places[0]}*1")
+        raise _error(what, ", ".join(places), "a weight for each, or for none", f"--prompt-data {fix}")
     return weights
 
 
 def _saved_files(folder: Path) -> list[Path]:
     """The Arrow files of a folder written by `Dataset.save_to_disk`."""
+    expected = "a folder of Dataset.save_to_disk"
     try:
         if (folder / SPLITS).is_file():
             splits = json.loads((folder / SPLITS).read_text("utf-8"))["splits"]
             fix = f"--prompt-data {shlex.quote(str(folder / splits[0]))}"
-            raise _folder(folder, f"the folder has several splits: {', '.join(splits)}", "the folder of one split", fix)
-        state = json.loads((folder / SAVED).read_text("utf-8"))
-        if state.get("_indices_data_files"):
+            what, expected = f"the folder has several splits: {', '.join(splits)}", "the folder of one split"
+        else:
+            state = json.loads((folder / SAVED).read_text("utf-8"))
+            if not state.get("_indices_data_files"):
+                return [folder / str(file["filename"]) for file in state["_data_files"]]
             what = "the folder has an index besides its rows, as old versions of datasets wrote it"
-            fix = "load_from_disk(FOLDER).flatten_indices().save_to_disk(NEW)"
-            raise _folder(folder, what, "a folder without an index", fix)
-        return [folder / str(file["filename"]) for file in state["_data_files"]]
-    except ConfigError:
-        raise
-    except FileNotFoundError as error:
+            fix, expected = "load_from_disk(FOLDER).flatten_indices().save_to_disk(NEW)", "a folder without an index"
+    except FileNotFoundError:
         what = "the folder is not a data set that datasets saved: it has no state.json"
         fix = f"--prompt-data {shlex.quote(f'{folder}/*.jsonl')}, for the files in it"
-        raise _folder(folder, what, "a folder of Dataset.save_to_disk, or files", fix) from error
+        expected += ", or files"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         what = f"the folder of the data set cannot be read: {type(error).__name__}: {error}"
-        raise _folder(folder, what, "a folder of Dataset.save_to_disk", "save the data set again") from error
-
-
-def _folder(folder: Path, message: str, expected: str, fix: str) -> ConfigError:
-    return ConfigError(UNREADABLE(message, got=str(folder), expected=expected, fix=fix))
+        fix = "save the data set again"
+    raise ConfigError(UNREADABLE(what, got=str(folder), expected=expected, fix=fix))
 
 
 def _error(message: str, got: str, expected: str, fix: str) -> ConfigError:

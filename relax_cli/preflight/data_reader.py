@@ -13,12 +13,11 @@ from itertools import islice
 from pathlib import Path
 
 from relax_cli.config.schema import Config, DataSection, RewardSection
-from relax_cli.data.light_tokenizer import LightTokenizer, load_light
+from relax_cli.data.light_tokenizer import LightTokenizer, load_light, load_older
 from relax_cli.data.prompts import Prompt, empty, read_prompts
 from relax_cli.data.rewards import BUILTIN_REWARDS
 from relax_cli.data.sources import source_of
 from relax_cli.data.tokenise import encoded_text, ids_problem, prompt_too_long, stop_token_ids
-from relax_cli.data.tokenizer_trial import load_older
 from relax_cli.data.values import shown
 from relax_cli.errors import MOST_PLACES, ConfigError, Problem, RepeatedProblems, problem_kinds
 from relax_cli.models.packages import default_cache_dir

@@ -15,9 +15,9 @@ from relax_cli.config.schema import Config
 from relax_cli.data.curriculum import check_curriculum
 from relax_cli.data.envs.load import check_env
 from relax_cli.data.formats import FILE_MISSING
+from relax_cli.data.light_tokenizer import try_tokenizer
 from relax_cli.data.rewards import BUILTIN_REWARDS, check_custom
 from relax_cli.data.sources import SOURCE
-from relax_cli.data.tokenizer_trial import try_tokenizer
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.families import MOE_FAMILIES
 from relax_cli.models.files import irregular_files

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import relax_cli
 from relax_cli.config.schema import Config
-from relax_cli.data import tokenizer_trial
+from relax_cli.data import light_tokenizer
 from relax_cli.data.light_tokenizer import load_light
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.tokenise import encode_prompt, stop_token_ids
@@ -556,10 +556,10 @@ def tokenizer_files(folder: Path, template: str = "{{ messages[0].content }}", *
 def test_tokenizers_that_never_answer_are_found_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, changes: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setattr(tokenizer_trial, "DEADLINE", 3.0)
-    monkeypatch.setattr(tokenizer_trial, "MOST_BYTES", 1 << 30)
+    monkeypatch.setattr(light_tokenizer, "DEADLINE", 3.0)
+    monkeypatch.setattr(light_tokenizer, "MOST_BYTES", 1 << 30)
     folder = tokenizer_files(tmp_path, template, **changes)
-    (problem,) = tokenizer_trial.try_tokenizer(folder, apply_chat_template=bool(template))
+    (problem,) = light_tokenizer.try_tokenizer(folder, apply_chat_template=bool(template))
     assert problem.id == "tokenizer-trial"
     assert re.search(reason, problem.message)
 
@@ -573,7 +573,7 @@ def test_tokenizers_that_never_answer_are_found_apart(
 )  # fmt: skip
 def test_templates_that_only_fail_name_the_row(tmp_path: Path, template: str) -> None:
     folder = tokenizer_files(tmp_path, template)
-    assert tokenizer_trial.try_tokenizer(folder, apply_chat_template=True) == []
+    assert light_tokenizer.try_tokenizer(folder, apply_chat_template=True) == []
     tokenizer = load_light(folder)
     prompt = Prompt("1+1=", None, {}, "data.jsonl:3")
     with pytest.raises(ConfigError) as caught:

@@ -293,7 +293,7 @@ def test_older_tokenizer_files_are_counted_like_the_run(tmp_path: Path, monkeypa
         prompts = load_prompts(SECTION, str(tmp_path / "data.jsonl"))
         expected = tuple(len(encode_prompt(own, prompt, apply_chat_template=chat)) for prompt in prompts)
         assert next(iter(reader.summaries.values())).lengths == expected
-    monkeypatch.setattr("relax_cli.data.tokenizer_trial.DEADLINE", 1)
+    monkeypatch.setattr("relax_cli.data.light_tokenizer.DEADLINE", 1)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps(words | {"chat_template": endless}))
     assert [(p.id, p.where) for p in read_all(tmp_path, rows, chat=True)[1]] == [("tokenizer-trial", str(folder))]
@@ -306,7 +306,7 @@ def test_prompts_that_cannot_be_counted_are_said(tmp_path: Path, monkeypatch: py
             raise trial
         return trial
 
-    monkeypatch.setattr("relax_cli.data.tokenizer_trial.run_apart", apart)
+    monkeypatch.setattr("relax_cli.data.light_tokenizer.run_apart", apart)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "vocab.txt").write_text("hello")
     reader, (warning,) = read_all(tmp_path, [{"input": "hello", "label": "1"}])
