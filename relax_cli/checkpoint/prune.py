@@ -98,10 +98,8 @@ def _entries(role: str, folder: Path, complete: Sequence[int], stay: dict[int, s
     entries = []
     for iteration in layout.list_iterations(folder):
         path = layout.iteration_folder(folder, iteration)
-        reason = stay.get(iteration)
-        if reason is None:
-            damage = why_unusable(folder, iteration, role)
-            reason = damage or ("older" if iteration in complete else "its other half is missing or broken")
+        reason = stay.get(iteration) or why_unusable(folder, iteration, role)
+        reason = reason or ("older" if iteration in complete else "its other half is missing or broken")
         entries.append(Entry(role, path, size_of(path), iteration in stay, reason))
     left = "left by an interrupted save"
     return [*(Entry(role, path, size_of(path), False, left) for path in layout.list_leftovers(folder)), *entries]

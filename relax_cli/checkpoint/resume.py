@@ -240,10 +240,9 @@ def _mismatch(actor: Side, critic: Side) -> Problem:
     else:
         fix = "give the folders of one pair, --load ACTOR_DIR --critic-load CRITIC_DIR; or start again without --load"
     of_one_run = actor.offer != critic.offer
+    what = "would not resume from one point" if of_one_run else "were saved by different runs"
     return PAIR_MISMATCH(
-        "actor and critic would not resume from one point"
-        if of_one_run
-        else "actor and critic were saved by different runs",
+        f"actor and critic {what}",
         option=critic.option,
         where=" and ".join(str(side.folder or "(not given)") for side in (actor, critic)),
         got=f"actor {actor.offer}, critic {critic.offer}" + ("" if of_one_run else ", of different runs"),

@@ -38,10 +38,9 @@ def read_sampling(folder: Path) -> Arrays:
         return {}
     try:
         check_regular(path)
-        arrays: Arrays = load_file(path)
+        return dict(load_file(path))
     except (OSError, SafetensorError, ValueError) as error:
         raise sampling_unreadable(folder, str(error)) from error
-    return arrays
 
 
 def sampling_unreadable(folder: Path, got: str) -> ResumeError:

@@ -88,8 +88,7 @@ def _inspect(side: Side, path: Path, deep: bool, may_be_new: bool) -> Side:
     if tracker.iteration is None:
         if may_be_new and not is_one_checkpoint(path):
             return side
-        is_there = path.exists()
-        problem = not_a_save_folder(side.option, path, side.role) if is_there else _missing(side.option, path)
+        problem = not_a_save_folder(side.option, path, side.role) if path.exists() else _missing(side.option, path)
         return replace(side, problem=problem)
     iteration = tracker.iteration if isinstance(tracker.iteration, int) else None
     checkpoint = path / RELEASE if iteration is None else layout.iteration_folder(path, iteration)

@@ -62,14 +62,14 @@ def prepare(
     group: Group = None,
 ) -> Callable[[], None]:
     """Take everything of `iteration`; the returned function writes it under its temporary name. Every rank calls both.
+    Both raise RunError on every rank when the disk refused on one; nothing that existed was touched.
 
     Args:
         meta: JSON values for `relax.json`. `weight_version` (follows `iteration`), `seeds` and `config_hash` have
             places of their own in it, the arrays of `sampling` a file.
         copied: the model may change before it is written.
         group: where ranks meet while they write.
-
-    Both raise RunError on every rank when the disk refused on one; nothing that existed was touched."""
+    """
     extra = dict(meta)
     sampling = extra.pop("sampling", {})
     record = CheckpointMeta(

@@ -94,9 +94,7 @@ class WeightedRows:
     def __init__(
         self, name: str, weigh: Weigh, seed: int, history: RowHistory, mixture: Sequence[tuple[int, float]] = ()
     ) -> None:
-        """Args:
-        mixture: size and weight of each set; a set keeps its share, and its own rows compete for it.
-        """
+        """`mixture`: size and weight of each set; a set keeps its share, and its own rows compete for it."""
         self.name = name
         self.history = history
         self._weigh = weigh

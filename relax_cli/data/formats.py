@@ -76,12 +76,11 @@ ARROW_STREAM = b"\xff\xff\xff\xff"
 def read_rows(
     path: Path, needed: Sequence[str], optional: Sequence[str], progress: Progress | None
 ) -> Iterator[Row | Problem]:
-    """Every row of a file, one after the other in memory.
+    """Every row of a file, one after the other in memory. Raises ConfigError: the file cannot be read.
 
     Args:
         needed: the keys that every row must have; with the optional ones all that is read where a format allows it.
         progress: called now and then with the file's name and the part of it that is read.
-    Raises ConfigError: the file cannot be read.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
