@@ -93,17 +93,12 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
-    while level := [
-        inner
-        for outer in level
-        if isinstance(outer, dict | list)
-        for inner in (outer.values() if isinstance(outer, dict) else outer)
-    ]:
-        depth += 1
-        if depth > DEEPEST_JSON:
-            raise ValueError(f"nested more than {DEEPEST_JSON} deep")
+def _check_depth(value: Any, depth: int = 0) -> None:
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if inner and depth == DEEPEST_JSON:
+        raise ValueError(f"nested more than {DEEPEST_JSON} deep")
+    for each in inner:
+        _check_depth(each, depth + 1)
 
 
 def _unreadable(path: Path, reason: str) -> ConfigError:

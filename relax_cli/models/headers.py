@@ -76,10 +76,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     Raises ConfigError: there are no weights, or a file is missing, damaged or not a regular file."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not single.exists() and not index.exists():
-        what, fix = (
-            f"the model folder has no {SINGLE_FILE}",
-            f"put {SINGLE_FILE}, or shards and {INDEX_FILE}, into {folder}",
-        )
+        what = f"the model folder has no {SINGLE_FILE}"
+        fix = f"put {SINGLE_FILE}, or shards and {INDEX_FILE}, into {folder}"
         got = ", ".join(sorted(path.name for path in folder.glob("*.safetensors"))[:SHOWN]) or str(folder)
         raise ConfigError(MISSING(what, fix=fix, got=got, expected=f"{SINGLE_FILE} or {INDEX_FILE}"))
     if not index.exists():
@@ -217,7 +215,8 @@ def _header(path: Path) -> dict[str, Stored]:
             if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
                 raise ValueError("it is cut short, or not a safetensors file")
             header = json.loads(file.read(length))
-        found = dict(_entries(path, header, 8 + length))
+        header.pop("__metadata__", None)
+        found = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = str(error) if isinstance(error, OSError | ValueError) else f"its header is damaged ({error})"
         raise unreadable(path, reason) from error
@@ -227,17 +226,14 @@ def _header(path: Path) -> dict[str, Stored]:
     return found
 
 
-def _entries(path: Path, header: Mapping[str, Any], origin: int) -> Iterator[tuple[str, Stored]]:
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        start, end = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-            raise ValueError(f"its header is damaged at {name}")
-        if end - start != TYPES.get(entry["dtype"], 0) * math.prod(shape) and entry["dtype"] in TYPES:
-            raise ValueError(f"its header gives {name} {end - start} bytes for the shape {shape}")
-        yield name, Stored(path, str(entry["dtype"]), shape, origin + start, end - start)
+def _stored(path: Path, name: str, entry: Mapping[str, Any], origin: int) -> Stored:
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError(f"its header is damaged at {name}")
+    if end - start != TYPES.get(entry["dtype"], 0) * math.prod(shape) and entry["dtype"] in TYPES:
+        raise ValueError(f"its header gives {name} {end - start} bytes for the shape {shape}")
+    return Stored(path, str(entry["dtype"]), shape, origin + start, end - start)
 
 
 def _infinite(stored: Mapping[str, Stored]) -> Iterator[Problem]:

@@ -70,11 +70,6 @@ class HfWeights(Mapping[str, Tensor]):
         return len(self._stored)
 
 
-def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and fp32 tensors of a model folder, one at a time."""
-    yield from HfWeights(folder).items()
-
-
 def write_hf(folder: Path, named: Iterable[tuple[str, Tensor]], template_folder: Path) -> None:
     """Write a model folder that transformers loads: weights as given; config and tokenizer files as in the template.
 
@@ -103,14 +98,12 @@ def write_hf(folder: Path, named: Iterable[tuple[str, Tensor]], template_folder:
 
 
 def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
-    if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})
-        return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -54,8 +54,7 @@ class Lora:
 
 def lora_of(config: Config, role: str) -> Lora | None:
     """The adapters that a role trains; None where it has none, or trains every weight."""
-    ranks = {"actor": config.model.lora_rank, "critic": config.critic.critic_lora_rank}
-    rank = ranks.get(role, 0)
+    rank = {"actor": config.model.lora_rank, "critic": config.critic.critic_lora_rank}.get(role, 0)
     # Order and repetition make no difference.
     targets = tuple(name for name in HF_MODULES if name in config.model.lora_targets)
     return Lora(rank, config.model.lora_alpha, targets) if rank else None

@@ -40,11 +40,8 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
 def resolve_model(hf_checkpoint: str, cache_dir: Path) -> Path:
     """The model folder to load: an ordinary folder as it is, a `package:` model from its place in the cache.
 
-    The first call converts the package's file into `cache_dir`. A converted folder contains config.json, float32
-    safetensors and the tokenizer with its chat template.
-
-    Raises:
-        ConfigError: the package is unknown or not installed, or the cache cannot be written.
+    The first call converts the package's file into `cache_dir`: config.json, float32 safetensors and the tokenizer with
+    its chat template. Raises ConfigError: the package is unknown or not installed, or the cache cannot be written.
     """
     if not hf_checkpoint.startswith(PREFIX):
         return Path(hf_checkpoint)

@@ -15,7 +15,7 @@ from torch import Tensor
 from relax_cli.errors import ConfigError
 from relax_cli.models import hf
 from relax_cli.models.convert import hf_to_megatron, megatron_to_hf, merge_shards, rank_tensors
-from relax_cli.models.hf import read_weights, write_hf
+from relax_cli.models.hf import HfWeights, write_hf
 from relax_cli.models.spec import ModelSpec, MoeSpec, RopeScaling, read_spec
 
 CONFIG: dict[str, Any] = {
@@ -233,8 +233,8 @@ def test_written_folders_read_back_bitwise(tmp_path: Path, max_bytes: int, monke
     (template / hf.SINGLE_FILE).write_bytes(b"old weights")
     weights = random_weights(read_spec(template))
     write_hf(tmp_path / "out", weights.items(), template)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in read_weights(tmp_path / "out"))
-    assert {name for name, _ in read_weights(tmp_path / "out")} == set(weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in HfWeights(tmp_path / "out").items())
+    assert {name for name, _ in HfWeights(tmp_path / "out").items()} == set(weights)
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
@@ -244,14 +244,14 @@ def test_written_folders_read_back_bitwise(tmp_path: Path, max_bytes: int, monke
 def test_half_precision_weights_are_read_as_fp32(tmp_path: Path) -> None:
     stored = torch.randn(4).bfloat16()
     save_file({"x": stored}, tmp_path / hf.SINGLE_FILE)
-    ((_, tensor),) = read_weights(tmp_path)
+    ((_, tensor),) = HfWeights(tmp_path).items()
     assert tensor.dtype == torch.float32
     assert torch.equal(tensor, stored.float())
 
 
 def test_missing_or_damaged_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=hf.SINGLE_FILE):
-        list(read_weights(tmp_path))
+        list(HfWeights(tmp_path).items())
     (tmp_path / hf.SINGLE_FILE).write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=hf.SINGLE_FILE):
-        list(read_weights(tmp_path))
+        list(HfWeights(tmp_path).items())

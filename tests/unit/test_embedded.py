@@ -23,7 +23,7 @@ from relax_cli.backends.rollout.embedded.kv_cache import CachedLayer
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams
 from relax_cli.errors import ConfigError, RunError
-from relax_cli.models.hf import read_weights
+from relax_cli.models.hf import HfWeights
 from tests.support.conversations import converse, known
 
 VOCAB = 61
@@ -401,7 +401,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(engine: EmbeddedEng
 
 
 def perturbed(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in read_weights(folder):
+    for name, weight in HfWeights(folder).items():
         yield name, weight * 1.5
 
 
@@ -423,7 +423,7 @@ def test_new_weights_change_the_log_probs_and_are_copied(engine: EmbeddedEngine,
 
 
 def test_bfloat16_weights_are_widened(engine: EmbeddedEngine, folder: Path) -> None:
-    named = {name: weight.bfloat16() for name, weight in read_weights(folder)}
+    named = {name: weight.bfloat16() for name, weight in HfWeights(folder).items()}
     requests = make_requests([6])
     engine.load_weights(named.items(), version=1)
     narrow = engine.generate(requests, PLAIN)
@@ -432,7 +432,7 @@ def test_bfloat16_weights_are_widened(engine: EmbeddedEngine, folder: Path) -> N
 
 
 def test_wrong_weights_are_refused_by_name(engine: EmbeddedEngine, folder: Path) -> None:
-    named = dict(read_weights(folder))
+    named = dict(HfWeights(folder))
     norm = "model.norm.weight"
     with pytest.raises(RunError, match=r"model\.extra is not part"):
         engine.load_weights([*named.items(), ("model.extra", torch.zeros(1))], version=1)

@@ -29,7 +29,7 @@ from relax_cli.models.convert import hf_to_megatron
 from relax_cli.models.families import BRIDGE_FAMILIES, FAMILIES, MOE_FAMILIES
 from relax_cli.models.files import irregular_files, read_json
 from relax_cli.models.headers import INDEX_FILE, SINGLE_FILE, expected_shapes, stored_tensors, weight_problems
-from relax_cli.models.hf import HfWeights, inverse_frequencies, read_weights
+from relax_cli.models.hf import HfWeights, inverse_frequencies
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import ModelSpec, MoeSpec, known_folder, read_spec
 from relax_cli.preflight.inputs import read_inputs
@@ -339,11 +339,11 @@ def sharded(folder: Path, weights: dict[str, Tensor]) -> dict[str, str]:
 
 
 def test_shards_are_found_and_read(folder: Path) -> None:
-    weights = dict(read_weights(folder))
+    weights = dict(HfWeights(folder))
     (folder / SINGLE_FILE).unlink()
     sharded(folder, weights)
     assert weight_problems(folder, read_spec(folder)) == []
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in read_weights(folder))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in HfWeights(folder).items())
 
 
 def _missing_shard(folder: Path, files: dict[str, str]) -> str:
@@ -383,7 +383,7 @@ def _both_kinds(folder: Path, files: dict[str, str]) -> str:
     [_missing_shard, _index_names_nothing, _index_is_wrong, _index_leaves_the_folder, _index_is_no_map, _both_kinds],
 )
 def test_an_index_that_does_not_fit_is_refused(folder: Path, damage: Callable[[Path, dict[str, str]], str]) -> None:
-    weights = dict(read_weights(folder))
+    weights = dict(HfWeights(folder))
     (folder / SINGLE_FILE).unlink()
     named = damage(folder, sharded(folder, weights))
     (problem,) = weight_problems(folder, read_spec(folder))
@@ -440,7 +440,7 @@ LAYER = "model.layers.1.self_attn."
 def test_names_and_shapes_are_judged_before_a_launch(
     folder: Path, config: dict[str, Any], change: dict[str, Tensor | None], named: str
 ) -> None:
-    weights = {name: tensor for name, tensor in (dict(read_weights(folder)) | change).items() if tensor is not None}
+    weights = {name: tensor for name, tensor in (dict(HfWeights(folder)) | change).items() if tensor is not None}
     save_file(weights, folder / SINGLE_FILE)
     spec = read_spec(write(folder, TINY | config))
     problems = weight_problems(folder, spec)
@@ -480,7 +480,7 @@ def test_a_tied_copy_of_another_type_is_compared_as_numbers(folder: Path) -> Non
     "dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float64]
 )
 def test_types_that_are_not_plain_weights_are_refused(folder: Path, dtype: torch.dtype) -> None:
-    weights = dict(read_weights(folder))
+    weights = dict(HfWeights(folder))
     weights[f"{LAYER}o_proj.weight"] = weights[f"{LAYER}o_proj.weight"].to(dtype)
     save_file(weights, folder / SINGLE_FILE)
     problem, *_ = weight_problems(folder, read_spec(folder))
@@ -490,7 +490,7 @@ def test_types_that_are_not_plain_weights_are_refused(folder: Path, dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_types_that_are_plain_weights_pass(folder: Path, dtype: torch.dtype) -> None:
-    save_file({name: tensor.to(dtype) for name, tensor in read_weights(folder)}, folder / SINGLE_FILE)
+    save_file({name: tensor.to(dtype) for name, tensor in HfWeights(folder).items()}, folder / SINGLE_FILE)
     assert weight_problems(folder, read_spec(folder)) == []
 
 
@@ -500,7 +500,7 @@ def test_types_that_are_plain_weights_pass(folder: Path, dtype: torch.dtype) -> 
 def test_numbers_that_are_not_finite_are_named_with_their_file(
     folder: Path, name: str, value: float, dtype: torch.dtype
 ) -> None:
-    weights = {key: tensor.to(dtype) for key, tensor in read_weights(folder)}
+    weights = {key: tensor.to(dtype) for key, tensor in HfWeights(folder).items()}
     weights[name].view(-1)[3] = value
     save_file(weights, folder / SINGLE_FILE)
     spec = read_spec(folder)
@@ -512,7 +512,7 @@ def test_numbers_that_are_not_finite_are_named_with_their_file(
 
 
 def test_numbers_of_large_models_are_not_read_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = dict(read_weights(folder))
+    weights = dict(HfWeights(folder))
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, folder / SINGLE_FILE)
     monkeypatch.setattr(headers, "MOST_NUMBERS_BYTES", 100)
@@ -520,7 +520,7 @@ def test_numbers_of_large_models_are_not_read_early(folder: Path, monkeypatch: p
 
 
 def test_large_finite_weights_whose_sum_overflows_pass(folder: Path) -> None:
-    weights = dict(read_weights(folder))
+    weights = dict(HfWeights(folder))
     weights["model.norm.weight"].fill_(3e38)
     save_file(weights, folder / SINGLE_FILE)
     assert torch.equal(HfWeights(folder)["model.norm.weight"], weights["model.norm.weight"])

@@ -67,9 +67,9 @@ def test_model_weights_unreadable(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     (tmp_path / hf.SINGLE_FILE).write_bytes(b"nonsense")
-    assert problem_of(lambda: list(hf.read_weights(tmp_path))).id == "model-weights-unreadable"
+    assert problem_of(lambda: list(hf.HfWeights(tmp_path).items())).id == "model-weights-unreadable"
     save_file({"x": torch.zeros(1)}, tmp_path / hf.SINGLE_FILE)
-    assert [name for name, _ in hf.read_weights(tmp_path)] == ["x"]
+    assert [name for name, _ in hf.HfWeights(tmp_path).items()] == ["x"]
 
 
 def tiny_model(folder: Path) -> Path:
@@ -88,7 +88,7 @@ def test_model_weights_mismatch_and_rollout_weights(tmp_path: Path) -> None:
     from relax_cli.models.spec import read_spec
 
     folder = tiny_model(tmp_path)
-    named = dict(hf.read_weights(folder))
+    named = dict(hf.HfWeights(folder))
     spec = read_spec(folder)
     assert hf_to_megatron(named, spec, 1, 0)
     more = {**named, "model.extra": torch.zeros(1)}

@@ -18,7 +18,7 @@ from torch import Tensor
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
-from relax_cli.models.hf import read_weights
+from relax_cli.models.hf import HfWeights
 
 GATHER_SECONDS = 0.02
 
@@ -47,7 +47,7 @@ class ServedModel:
         decode = load_tokenizer(folder).decode if has_tokenizer else None
         self.engine = EmbeddedEngine(folder, decode=decode)
         self.spec = self.engine.decoder.spec
-        self._weights: dict[str, Tensor] = {name: tensor.clone() for name, tensor in read_weights(folder)}
+        self._weights: dict[str, Tensor] = {name: tensor.clone() for name, tensor in HfWeights(folder).items()}
         self._lock = threading.Lock()
         self._queue: SimpleQueue[Job] = SimpleQueue()
         # The prompt that a seed was first used with: what is longer continues its response.
@@ -89,7 +89,7 @@ class ServedModel:
 
     def replace(self, folder: Path) -> None:
         """Take all tensors of a model folder over."""
-        self.update(read_weights(folder))
+        self.update(HfWeights(folder).items())
 
     def apply(self) -> None:
         """Make the tensors taken over the model's."""

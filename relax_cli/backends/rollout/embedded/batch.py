@@ -29,12 +29,9 @@ class Batch:
         cache: KVCache,
         sampling: SamplingParams,
         limit: int,
-        ends_with_stop: Callable[[list[int], tuple[str, ...]], bool],
+        decode: Callable[[list[int]], str] | None,
     ) -> None:
-        """Args:
-        limit: most new tokens of any request.
-        ends_with_stop: whether a response with these tokens ends with one of these strings.
-        """
+        """`limit`: most new tokens of any request; `decode`: needed where there are stop strings."""
         self.cache = cache
         self._part = cache.part(0, 0)
         self.numbers: list[int] = []
@@ -43,7 +40,7 @@ class Batch:
         self._decoder = decoder
         self._sampling = sampling
         self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
-        self._ends_with_stop = ends_with_stop
+        self._decode = decode
         rows = cache.capacity[0]
         self._tokens_BT = torch.zeros(rows, limit, dtype=torch.int64)
         self._log_probs_BT = torch.zeros(rows, limit)
@@ -146,5 +143,11 @@ class Batch:
             return stopped_B
         rows = zip(self._requests, self._tokens_BT, self._counts_B.tolist(), strict=False)
         responses = [[*request.begun, *tokens[:count].tolist()] for request, tokens, count in rows]
-        complete_B = torch.tensor([self._ends_with_stop(response, self._sampling.stop) for response in responses])
+        complete_B = torch.tensor([self._ends_with_stop(response) for response in responses])
         return complete_B if stopped_B is None else stopped_B | complete_B
+
+    def _ends_with_stop(self, response: list[int]) -> bool:
+        assert self._decode is not None, "stop strings need a decoder"
+        # A token is at least a byte of text; the margin is for ids that decode to nothing.
+        text = self._decode(response[-max(len(end.encode()) for end in self._sampling.stop) - 8 :])
+        return any(end in text for end in self._sampling.stop)

@@ -15,7 +15,7 @@ from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix, in_blo
 from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Ended, Generation, Opening, Request, SamplingParams, Then
 from relax_cli.config.placement import KV_CACHE_BYTES, MOST_ROWS
-from relax_cli.models.hf import read_weights
+from relax_cli.models.hf import HfWeights
 from relax_cli.models.spec import ModelSpec, read_spec
 
 KEPT_BYTES = KV_CACHE_BYTES
@@ -56,7 +56,7 @@ class EmbeddedEngine:
         """
         assert max_batch_size >= 1, max_batch_size
         self.decoder = Decoder(read_spec(model_folder))
-        self.decoder.load(read_weights(model_folder))
+        self.decoder.load(HfWeights(model_folder).items())
         self._decode = decode
         self._max_batch_size = max_batch_size
         self._cache: KVCache | None = None
@@ -105,11 +105,10 @@ class EmbeddedEngine:
         `kept` has the prefix of each conversation, which is used and replaced; None where nothing is to be kept.
         """
         assert self._awake, "the rollout engine sleeps; wake it before generating"
-        assert not sampling.stop or self._decode is not None, "stop strings need a decoder"
         spec = self.decoder.spec
         check_prompts(list(requests.values()), sampling, spec.vocab_size, spec.max_positions)
-        old = {number: kept.pop(number) for number in requests if number in kept} if kept else {}
-        prefixes = {number: p for number, p in old.items() if p.begins(requests[number].prompt_tokens)}
+        prefixes = {number: kept.pop(number) for number in requests if number in kept} if kept else {}
+        prefixes = {number: p for number, p in prefixes.items() if p.begins(requests[number].prompt_tokens)}
 
         def new_tokens(number: int) -> int:
             known = len(prefixes[number].tokens) if number in prefixes else 0
@@ -120,9 +119,7 @@ class EmbeddedEngine:
         limit = max(request.limit(sampling) for request in requests.values())
         columns = in_blocks(max(len(request.prompt_tokens) for request in requests.values()) + limit)
         rows = min(len(order), self._max_batch_size, max(1, KV_CACHE_BYTES // (columns * cache_bytes_per_token(spec))))
-        batch = Batch(
-            self.decoder, self._sized_cache(rows, columns, sampling.routes), sampling, limit, self._ends_with_stop
-        )
+        batch = Batch(self.decoder, self._sized_cache(rows, columns, sampling.routes), sampling, limit, self._decode)
         generations: dict[int, Generation] = {}
         waiting = deque(order)
         while waiting or batch.numbers:
@@ -152,12 +149,6 @@ class EmbeddedEngine:
         cache.used = 0
         self._cache = cache
         return cache
-
-    def _ends_with_stop(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
-        assert self._decode is not None
-        # A token is at least a byte of text; the margin is for ids that decode to nothing.
-        text = self._decode(tokens[-max(len(text.encode()) for text in stop) - 8 :])
-        return any(end in text for end in stop)
 
 
 def in_waves(

@@ -46,7 +46,6 @@ ABORT_TRIES = 16
 """Times in a row that a server may abort one sample without any progress."""
 ABORT_SECONDS = 2.0
 """Longest pause after an abort."""
-BACKOFF_SECONDS = 0.25
 ENDING_SECONDS = 10.0
 """Time for a server that crashed to end, after its connections closed, and for one to take note that it may stop."""
 REVIVE_SECONDS = 2.0
@@ -67,7 +66,7 @@ class EngineOptions:
     """Continue an aborted response from the tokens it has."""
     release_memory: bool = False
     """Sleeping gives up the servers' weights and KV cache."""
-    backoff: float = BACKOFF_SECONDS
+    backoff: float = 0.25
     """Seconds before the first repetition, doubled for each further one."""
 
 

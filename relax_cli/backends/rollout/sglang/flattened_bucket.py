@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
@@ -29,15 +30,13 @@ def flatten(named: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNam
     # Wide types first, or a type could begin at a byte that it cannot be read from.
     ordered = sorted(named, key=lambda pair: -pair[1].element_size())
     parts = [tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered]
-    places, start = [], 0
-    for (name, tensor), part in zip(ordered, parts, strict=True):
-        end = start + part.numel()
-        places.append(
-            SimpleNamespace(
-                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=part.numel()
-            )
+    ends = itertools.accumulate(part.numel() for part in parts)
+    places = [
+        SimpleNamespace(
+            name=name, shape=x.shape, dtype=x.dtype, start_idx=end - part.numel(), end_idx=end, numel=part.numel()
         )
-        start = end
+        for (name, x), part, end in zip(ordered, parts, ends, strict=True)
+    ]
     return torch.cat(parts), places
 
 

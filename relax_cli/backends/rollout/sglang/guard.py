@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -23,7 +24,9 @@ def run(command: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A handler, because a child inherits what is ignored.
         signal.signal(number, lambda *_: None)
-    end_with_parent = _end_with_parent if sys.platform == "linux" else None
+    # Looked up before the fork, after which little is safe.
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    end_with_parent = prctl and functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent)
 
     def watch() -> None:
@@ -42,10 +45,6 @@ def run(command: list[str]) -> int:
 def _kill_group(group: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

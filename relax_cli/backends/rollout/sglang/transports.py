@@ -42,33 +42,7 @@ GRACE = 2.0
 connection to it and the group that it was in."""
 
 
-class Transport:
-    """One way for some of the servers; a step that it does not need does nothing."""
-
-    def open(self, version: str) -> None:
-        """Prepare for the weights `version`."""
-
-    def pack(self, bucket: Bucket) -> Any:
-        """What this rank has to tell the others about a bucket before it is delivered."""
-
-    def deliver(self, bucket: Bucket, packs: Sequence[Any], marks: Mapping[str, Any]) -> None:
-        """Send a bucket; returns when the servers have it. Raises RunError: a server did not take it.
-
-        `packs` are what `pack` returned, by rank; `marks` fields of the request besides the weights.
-        """
-
-    def release(self) -> None:
-        """All ranks have delivered the bucket: its memory may be released."""
-
-    def close(self) -> None:
-        """The model is complete."""
-
-    def abandon(self) -> None:
-        """The update failed, wherever; raises nothing and waits for nothing long."""
-        self.release()
-
-
-class TensorTransport(Transport):
+class TensorTransport:
     """Handles of memory that servers on this node map: of the GPU they share with a rank, or of /dev/shm."""
 
     def __init__(self, sharing: Mapping[WeightTarget, Sequence[int]], rank: int, is_cuda: bool, ask: Ask) -> None:
@@ -80,7 +54,7 @@ class TensorTransport(Transport):
         self._held: Tensor | None = None
 
     def pack(self, bucket: Bucket) -> dict[tuple[str, int], str]:
-        """This rank's payloads by server and server rank; each payload can be read once."""
+        """This rank's payloads by server and server rank, which all ranks have to know; each can be read once."""
         mine = [
             (t.address, i) for t, ranks in self.sharing.items() for i, rank in enumerate(ranks) if rank == self.rank
         ]
@@ -89,7 +63,11 @@ class TensorTransport(Transport):
         self._held, places = flatten(bucket.tensors)
         return {receiver: serialise(self._held, places) for receiver in mine}
 
-    def deliver(self, bucket: Bucket, packs: Sequence[Any], marks: Mapping[str, Any]) -> None:
+    def deliver(self, packs: Sequence[Mapping[tuple[str, int], str]], marks: Mapping[str, Any]) -> None:
+        """Send a bucket from what `pack` returned on all ranks; returns when the servers have it.
+
+        `marks` are fields of the request besides the weights. Raises RunError: a server did not take it.
+        """
         payloads = {receiver: payload for pack in packs for receiver, payload in pack.items()}
         asked = []
         for target, ranks in self.sharing.items():
@@ -100,13 +78,14 @@ class TensorTransport(Transport):
         fail_fast(asked)
 
     def release(self) -> None:
+        """Give up the memory of a bucket, once all ranks have delivered it."""
         self._held = None
         if self.is_cuda:
             # Memory that other processes mapped comes back only on request.
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
-class DistributedTransport(Transport):
+class DistributedTransport:
     """Broadcasts from rank 0 to all ranks of all servers, in a group that lives as long as one update."""
 
     def __init__(
@@ -121,6 +100,7 @@ class DistributedTransport(Transport):
         self._group: dist.ProcessGroup | None = None
 
     def open(self, version: str) -> None:
+        """Form the group. Raises RunError: a server did not join."""
         if not self.targets:
             return
         self._name = f"relax-{version}-{uuid.uuid4().hex[:8]}"
@@ -140,7 +120,8 @@ class DistributedTransport(Transport):
             offset += target.ranks
         self._group = self._together(partial(self._join, address, port, ranks), joins)
 
-    def deliver(self, bucket: Bucket, packs: Sequence[Any], marks: Mapping[str, Any]) -> None:
+    def deliver(self, bucket: Bucket, marks: Mapping[str, Any]) -> None:
+        """See `TensorTransport.deliver`."""
         group = self._group
         if group is None:
             return
@@ -169,7 +150,7 @@ class DistributedTransport(Transport):
             self._together(partial(dist.destroy_process_group, group), self._farewells())
 
     def abandon(self) -> None:
-        """See `Transport`. A server that leaves the group breaks the broadcast that waits for it."""
+        """The update failed, wherever. A server that leaves the group breaks the broadcast that waits for it."""
         group, self._group = self._group, None
         if self._name:
             for farewell in self._farewells():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,6 @@ from relax_cli.backends.rollout.sglang.transports import (
     LEAVING_SECONDS,
     DistributedTransport,
     TensorTransport,
-    Transport,
     TransportName,
     fail_fast,
 )
@@ -91,12 +90,12 @@ class WeightSender:
         nodes = gather(this_node())
         self.chosen = {target: choose_transport(target, options.transport, device, nodes) for target in targets}
         sharing = {t: sharing_ranks(t, len(nodes)) for t, way in self.chosen.items() if way == "tensor"}
-        self._transports: list[Transport] = []
-        if sharing:
-            self._transports.append(TensorTransport(sharing, dist.get_rank(), device.kind == "cuda", self._ask))
+        is_cuda = device.kind == "cuda"
+        self._tensor = TensorTransport(sharing, dist.get_rank(), is_cuda, self._ask) if sharing else None
+        self._group: DistributedTransport | None = None
         if "distributed" in self.chosen.values():
             spread = [target for target in self._mine if self.chosen[target] == "distributed"]
-            self._transports.append(DistributedTransport(spread, device.backend, self._ask, options.timeout))
+            self._group = DistributedTransport(spread, device.backend, self._ask, options.timeout)
         self._version = ""
         self._in_session: list[WeightTarget] = []
         self._compared = False
@@ -117,18 +116,20 @@ class WeightSender:
 
     def _send_buckets(self, buckets: Iterator[Bucket]) -> None:
         self._agreed("beginning", self._begin)
-        for transport in self._transports:
-            self._agreed("preparing", partial(transport.open, self._version))
+        if self._group is not None:
+            self._agreed("preparing", partial(self._group.open, self._version))
         for bucket in buckets:
             # A server that has a part of the weights must not claim the new version.
             marks = {"flush_cache": bucket.is_last} | ({"weight_version": self._version} if bucket.is_last else {})
             doing = f"bucket {bucket.number} of {bucket.count}"
-            for transport in self._transports:
-                packs = self._agreed(doing, partial(transport.pack, bucket))
-                self._agreed(doing, partial(transport.deliver, bucket, packs, marks))
-                transport.release()
-        for transport in self._transports:
-            self._agreed("closing", transport.close)
+            if self._tensor is not None:
+                packs = self._agreed(doing, partial(self._tensor.pack, bucket))
+                self._agreed(doing, partial(self._tensor.deliver, packs, marks))
+                self._tensor.release()
+            if self._group is not None:
+                self._agreed(doing, partial(self._group.deliver, bucket, marks))
+        if self._group is not None:
+            self._agreed("closing", self._group.close)
         self._agreed("ending", self._end)
 
     def _send_by_disk(self, buckets: Iterator[Bucket]) -> None:
@@ -208,8 +209,10 @@ class WeightSender:
 
     def _abandon(self) -> None:
         """After a failure: leave groups and sessions, so that a server that lives can be sent weights again."""
-        for transport in self._transports:
-            transport.abandon()
+        if self._tensor is not None:
+            self._tensor.release()
+        if self._group is not None:
+            self._group.abandon()
         while self._in_session:
             # It may be what failed; the failure itself is raised.
             with contextlib.suppress(SglangError):
@@ -236,7 +239,15 @@ class WeightSender:
         outcomes = gather((result, failure))
         for _, failed in outcomes:
             if failed is not None:
-                raise _with_place(failed, self._version, doing)
+                cause = failed.problems[0]
+                keeps_kind = cause.id in (GROUP_BROKE.id, DISK_FAILED.id, OTHER_NAMES.id)
+                placed = replace(
+                    cause,
+                    id=cause.id if keeps_kind else NOT_SENT.id,
+                    message=f"weights of version {self._version} were not sent ({doing}): {cause.message}",
+                    expected=cause.expected or "all servers with the same weights",
+                )
+                raise WeightsNotSent(placed)
         return [value for value, _ in outcomes]
 
 
@@ -268,18 +279,3 @@ def choose_transport(
 def sharing_ranks(target: WeightTarget, actor_ranks: int) -> list[int]:
     """The actor rank that shares memory with each rank of a server; on a CPU any rank of the node does."""
     return [((target.first_rank or 0) + i) % actor_ranks for i in range(target.ranks)]
-
-
-def _with_place(error: RelaxError, version: str, doing: str) -> RunError:
-    cause = error.problems[0]
-    kind = next((kind for kind in (GROUP_BROKE, DISK_FAILED, OTHER_NAMES) if kind.id == cause.id), NOT_SENT)
-    return WeightsNotSent(
-        kind(
-            f"weights of version {version} were not sent ({doing}): {cause.message}",
-            fix=cause.fix,
-            option=cause.option,
-            where=cause.where,
-            got=cause.got,
-            expected=cause.expected or "all servers with the same weights",
-        )
-    )
