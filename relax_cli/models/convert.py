@@ -82,7 +82,21 @@ def megatron_to_hf(full_state: Mapping[str, Tensor], spec: ModelSpec) -> Iterato
 
 def megatron_names(spec: ModelSpec) -> list[str]:
     """Every parameter of a policy, in the order in which Hugging Face writes what is made of it."""
-    names = [EMBEDDING, *(f"{LAYERS}{i}.{part}" for i in range(spec.num_layers) for part in _layer_parts(spec, i))]
+    names = [EMBEDDING]
+    norms = [f"self_attention.{part}_layernorm.weight" for part in ("q", "k")] if spec.qk_norm else []
+    for layer in range(spec.num_layers):
+        experts = spec.experts_in(layer)
+        mlps = [f"mlp.{EXPERTS}{index}." for index in range(experts)] or ["mlp."]
+        parts = [
+            "input_layernorm.weight",
+            *(f"self_attention.linear_qkv.{kind}" for kind in (("weight", "bias") if spec.qkv_bias else ("weight",))),
+            *norms,
+            "self_attention.linear_proj.weight",
+            "pre_mlp_layernorm.weight",
+            *(["mlp.router.weight"] if experts else []),
+            *(mlp + matrix for mlp in mlps for matrix in (_FC1, _FC2)),
+        ]
+        names += [f"{LAYERS}{layer}.{part}" for part in parts]
     return [*names, FINAL_NORM] if spec.tied else [*names, FINAL_NORM, OUTPUT]
 
 
@@ -171,18 +185,3 @@ def _fused(parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
         return torch.cat(list(parts)) if len(parts) == 2 else parts[0]
     tail = parts[0].shape[1:]
     return torch.cat([x.reshape(spec.num_kv_heads, -1, *tail) for x in parts], dim=1).reshape(-1, *tail)
-
-
-def _layer_parts(spec: ModelSpec, layer: int) -> list[str]:
-    experts = spec.experts_in(layer)
-    mlps = [f"mlp.{EXPERTS}{index}." for index in range(experts)] or ["mlp."]
-    norms = [f"self_attention.{part}_layernorm.weight" for part in ("q", "k")] if spec.qk_norm else []
-    return [
-        "input_layernorm.weight",
-        *(f"self_attention.linear_qkv.{kind}" for kind in (("weight", "bias") if spec.qkv_bias else ("weight",))),
-        *norms,
-        "self_attention.linear_proj.weight",
-        "pre_mlp_layernorm.weight",
-        *(["mlp.router.weight"] if experts else []),
-        *(mlp + matrix for mlp in mlps for matrix in (_FC1, _FC2)),
-    ]

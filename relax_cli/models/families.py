@@ -128,7 +128,11 @@ def completed(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError: a value is not usable, or a key is not understood."""
     family = config["model_type"]
     if family in MOE_FAMILIES:
-        config = _with_num_experts(path, config)
+        # transformers 5 writes `num_local_experts`.
+        new, old = "num_local_experts", "num_experts"
+        if {new, old} <= config.keys() and config[new] != config[old]:
+            raise unsupported(path, new, config[new], f"absent, or the same as {old}")
+        config = {old if key == new else key: value for key, value in config.items()}
     if config.get("quantization_config"):
         raise unsupported(path, "quantization_config", config["quantization_config"], "absent: weights in bf16 or fp32")
     if family in FAMILIES:
@@ -150,14 +154,6 @@ def completed(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     full["rms_norm_eps"] = positive(path, "rms_norm_eps", full["rms_norm_eps"])
     require(type(full["tie_word_embeddings"]) is bool, "tie_word_embeddings", "true or false")
     return full
-
-
-def _with_num_experts(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `num_local_experts`."""
-    new, old = "num_local_experts", "num_experts"
-    if {new, old} <= config.keys() and config[new] != config[old]:
-        raise unsupported(path, new, config[new], f"absent, or the same as {old}")
-    return {old if key == new else key: value for key, value in config.items()}
 
 
 def _check_experts(path: Path, full: dict[str, Any]) -> None:

@@ -31,18 +31,15 @@ class HybridSpec(ModelSpec):
 
     @property
     def untrained_parameters(self) -> int:
-        """Parameters that are loaded, but get no gradient."""
         return self.vision_parameters
 
     @property
     def cached_layers(self) -> int:
-        """Layers whose keys and values are kept for every token."""
         return self.full_attention_layers
 
     @property
     def answers_early(self) -> bool:
-        """The bridge's last layer is like the others."""
-        return False
+        return False  # The bridge's last layer is like the others.
 
     @property
     def state_bytes(self) -> int:

@@ -46,13 +46,9 @@ class EmbeddedEngine:
     ) -> None:
         """Load `config.json` and the safetensors files of `model_folder`.
 
-        Args:
-            decode: token ids to text, used only to look for stop strings; None where there are none.
-            max_batch_size: most rows generated at a time; fewer where their cache would pass 1 GiB.
-
-        Raises:
-            ConfigError: the model is of a kind this engine cannot run, or its files are unreadable.
-            RunError: its files are incomplete.
+        `decode` turns token ids into text, to look for stop strings; `max_batch_size` is the most rows generated at a
+        time, fewer where their cache would pass 1 GiB.
+        Raises ConfigError or RunError: this engine cannot run such a model, or files are unreadable or incomplete.
         """
         assert max_batch_size >= 1, max_batch_size
         self.decoder = Decoder(read_spec(model_folder))

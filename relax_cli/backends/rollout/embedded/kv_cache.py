@@ -52,9 +52,7 @@ class KVCache:
     """Keys and values `[layers, B, K, S, D]`. Every row begins at column 0 and has its own number of columns filled."""
 
     def __init__(self, spec: ModelSpec, rows: int, columns: int, *, routes: bool = False) -> None:
-        """Args:
-        routes: also keep which experts each position went to, `[B, S, layers, k]`; negative where it is not known.
-        """
+        """`routes`: also keep which experts each position went to, `[B, S, layers, k]`; negative where not known."""
         shape = (spec.num_layers, rows, spec.num_kv_heads, in_blocks(columns), spec.head_dim)
         self.keys = torch.zeros(shape)
         self.values = torch.zeros(shape)

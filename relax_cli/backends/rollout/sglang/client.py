@@ -13,7 +13,7 @@ import select
 import time
 from collections.abc import Callable
 from socket import socket
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from relax_cli.errors import RunError, problem_kinds
 
@@ -38,6 +38,9 @@ LOOK = "look into the server's log"
 
 class SglangError(RunError):
     """A request to a server failed; which subclass says how."""
+
+    status = 0
+    """The HTTP status of a `StatusFault`."""
 
     @property
     def got(self) -> str:
@@ -64,11 +67,6 @@ class ReplyFault(SglangError):
 class StatusFault(SglangError):
     """The server answered with an HTTP status of 400 or above."""
 
-    status: int
-
-
-Fault = TypeVar("Fault", bound=SglangError)
-
 
 class SglangClient:
     """Talks to the server at `address`; safe to share between threads, a connection per request."""
@@ -94,8 +92,7 @@ class SglangClient:
             timeout: seconds for the whole exchange, connecting included.
             cancelled: asked now and then while waiting for the reply; true ends the wait.
 
-        Raises:
-            SglangError: of the subclass that says why there is no such reply.
+        Raises SglangError: there is no such reply; which subclass says why.
         """
         deadline = time.monotonic() + timeout
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
@@ -150,7 +147,7 @@ class SglangClient:
             raise error
         return content
 
-    def _fault(self, kind: type[Fault], path: str, what: str, got: str = "", fix: str = LOOK) -> Fault:
+    def _fault(self, kind: type[SglangError], path: str, what: str, got: str = "", fix: str = LOOK) -> SglangError:
         where = f"http://{self.address}{path}"
         return kind(SGLANG_REQUEST(f"SGLang server {self.address}: {path} {what}", fix=fix, where=where, got=got))
 

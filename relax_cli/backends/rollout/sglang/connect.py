@@ -15,7 +15,6 @@ from relax_cli.backends.rollout.sglang.client import (
     CONTROL_SECONDS,
     SglangClient,
     SglangError,
-    StatusFault,
     declare,
 )
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
@@ -129,31 +128,21 @@ def limits_of(address: str) -> tuple[int | None, int | None]:
 
 
 def _attach(address: str, spec: ModelSpec, *, routes: bool) -> WeightTarget:
-    """Look at a running server."""
+    """Look at a running server. Its model is compared by the folder where this machine can read that, else by type."""
     client = SglangClient(address)
     try:
         model = client.request("GET", "/model_info", timeout=CONTROL_SECONDS)
         server = client.request("GET", "/server_info", timeout=CONTROL_SECONDS)
     except SglangError as fault:
-        status = fault.status if isinstance(fault, StatusFault) else None
-        got = fault.got or str(status or fault.problems[0].message)
-        if status in (401, 403):
+        got = fault.got or str(fault.status or fault.problems[0].message)
+        if fault.status in (401, 403):
             raise _unreachable(address, "wants an API key", got, KEY_FIX) from fault
         raise _unreachable(address, "does not answer", got) from fault
     if not isinstance(model, dict) or not isinstance(server, dict):
         raise _unreachable(address, "is no SGLang server: something else listens there", str(model)[:80])
-    _check_model(address, model, spec)
-    if routes and server.get("enable_return_routed_experts") is False:
-        raise EnvironmentFault(no_routes(address, "enable_return_routed_experts false"))
-    return WeightTarget(address, node_of(address), None, int(server.get("tp_size") or 1))
-
-
-def _check_model(address: str, model: dict[str, Any], spec: ModelSpec) -> None:
-    """Compare the server's model with ours: by its folder where this machine can read it, else by its type."""
-    folder, family = folder_of(model), model.get("model_type")
+    folder, ours = folder_of(model), {"family": spec.family}
     # Servers before model_type was added to their answer say nothing of it.
-    theirs: dict[str, Any] = {"family": family or spec.family}
-    ours: dict[str, Any] = {"family": spec.family}
+    theirs: dict[str, Any] = {"family": model.get("model_type") or spec.family}
     if folder is not None:
         with contextlib.suppress(RelaxError):  # a model that relax cannot read has another type
             theirs, ours = asdict(read_any_spec(folder)), asdict(spec)
@@ -165,6 +154,9 @@ def _check_model(address: str, model: dict[str, Any], spec: ModelSpec) -> None:
         fix = "start the server with the folder of --hf-checkpoint as its --model-path"
         where = f"http://{address}/model_info"
         raise EnvironmentFault(OTHER_MODEL(what, where=where, got=got, expected=expected, fix=fix))
+    if routes and server.get("enable_return_routed_experts") is False:
+        raise EnvironmentFault(no_routes(address, "enable_return_routed_experts false"))
+    return WeightTarget(address, node_of(address), None, int(server.get("tp_size") or 1))
 
 
 def _unreachable(address: str, what: str, got: str, fix: str = "") -> EnvironmentFault:

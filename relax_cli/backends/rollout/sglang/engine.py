@@ -76,7 +76,6 @@ class _Batch:
 
     sampling: SamplingParams
     size: int
-    then: Then
     cancelled: threading.Event = field(default_factory=threading.Event)
     aborts: Counter[str] = field(default_factory=Counter)
     """Aborted requests by server."""
@@ -143,11 +142,40 @@ class SglangEngine:
         assert self._experts is not None or not sampling.routes, "a dense model has no routes"
         assert not self._memory.away, "the rollout engine sleeps; wake it before generating"
         assert not self.needs_weights, "the servers have given up their weights; publish them before generating"
-        batch = _Batch(sampling, len(openings), then)
+        batch = _Batch(sampling, len(openings))
+        pools = [ThreadPoolExecutor(self.options.concurrency, thread_name_prefix="sglang") for _ in self.clients]
+        ended: list[Future[None]] = [Future() for _ in openings]
+
+        def proceed(index: int, answer: Opening) -> None:
+            # Nothing waits here, so that a thread is only taken by a request that runs.
+            try:
+                request = answer.result()
+                if request is None:
+                    ended[index].set_result(None)
+                else:
+                    pools[index % len(pools)].submit(respond, index, request)
+            except BaseException as error:  # noqa: BLE001 - raised where the conversations are awaited
+                ended[index].set_exception(error)
+
+        def respond(index: int, request: Request) -> None:
+            try:
+                self._check([request], sampling)
+                generation = self._complete(self.clients[index % len(pools)], batch, index, request)
+                then(index, generation).add_done_callback(partial(proceed, index))
+            except BaseException as error:  # noqa: BLE001 - raised where the conversations are awaited
+                ended[index].set_exception(error)
+
         self._failed = True
         try:
-            self._converse(openings, batch)
+            for index, opening in enumerate(openings):
+                opening.add_done_callback(partial(proceed, index))
+            for future in wait(ended, return_when=FIRST_EXCEPTION).done:
+                future.result()
         finally:
+            # After an error nothing of this call runs any more.
+            batch.cancelled.set()
+            for pool in pools:
+                pool.shutdown(cancel_futures=True)
             for address, count in batch.aborts.items():
                 log.warning("SGLang server %s aborted %d requests of this rollout; they were repeated", address, count)
         self._failed = False
@@ -236,42 +264,6 @@ class SglangEngine:
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         check_prompts(requests, sampling, self._vocab_size, self._max_positions, self._max_prompt)
-
-    def _converse(self, openings: Sequence[Opening], batch: _Batch) -> None:
-        """Run every conversation to its end; after an error nothing of this call runs any more."""
-        workers = self.options.concurrency
-        pools = [ThreadPoolExecutor(workers, thread_name_prefix="sglang") for _ in self.clients]
-        ended: list[Future[None]] = [Future() for _ in openings]
-
-        def proceed(index: int, answer: Opening) -> None:
-            # Nothing waits here, so that a thread is only taken by a request that runs.
-            try:
-                request = answer.result()
-                if request is None:
-                    ended[index].set_result(None)
-                else:
-                    pools[index % len(pools)].submit(respond, index, request)
-            except BaseException as error:  # noqa: BLE001 - raised where the conversations are awaited
-                ended[index].set_exception(error)
-
-        def respond(index: int, request: Request) -> None:
-            try:
-                self._check([request], batch.sampling)
-                generation = self._complete(self.clients[index % len(pools)], batch, index, request)
-                batch.then(index, generation).add_done_callback(partial(proceed, index))
-            except BaseException as error:  # noqa: BLE001 - raised where the conversations are awaited
-                ended[index].set_exception(error)
-
-        try:
-            for index, opening in enumerate(openings):
-                opening.add_done_callback(partial(proceed, index))
-            finished, _ = wait(ended, return_when=FIRST_EXCEPTION)
-            for future in finished:
-                future.result()
-        finally:
-            batch.cancelled.set()
-            for pool in pools:
-                pool.shutdown(cancel_futures=True)
 
     def _complete(self, client: SglangClient, batch: _Batch, index: int, request: Request) -> Generation:
         """Ask until the response of one sample is complete."""

@@ -126,8 +126,14 @@ def read_part(
         room = "--sglang-context-length, --sglang-max-total-tokens, --sglang-mem-fraction-static"
         fix = f"give the server room for prompt and response ({room}), or lower --rollout-max-response-len"
         raise RunError(CUT_SHORT(what, where="/generate", got=got, expected=expected, fix=fix))
-    if tokens:
-        _check_version(meta, sample, version)
+    # Where weights changed while it was generated, the server says which tokens are of which.
+    spans = meta.get("weight_versions")
+    stated = [meta.get("weight_version"), *(spans if isinstance(spans, list) else ())]
+    seen = {str(each.get("version") if isinstance(each, dict) else each) for each in stated}
+    if tokens and seen != {version}:
+        what, got = f"{sample} was generated with other weights than the last published ones", ", ".join(sorted(seen))
+        fix = "let nothing else update or restart this server; resume the run with the command it printed"
+        raise RunError(STALE_WEIGHTS(what, where="meta_info.weight_version", got=got, expected=version, fix=fix))
     log_probs = [float(triple[0]) for triple in triples]
     if routes is None or ended == "abort":
         return Part(list(tokens), log_probs, ended)
@@ -177,17 +183,6 @@ def _contradiction(tokens: Any, triples: Any, limit: int, vocab_size: int) -> tu
     # JSON has no infinities: such a value arrives as null.
     bad = [value for value in values if type(value) not in (int, float) or not math.isfinite(value)]
     return ("a log-probability is not finite", str(bad[0])) if bad else None
-
-
-def _check_version(meta: dict[str, Any], sample: str, version: str) -> None:
-    # Where weights changed while it was generated, the server says which tokens are of which.
-    spans = meta.get("weight_versions")
-    stated = [meta.get("weight_version"), *(spans if isinstance(spans, list) else ())]
-    seen = {str(each.get("version") if isinstance(each, dict) else each) for each in stated}
-    if seen != {version}:
-        what, got = f"{sample} was generated with other weights than the last published ones", ", ".join(sorted(seen))
-        fix = "let nothing else update or restart this server; resume the run with the command it printed"
-        raise RunError(STALE_WEIGHTS(what, where="meta_info.weight_version", got=got, expected=version, fix=fix))
 
 
 def folder_of(model_info: Any) -> Path | None:
