@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import checkpointing, parallel
 from relax_cli.backends.megatron.micro_batch import ModelKind
+from relax_cli.backends.megatron.optimizer import Schedule
 from relax_cli.backends.megatron.trainer import Build, TrainableModel
 from relax_cli.checkpoint import layout, store
 from relax_cli.config.schema import OptimizerSection, ParallelSection
@@ -69,9 +70,9 @@ def write_model(layers: int, folder: Path) -> None:
 def build(folder: Path, kind: ModelKind = "policy") -> TrainableModel:
     """The model of that folder with its optimizer."""
     device = select_device("cpu")
-    parallel.initialize(parallel.Rank(0, 1), 1, device, seed=0)
+    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), device, seed=0)
     settings = Build(ParallelSection(), device, seed=0)
-    return TrainableModel(kind, folder, settings, OptimizerSection(), lr=1e-6, warmup_iters=0, decay_iters=10)
+    return TrainableModel(kind, folder, settings, Schedule(OptimizerSection(), 1e-6, warmup_iters=0, decay_iters=10))
 
 
 def save_seconds(model: TrainableModel, folder: Path, kind: Kind) -> float:

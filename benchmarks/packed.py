@@ -23,6 +23,7 @@ from torch import Tensor
 
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
+from relax_cli.backends.megatron.optimizer import Schedule
 from relax_cli.backends.megatron.trainer import Build, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.config.schema import OptimizerSection, ParallelSection
 
@@ -78,12 +79,12 @@ def main() -> None:
     parser.add_argument("--format", choices=("text", "json"), default="text")
     args = parser.parse_args()
     device = select_device("cpu")
-    parallel.initialize(parallel.Rank(0, 1), 1, device, seed=1)
+    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), device, seed=1)
     with tempfile.TemporaryDirectory() as folder:
         model_folder, _ = make_inputs(Path(folder))
         build = Build(ParallelSection(), device, seed=1)
         model = TrainableModel(
-            "policy", model_folder, build, OptimizerSection(), lr=1e-5, warmup_iters=0, decay_iters=100
+            "policy", model_folder, build, Schedule(OptimizerSection(), lr=1e-5, warmup_iters=0, decay_iters=100)
         )
     results = {case: measure(model, case, args.rounds) for case in CASES}
     if args.format == "json":

@@ -97,8 +97,6 @@ def sleep(check: Check) -> dict[str, Any]:
     """Memory curve of a training role that leaves the device and comes back, and that it is the same afterwards."""
     import torch
 
-    from relax_cli.backends.device import used_memory_bytes
-
     folder = _shaped_model(check)
     rested, unrested = (_trainable("policy", folder, check.device, None, parks=True) for _ in range(2))
     attention = _attention_of(rested)
@@ -107,17 +105,17 @@ def sleep(check: Check) -> dict[str, Any]:
         _train_once(model)
     # One of the two at a time on the device, so that the curve is that of one model.
     unrested.sleep()
-    curve = {"awake": used_memory_bytes(rested.device)}
+    curve = {"awake": _used_memory_bytes(check)}
     before = [p.detach().clone().cpu() for p in rested.model.parameters()]
     started = time.perf_counter()
     rested.sleep()
     _synchronise(check)
-    curve |= {"asleep": used_memory_bytes(rested.device)}
+    curve |= {"asleep": _used_memory_bytes(check)}
     slept = time.perf_counter()
     rested.wake()
     _synchronise(check)
     woken = time.perf_counter()
-    curve |= {"awake again": used_memory_bytes(rested.device)}
+    curve |= {"awake again": _used_memory_bytes(check)}
     same = all(torch.equal(p.detach().cpu(), b) for p, b in zip(rested.model.parameters(), before, strict=True))
     assert same, "sleeping changed a parameter"
     norms = [_train_once(rested)]
@@ -238,19 +236,27 @@ def _shaped_model(check: Check) -> Path:
     return folder
 
 
+def _used_memory_bytes(check: Check) -> int:
+    """Allocated by this process on a CUDA device, or its resident memory on a CPU."""
+    import psutil
+    import torch
+
+    return torch.cuda.memory_allocated() if check.on_gpu else int(psutil.Process().memory_info().rss)
+
+
 def _trainable(kind: str, folder: Path, device: str, dtype: Any, *, parks: bool = False) -> Any:
     """A model in training; `dtype` None is the device's own type."""
     from relax_cli.backends.device import select_device
     from relax_cli.backends.megatron import parallel
+    from relax_cli.backends.megatron.optimizer import Schedule
     from relax_cli.backends.megatron.trainer import Build, TrainableModel
     from relax_cli.config.schema import OptimizerSection, ParallelSection
 
     chosen = select_device("cuda" if device == "cuda" else "cpu")
     chosen = replace(chosen, training_dtype=dtype or chosen.training_dtype, shared_memory=parks)
-    parallel.initialize(parallel.Rank(0, 1), 1, chosen, seed=5)
-    section = OptimizerSection(lr=1e-4)
-    schedule = {"lr": 1e-4, "warmup_iters": 0, "decay_iters": 10}
-    return TrainableModel(kind, folder, Build(ParallelSection(), chosen, seed=7), section, **schedule)
+    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), chosen, seed=5)
+    schedule = Schedule(OptimizerSection(lr=1e-4), lr=1e-4, warmup_iters=0, decay_iters=10)
+    return TrainableModel(kind, folder, Build(ParallelSection(), chosen, seed=7), schedule)
 
 
 def _batch() -> Any:
