@@ -40,20 +40,13 @@ class Move:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """An iteration that is newer than the chosen one, and why it is not it."""
-
-    iteration: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class Alignment:
     """The newest iteration that both can resume from, and what leads there."""
 
     iteration: int
     moves: tuple[Move, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: dict[int, str]
+    """Iterations that are newer than the chosen one, and why each is not it."""
 
 
 def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignment:
@@ -69,7 +62,7 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
             expected="the folder that --critic-save named",
         )
         raise ConfigError(problem)
-    left_out: list[LeftOut] = []
+    left_out: dict[int, str] = {}
     for iteration in sorted({*layout.list_iterations(actor), *layout.list_iterations(critic)}, reverse=True):
         reason = why_no_pair(actor, critic, iteration, deep=deep)
         if reason is None:
@@ -77,9 +70,9 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
                 Move(role, folder / layout.TRACKER_FILE, layout.read_tracker(folder), iteration)
                 for role, folder in (("actor", actor), ("critic", critic))
             ]
-            return Alignment(iteration, tuple(moves), tuple(left_out))
-        left_out.append(LeftOut(iteration, reason))
-    shown = "; ".join(f"{left.iteration}: {left.reason}" for left in left_out[:4])
+            return Alignment(iteration, tuple(moves), left_out)
+        left_out[iteration] = reason
+    shown = "; ".join(f"{iteration}: {reason}" for iteration, reason in [*left_out.items()][:4])
     problem = NOTHING_COMMON(
         "no iteration is complete in both folders",
         fix="start again without --load, or resume from copies of both folders",

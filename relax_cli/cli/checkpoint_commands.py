@@ -89,7 +89,7 @@ def align_trackers(
             {"role": m.role, "path": str(m.tracker), "from": m.before.problem or m.before.iteration, "to": m.after}
             for m in plan.moves
         ],
-        "left_out": [asdict(left) for left in plan.left_out],
+        "left_out": [{"iteration": i, "reason": reason} for i, reason in plan.left_out.items()],
     }
     output.result(data, _alignment_text(plan, done=yes))
 
@@ -213,7 +213,7 @@ def _alignment_text(plan: align.Alignment, *, done: bool) -> str:
         before = "unreadable" if move.before.problem else "no tracker" if found is None else str(found)
         change = f"{before} -> {move.after}" if move.changes else f"{move.after}, as it is"
         lines.append(f"  {move.role:<7} {change:<16} {move.tracker}")
-    lines += [f"  not {left.iteration}: {left.reason}" for left in plan.left_out]
+    lines += [f"  not {iteration}: {reason}" for iteration, reason in plan.left_out.items()]
     end = "done; nothing was deleted" if done else NOT_DONE
     return "\n".join([*lines, "", end if any(move.changes for move in plan.moves) else "nothing to do"])
 

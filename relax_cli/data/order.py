@@ -10,9 +10,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class PromptOrder:
     """Which of `n` prompts a rollout uses, as a pure function: a resumed run continues where it was.
-
-    Every epoch uses each prompt once, in an order of its own; batches run across epoch borders.
-    """
+    Every epoch uses each prompt once, in an order of its own; batches run across epoch borders."""
 
     n: int
     seed: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +90,15 @@ def ids_problem(prompt: Prompt, ids: list[int], vocab_size: int | None) -> Probl
     return None
 
 
-def fitting(tokenizer: Any, limit: int, *, apply_chat_template: bool) -> Callable[[Sequence[Prompt]], list[Prompt]]:
-    """What leaves out prompts of more than `limit` tokens."""
-
-    def keep(prompts: Sequence[Prompt]) -> list[Prompt]:
-        kept: list[Prompt] = []
-        for first in range(0, len(prompts), CHUNK):
-            chunk = prompts[first : first + CHUNK]
-            texts = [encoded_text(tokenizer, p, apply_chat_template=apply_chat_template) for p in chunk]
-            ids = tokenizer(texts, add_special_tokens=not apply_chat_template).input_ids
-            kept += [prompt for prompt, one in zip(chunk, ids, strict=True) if len(one) <= limit]
-        return kept
-
-    return keep
+def fitting(prompts: Sequence[Prompt], *, tokenizer: Any, limit: int, apply_chat_template: bool) -> list[Prompt]:
+    """The prompts of at most `limit` tokens."""
+    kept: list[Prompt] = []
+    for first in range(0, len(prompts), CHUNK):
+        chunk = prompts[first : first + CHUNK]
+        texts = [encoded_text(tokenizer, p, apply_chat_template=apply_chat_template) for p in chunk]
+        ids = tokenizer(texts, add_special_tokens=not apply_chat_template).input_ids
+        kept += [prompt for prompt, one in zip(chunk, ids, strict=True) if len(one) <= limit]
+    return kept
 
 
 def prompt_too_long(prompt: Prompt, length: int, limit: int) -> Problem:

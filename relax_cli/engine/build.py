@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -281,7 +282,8 @@ class RoleBuilder:
         limit = config.rollout.rollout_max_prompt_len
         fits = None
         if limit is not None and config.rollout.overlong_prompts == "drop":
-            fits = fitting(tokenizer, limit, apply_chat_template=config.data.apply_chat_template)
+            chat = config.data.apply_chat_template
+            fits = partial(fitting, tokenizer=tokenizer, limit=limit, apply_chat_template=chat)
         sets = (("", config.data.prompt_data), *config.eval.sets)
         samplings = {"": replace(sampling(config.rollout), routes=config.parallel.router_replay)} | {
             name: sampling(sampling_of_set(config.eval, name, config.rollout)) for name, _ in config.eval.sets

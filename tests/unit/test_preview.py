@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ def test_long_prompts_are_dropped_before_and_in_the_run(tmp_path: Path) -> None:
     assert (summary.prompts, summary.lengths, summary.longest) == (2, (2, 4), f"{tmp_path / 'data.jsonl'}:3")
     assert (warning.id, warning.severity) == ("prompts-overlong", "warning")
     assert warning.message == "2 of 4 prompts are longer than 4 tokens and are dropped"
-    fits = fitting(load_tokenizer(tmp_path / "model"), 4, apply_chat_template=False)
+    fits = partial(fitting, tokenizer=load_tokenizer(tmp_path / "model"), limit=4, apply_chat_template=False)
     kept = load_prompts(SECTION, [f"{tmp_path / 'data.jsonl'}*1"], fits)
     assert ([prompt.source[-2:] for prompt in kept], kept.mixture) == ([":1", ":3"], ((2, 1.0),))
     assert [p.id for p in read_all(tmp_path, rows[1:2], overlong="drop")[1]] == ["prompt-data-empty"]
