@@ -44,11 +44,11 @@ TOO_LARGE = declare(
     "prompt-data-too-large",
     f"The file has more than {MOST_ROWS:,} rows, or is a Parquet file that unfolds to far more rows than it has bytes.",
 )
-declare = problem_kinds(MACHINE_THEME, option="--prompt-data")
-FILE_MISSING = declare(
+declare_machine = problem_kinds(MACHINE_THEME, option="--prompt-data")
+FILE_MISSING = declare_machine(
     "prompt-data-file-missing", "The file of `--prompt-data` or `--eval-prompt-data` does not exist."
 )
-PARQUET_MISSING = declare("parquet-missing", "pyarrow, which reads Parquet and Arrow files, is not installed.")
+PARQUET_MISSING = declare_machine("parquet-missing", "pyarrow, which reads Parquet and Arrow files, is not installed.")
 
 _COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
