@@ -237,7 +237,7 @@ def _on_cpu(plan: Plan) -> list[str]:
 
 def _on_gpus(plan: Plan, gpu: GpuMemory) -> list[str]:
     sizes = list(dict.fromkeys(fit.gpu for fit in gpu.fits))
-    parts = {(fit.phase, fit.gpu): f"{fit.part:.0%}" for fit in gpu.fits}
+    parts = {(fit.phase, fit.gpu): f"{fit.needed / fit.gpu:.0%}" for fit in gpu.fits}
     by_role = {memory.role: memory for memory in plan.memory}
     rows = []
     for phase in dict.fromkeys(fit.phase for fit in gpu.fits):

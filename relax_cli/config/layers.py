@@ -75,9 +75,6 @@ class Loaded:
 class UnreadOption(ConfigError):
     """An option was looked at whose value could not be read, which was reported with the value."""
 
-    def __init__(self, problems: Sequence[Problem] = ()) -> None:
-        super().__init__(problems)
-
 
 def known(value: Callable[[], T]) -> T | None:
     """The value, or None where it takes an option that could not be read."""
@@ -187,7 +184,7 @@ def _partial(section: Section, unread: Collection[str]) -> Section:
     class Partial(type(section)):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
             if name in hidden:
-                raise UnreadOption
+                raise UnreadOption(())
             return super().__getattribute__(name)
 
     partial: Section = Partial.model_construct(**dict(section))

@@ -19,7 +19,7 @@ from relax_cli.errors import EnvironmentFault
 from relax_cli.plugin.records import load_reference
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, TrackedRun, Tracker, tracker_names
 from relax_cli.preflight.rules import RuleContext, run_rules
-from relax_cli.preflight.rules.tracking import tracker_missing
+from relax_cli.preflight.rules.folders import tracker_missing
 from relax_cli.tracking import trackers as trackers_module
 from relax_cli.tracking.trackers import Trackers, numbers
 

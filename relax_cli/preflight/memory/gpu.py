@@ -51,11 +51,6 @@ class Fit:
         """Whether the phase fits."""
         return self.needed <= self.gpu
 
-    @property
-    def part(self) -> float:
-        """Needed of what there is."""
-        return self.needed / self.gpu
-
 
 @dataclass(frozen=True)
 class GpuMemory:

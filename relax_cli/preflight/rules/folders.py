@@ -1,15 +1,19 @@
-"""Rules about the folders that a run writes to."""
+"""Rules about what a run writes to: folders and trackers."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from relax_cli.checkpoint.resume import RUN_DIR_IN_USE, SAVE_IN_USE
+from relax_cli.config.names import nearest
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection, RunSection
 from relax_cli.errors import MACHINE_THEME
+from relax_cli.plugin.trackers import Tracker, tracker_names
 from relax_cli.preflight.completion import beside, counts_from_zero, has_checkpoints, holds_a_run
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
@@ -103,6 +107,26 @@ def _write_fault(place: Path) -> str:
         return "a folder of the kernel, which keeps no files"
     allowed = os.access(place, os.W_OK | os.X_OK, effective_ids=True)
     return "" if allowed else "a folder that this user cannot write to"
+
+
+@rule("tracker-unknown", "Trackers", option="--track")
+def tracker_unknown(run: RunSection, trackers: Mapping[str, Tracker]) -> Found:
+    """No built-in tracker and no plugin has the name that `--track` gives."""
+    for name in run.track:
+        if name not in trackers:
+            guess = nearest(name, trackers)
+            fix = f"--track {guess}" if guess else f"install its plugin, or drop --track {name}"
+            yield Finding(f"there is no tracker {name!r}", fix, name, ", ".join(trackers))
+
+
+@rule("tracker-missing", MACHINE_THEME, option="--track", needs="machine")
+def tracker_missing(run: RunSection, trackers: Mapping[str, Tracker]) -> Found:
+    """A tracker of `--track` needs a package that is not installed."""
+    for name in tracker_names(run):
+        package = trackers[name].package if name in trackers else ""
+        if package and importlib.util.find_spec(package) is None:
+            fix = trackers[name].install or f"pip install {package}"
+            yield Finding(f"the tracker {name} needs the package {package}, which is not installed", fix)
 
 
 def unused_name(folder: str) -> str:
