@@ -1,8 +1,7 @@
 """The error tree and the exit codes of every command.
 
 Every error a user can meet has four short parts: what is wrong, where, what was got and expected, and a fix to type.
-All of them survive pickling, because Ray carries them between processes.
-"""
+All of them survive pickling, because Ray carries them between processes."""
 
 from __future__ import annotations
 
@@ -83,10 +82,8 @@ class RepeatedProblems:
 
 @dataclass(frozen=True)
 class ProblemKind:
-    """What all problems of one id share. Declared once, next to the code that finds them; `docs/rules.md` lists them.
-
-    Calling it makes a `Problem` of this kind.
-    """
+    """What all problems of one id share, declared once, next to the code that finds them; `docs/rules.md` lists them.
+    Calling it makes a `Problem` of this kind."""
 
     id: str
     theme: str

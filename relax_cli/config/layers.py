@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from relax_cli.config.documents import THEME
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.names import meant_option, nearest
-from relax_cli.config.recipes import UNKNOWN_SECTION, Setting, find_recipe, read_recipe, unknown_key
+from relax_cli.config.recipes import THEME, UNKNOWN_SECTION, Setting, find_recipe, read_recipe, unknown_key
 from relax_cli.config.replaced import ended_options
 from relax_cli.config.schema import Config, Section
 from relax_cli.config.values import ADDED_UP, NULL, PATH_OPTIONS, UNSET, invalid, prepare, with_expanded_paths

@@ -1,9 +1,8 @@
 """Every option of `relax`, defined once: CLI flags, recipe keys, environment names and docs come from these fields.
 
 A field `rollout_batch_size` of section `batch` is the flag `--rollout-batch-size`, the recipe key
-`batch: {rollout_batch_size: …}`, `--set batch.rollout_batch_size=…` and `RELAX_ROLLOUT_BATCH_SIZE`.
-Field names are unique over all sections. The sections import nothing heavy.
-"""
+`batch: {rollout_batch_size: …}`, `--set batch.rollout_batch_size=…` and `RELAX_ROLLOUT_BATCH_SIZE`. Field names are
+unique over all sections, which import nothing heavy."""
 
 from __future__ import annotations
 

@@ -25,12 +25,8 @@ _COMMAND = re.compile(
 
 def printable(text: str) -> str:
     """The text with control characters written out, such as `\\x1b`."""
-    return _UNPRINTABLE.sub(_written_out, text)
-
-
-def _written_out(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    codes = set(map(ord, _UNPRINTABLE.findall(text)))
+    return text.translate({code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in codes})
 
 
 def in_json(value: Any, most: int = 200) -> str:

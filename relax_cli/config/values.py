@@ -11,9 +11,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from relax_cli.config.documents import THEME, yaml_value
 from relax_cli.config.model import base_type, flag, is_optional
-from relax_cli.config.recipes import Setting
+from relax_cli.config.recipes import THEME, Setting, yaml_value
 from relax_cli.config.redact import redacted
 from relax_cli.config.text import in_json
 from relax_cli.errors import Problem, ProblemKind, problem_kind, problem_kinds

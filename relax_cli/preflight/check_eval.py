@@ -46,8 +46,8 @@ def check_evaluation(
     overrides = [*layers.overrides, *OWN]
     resolved = resolve(plugins, replace(layers, overrides=overrides), machine, None)
     config = resolved.config
-    inputs = read_inputs(config, progress)
     rewards, envs = frozenset({*BUILTIN_REWARDS, *plugins.rewards()}), frozenset(plugins.envs())
+    inputs = read_inputs(config, progress, rewards)
     context = RuleContext(config, inputs, machine, rewards, envs)
     problems = [*resolved.problems, *run_rules(context), *(known(lambda: plugins.broken_references(config)) or ())]
     if not (known(lambda: config.eval.eval_prompt_data) or "eval_prompt_data" in resolved.unread):
@@ -56,12 +56,6 @@ def check_evaluation(
     if known(lambda: config.eval.eval_max_response_len):
         options.remove("--rollout-max-response-len")  # which nothing then follows
     own = [p for p in problems if p.option in options and p.id not in ("eval-data-unused", "eval-option-unused")]
-    return CheckedRun(
-        config,
-        resolved.origins,
-        resolved.changes,
-        tuple(shown(own, resolved, is_strict=bool(known(lambda: config.run.strict)))),
-        command_words(layers, type(config)),
-        inputs,
-        unread=resolved.unread,
-    )
+    seen = tuple(shown(own, resolved, is_strict=bool(known(lambda: config.run.strict))))
+    words, origins, changes = command_words(layers, type(config)), resolved.origins, resolved.changes
+    return CheckedRun(config, origins, changes, seen, words, inputs, unread=resolved.unread)

@@ -141,19 +141,10 @@ def check_run(
     problems = shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
     if start is not None:
         problems = [*start.problems, *problems, *start.warnings]
-    return CheckedRun(
-        config,
-        resolved.origins,
-        (*resolved.changes, *changes),
-        tuple(sorted(dict.fromkeys(problems), key=lambda p: p.severity != "error")),
-        command_words(layers, type(config)),
-        inputs,
-        tuple(shown(notes, resolved, is_strict=False)),
-        graph,
-        start,
-        plan,
-        resolved.unread,
-    )
+    in_order = tuple(sorted(dict.fromkeys(problems), key=lambda p: p.severity != "error"))
+    notes, made = shown(notes, resolved, is_strict=False), (*resolved.changes, *changes)
+    words, origins, unread = command_words(layers, type(config)), resolved.origins, resolved.unread
+    return CheckedRun(config, origins, made, in_order, words, inputs, tuple(notes), graph, start, plan, unread)
 
 
 def _graph(plugins: Plugins, config: Config, problems: list[Problem]) -> ServiceGraph | None:

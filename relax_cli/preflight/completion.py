@@ -23,13 +23,8 @@ def complete(config: Config, *, has_critic: bool) -> tuple[Config, list[Change]]
         changes.append(Change("--resource", json.dumps(resource), json.dumps(completed), REFERENCE_SHAPE))
         config = config.model_copy(update={"parallel": parallel})
     if has_critic:
-        load, save = critic_folders(
-            config.checkpoint.load,
-            config.checkpoint.save,
-            critic.critic_load,
-            critic.critic_save,
-            from_actor=critic.critic_init_from_actor,
-        )
+        given = (config.checkpoint.load, config.checkpoint.save, critic.critic_load, critic.critic_save)
+        load, save = critic_folders(*given, from_actor=critic.critic_init_from_actor)
         changes += [Change("--critic-load", None, load, CRITIC_LOAD)] if load != critic.critic_load else []
         changes += [Change("--critic-save", None, save, CRITIC_SAVE)] if save != critic.critic_save else []
         critic = critic.model_copy(update={"critic_load": load, "critic_save": save})

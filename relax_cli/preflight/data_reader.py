@@ -237,9 +237,8 @@ class DataReader:
             return []
         # The fix must hold for the longest of them.
         problem = prompt_too_long(seen.over_longest, seen.over_most, self._limit)
-        if seen.over == 1:
-            return [problem]
-        return [replace(problem, where=seen.over_places[0], count=seen.over, places=tuple(seen.over_places))]
+        places = tuple(seen.over_places) if seen.over > 1 else ()
+        return [replace(problem, where=seen.over_places[0], count=seen.over, places=places)]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,16 +72,14 @@ class RunInputs:
 
     def lengths_for(self, config: Config) -> Lengths:
         """Longest prompt and response: the limits, or what was seen where there is none."""
-        section = config.rollout
-        prompt = section.rollout_max_prompt_len or self.longest_prompt or ASSUMED_PROMPT
-        return Lengths(prompt, section.rollout_max_response_len, max(self._evaluated(config), default=0))
-
-    def _evaluated(self, config: Config) -> Iterator[int]:
-        """Longest prompt and response together of each held-out set."""
+        section, evaluated = config.rollout, 0
         for name, _ in config.eval.sets:
-            prompt, _ = self.longest_by_set.get(name, (config.rollout.rollout_max_prompt_len or ASSUMED_PROMPT, ""))
+            prompt, _ = self.longest_by_set.get(name, (section.rollout_max_prompt_len or ASSUMED_PROMPT, ""))
             with suppress(ValueError):  # eval-sampling tells of it.
-                yield prompt + sampling_of_set(config.eval, name, config.rollout).rollout_max_response_len
+                response = sampling_of_set(config.eval, name, section).rollout_max_response_len
+                evaluated = max(evaluated, prompt + response)
+        longest = section.rollout_max_prompt_len or self.longest_prompt or ASSUMED_PROMPT
+        return Lengths(longest, section.rollout_max_response_len, evaluated)
 
     def rollouts(self, config: Config) -> int | None:
         """`--num-rollout`, or whole rollouts in `--num-epoch` passes over the prompts, at least one; None where that

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,8 +39,12 @@ def free_shared_memory() -> int | None:
 
 def total_memory() -> int:
     """Bytes of memory this process may use: the machine's, or less in a container."""
-    limits = [limit for limit in map(_limit, CGROUP_LIMITS) if limit is not None]
-    return min([int(psutil.virtual_memory().total), *limits])
+    limits = [int(psutil.virtual_memory().total)]
+    for path in CGROUP_LIMITS:
+        with suppress(OSError):
+            text = Path(path).read_text("ascii").strip()
+            limits += [int(text)] if text.isdigit() and int(text) < UNLIMITED else []
+    return min(limits)
 
 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
@@ -116,11 +121,3 @@ class Machine:
     sandbox_fault: Callable[[], str] = sandbox_fault
     """Why programs cannot be judged on it, found out only where a run does so."""
     allocator: str = field(default_factory=allocator_settings)
-
-
-def _limit(path: str) -> int | None:
-    try:
-        text = Path(path).read_text("ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() and int(text) < UNLIMITED else None

@@ -1,7 +1,5 @@
-"""Where the run of a configuration starts, and whether what it would load belongs to it.
-
-The one function behind `train` and `validate-config`; `check-resume` asks `resume.examine_resume`, which it builds on.
-"""
+"""Where the run of a configuration starts, and whether what it would load belongs to it, for `train` and
+`validate-config`; `check-resume` asks `resume.examine_resume`, which this builds on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Options that were set and change nothing: one table of what each needs to have an effect.
-
-An option that was left at its default, or set to nothing (off, 0, unset), is never reported.
-"""
+"""Options that were set and change nothing: one table of what each needs to have an effect. One that was left at its
+default, or set to nothing (off, 0, unset), is never reported."""
 
 from __future__ import annotations
 

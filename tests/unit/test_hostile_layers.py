@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from relax_cli.cli.app import build_app
 from relax_cli.cli.checked_text import as_dict, as_text
-from relax_cli.config.documents import MOST_BYTES
 from relax_cli.config.layers import Layers
 from relax_cli.config.model import options_by_name
+from relax_cli.config.recipes import MOST_BYTES
 from relax_cli.errors import declared_kinds
 from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import load_plugins

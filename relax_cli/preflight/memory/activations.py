@@ -1,7 +1,4 @@
-"""What one forward and backward pass keeps, counted tensor by tensor as the layers of `backends/megatron` save them.
-
-Legend: `N` response tokens of a micro-batch, `V` vocabulary, `t` tensor-parallel ranks.
-"""
+"""What one forward and backward pass keeps, counted tensor by tensor as the layers of `backends/megatron` save them."""
 
 from __future__ import annotations
 

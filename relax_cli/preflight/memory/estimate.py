@@ -1,8 +1,6 @@
 """How much memory the processes of a run need, from the sizes in `config.json` and the batch; pure arithmetic.
-
-Weights, gradients and Adam's moments are exact. Activations are counted for micro-batches of full length: real batches
-stay below. What is special about GPUs is in `gpu`.
-"""
+Weights, gradients and Adam's moments are exact. Activations are counted for micro-batches of full length, which real
+batches stay below."""
 
 from __future__ import annotations
 
@@ -41,14 +39,14 @@ def phase_bytes(config: Config, memory: Sequence[RoleMemory]) -> dict[str, int]:
         phases = {m.role: m.model_bytes + sum(m.working.values()) for m in memory if m.model_bytes}
         publishing = sum(m.model_bytes + sum(m.publishing.values()) for m in memory if m.publishing)
         return phases | ({"publish weights": publishing} if publishing else {})
-    held = _base(config, memory) + sum(m.ranks * m.model_bytes for m in memory)
+    held = _held(config, memory)
     phases = {m.role: held + m.ranks * sum(m.working.values()) for m in memory if m.working}
     return {**phases, "publish weights": held + sum(m.all_publishing_bytes for m in memory)}
 
 
 def host_peak(config: Config, memory: Sequence[RoleMemory]) -> int:
     """Peak of all processes of a CPU run together."""
-    held = _base(config, memory) + sum(m.ranks * m.model_bytes for m in memory)
+    held = _held(config, memory)
     if config.parallel.launcher == "local":
         return held + max(m.extra_bytes for m in memory)
     readers = sum(m.ranks for m in memory if m.role == "rollout")
@@ -58,10 +56,12 @@ def host_peak(config: Config, memory: Sequence[RoleMemory]) -> int:
     return held + working + sum(m.all_publishing_bytes for m in memory) - counted_again
 
 
-def _base(config: Config, memory: Sequence[RoleMemory]) -> int:
+def _held(config: Config, memory: Sequence[RoleMemory]) -> int:
+    """What all processes together keep while none works."""
+    models = sum(m.ranks * m.model_bytes for m in memory)
     if config.parallel.launcher == "local":
-        return BASE_BYTES
-    return OTHER_PROCESSES + SHARED_BYTES + sum(m.ranks * (m.base_bytes - SHARED_BYTES) for m in memory)
+        return BASE_BYTES + models
+    return OTHER_PROCESSES + SHARED_BYTES + sum(m.ranks * (m.base_bytes - SHARED_BYTES) for m in memory) + models
 
 
 def kv_cache_bytes(spec: ModelSpec, rows: int, columns: int) -> int:

@@ -1,7 +1,5 @@
 """Memory of runs on GPUs: SGLang's share, what each phase needs of one GPU, host memory of a node, what to lower first.
-
-None of the constants here has been measured on a GPU yet; all are shown with the plan.
-"""
+None of the constants here has been measured on a GPU yet; all are shown with the plan."""
 
 from __future__ import annotations
 

@@ -14,11 +14,8 @@ from relax_cli.preflight.rules.resources import THEME
 HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 """Values of `config.json` that count heads, each on one tensor-parallel rank."""
 RECOMPUTED_MODULES = ("core_attn", "mlp")
-"""Parts of a dense layer that Megatron-core can recompute by themselves.
-
-Not norms: without TransformerEngine that fails in Megatron-core (0.16, 0.19), and with it they are computed together
-with the matrix product behind them.
-"""
+"""Parts of a dense layer that Megatron-core can recompute by themselves. Not norms: without TransformerEngine it fails
+there (0.16, 0.19), and with it they are computed together with the matrix product behind them."""
 
 
 @rule("recompute-incomplete", THEME)

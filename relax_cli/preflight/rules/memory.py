@@ -49,35 +49,33 @@ def _cpu_memory(config: Config, inputs: RunInputs, machine: Machine) -> tuple[in
 def gpu_memory_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Found:
     """What a role needs for certain (weights, gradients, optimizer) is more than a GPU of this machine has. The fix
     lists what to lower, the option that costs least first. Only where `nvidia-smi` shows GPUs."""
-    for fit, held, advice in _misfits(config, inputs, machine):
+    for fit, held, advice, option in _misfits(config, inputs, machine):
         if held > fit.gpu:
             message, expected = f"{fit.phase} does not fit a GPU of this machine", f"{in_bytes(held)} for certain"
-            yield Finding(message, advice, f"{in_bytes(fit.gpu)} a GPU", expected, _blamed(fit))
+            yield Finding(message, advice, f"{in_bytes(fit.gpu)} a GPU", expected, option)
 
 
 @rule("gpu-memory-tight", MACHINE_THEME, option="--resource", severity="warning", needs="machine")
 def gpu_memory_tight(config: Config, inputs: RunInputs, machine: Machine) -> Found:
     """A warning: with the largest batches, or with SGLang's part, a phase may need more than a GPU of this machine
     has."""
-    for fit, held, advice in _misfits(config, inputs, machine):
+    for fit, held, advice, option in _misfits(config, inputs, machine):
         if held <= fit.gpu:
             message = f"{fit.phase} may need more memory than a GPU of this machine has"
-            yield Finding(message, advice, f"{in_bytes(fit.gpu)} a GPU", f"about {in_bytes(fit.needed)}", _blamed(fit))
+            yield Finding(message, advice, f"{in_bytes(fit.gpu)} a GPU", f"about {in_bytes(fit.needed)}", option)
 
 
-def _misfits(config: Config, inputs: RunInputs, machine: Machine) -> Iterator[tuple[Fit, int, str]]:
-    """Phases that do not fit a GPU of this machine, the bytes each needs for certain, and what to lower."""
-    plan = _gpu_plan(config, inputs, machine)
-    by_role = {m.role: m for m in _roles(config, inputs)} if plan else {}
-    for fit in plan.fits if plan else ():
+def _misfits(config: Config, inputs: RunInputs, machine: Machine) -> Iterator[tuple[Fit, int, str, str | None]]:
+    """Phases that do not fit a GPU of this machine, the bytes each needs for certain, what to lower, and the option."""
+    if (plan := _gpu_plan(config, inputs, machine)) is None:
+        return
+    by_role = {m.role: m for m in _roles(config, inputs)}
+    for fit in plan.fits:
         if not fit.fits:
             held = certain_bytes(by_role[fit.phase]) if fit.phase in by_role else fit.needed
-            advice = plan.advice.get(fit.phase, ()) if plan else ()
-            yield fit, held, f"in this order: {', '.join(advice or ['a higher --tensor-model-parallel-size'])}"
-
-
-def _blamed(fit: Fit) -> str | None:
-    return "--sglang-mem-fraction-static" if fit.phase == "rollout" else None
+            advice = ", ".join(plan.advice.get(fit.phase, ["a higher --tensor-model-parallel-size"]))
+            option = "--sglang-mem-fraction-static" if fit.phase == "rollout" else None
+            yield fit, held, f"in this order: {advice}", option
 
 
 @rule("sglang-cache-too-small", MACHINE_THEME, option="--sglang-mem-fraction-static", needs="machine")
