@@ -79,7 +79,12 @@ def section_of_set(section: EvalSection, name: str) -> EvalSection:
 def sampling_of_set(section: EvalSection, name: str, rollout: Generation) -> Generation:
     """The options of generation, as they are for one set."""
     own = section_of_set(section, name)
-    given = {f"rollout_{key}": getattr(own, name) for key, name in OF_A_SET.items() if key != "n"}
+    given = {
+        "rollout_temperature": own.eval_temperature,
+        "rollout_top_p": own.eval_top_p,
+        "rollout_top_k": own.eval_top_k,
+        "rollout_max_response_len": own.eval_max_response_len,
+    }
     if own.eval_temperature == 0:
         given |= {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": 1}
     return rollout.model_copy(update={key: value for key, value in given.items() if value is not None})

@@ -131,8 +131,7 @@ def same_option(name: str, options: Collection[str]) -> str:
 
 
 def meant_option(name: str, options: Collection[str]) -> str:
-    """`same_option`, or else the one whose name, here or in another trainer, is spelt most like it; empty where nobody
-    knows."""
+    """`same_option`, or else the option whose name, here or in another trainer, is spelt most like it, or empty."""
     if option := same_option(name, options):
         return option
     others = (other for other in (*_MEANT, *NOT_HERE) if len(other) >= SHORTEST)

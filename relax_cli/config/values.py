@@ -75,8 +75,7 @@ _HOME = re.compile(r"^(?P<before>[\w.-]+(?:=|\s+))?(?P<home>~[\w.-]*)(?=/|$)")
 
 
 def expand_path(text: str, env: Mapping[str, str], *, braces: bool = True) -> tuple[str, list[str]]:
-    """The text with its variables and home folder, and the names of variables that are not set. `braces`: also
-    `${VAR}`, which a recipe expands by itself."""
+    """The text with variables (with `braces` also `${VAR}`) and home folder, and the names of variables not set."""
     missing: list[str] = []
 
     def value(match: re.Match[str]) -> str:

@@ -49,8 +49,7 @@ def largest_pass(
 def activation_bytes(
     spec: ModelSpec, layout: ParallelSection, work: Pass, bytes_each: int, *, layers: int, in_flight: int
 ) -> int:
-    """What is saved for the backward pass under the chosen recomputation, and the gradients of one layer; `in_flight`
-    micro-batches wait for theirs."""
+    """What `in_flight` micro-batches save for their backward pass with recomputation, and one layer's gradients."""
     ranks = layout.tensor_model_parallel_size
     gradients = work.tokens * (spec.mlp_in_flight(ranks) + 4 * spec.hidden_size)
     return bytes_each * (_saved(spec, layout, work, layers, in_flight) + gradients)

@@ -26,8 +26,7 @@ OFFLOADED = 16
 
 
 def roles_memory(config: Config, roles: tuple[str, ...], spec: ModelSpec, lengths: Lengths) -> list[RoleMemory]:
-    """One process of each role, on the CPU or the GPU as `--device` says (`auto`: CPU). Of several pipeline stages the
-    one that needs the most."""
+    """One process of each role, on the device of `--device` (`auto`: CPU); of its stages the one that needs most."""
     counts = config.parallel.stage_layers(spec.num_layers)
     stages = [_Sizes(config, spec, lengths, stage) for stage in range(len(counts))]
     return [max((stage.role(role) for stage in stages), key=lambda memory: memory.peak_bytes) for role in roles]
