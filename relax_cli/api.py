@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relax_cli.cli.options import unknown_option
 from relax_cli.cli.train import cluster_gpus
-from relax_cli.cli.words import unknown_option
 from relax_cli.config.layers import Layers
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.schema import Config

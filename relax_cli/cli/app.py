@@ -35,9 +35,6 @@ CODE_EXITED = problem_kind(
 THREADS_MAY_TAKE = 10.0
 """Seconds for threads of a user's code after the last result."""
 HELP = "Reinforcement-learning post-training of language models."
-WIDEST = 120
-CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST}
-"""Settings of every application."""
 EXAMPLES = """\b
 Start here:
   relax quickstart                          train a tiny model on this CPU
@@ -64,14 +61,14 @@ COMMANDS = {
 }
 """Sub-commands in the order of `relax --help`, each with its line there, which a test compares with the command's own.
 
-The module of that name in this folder has the command's function (see `console.command_of`), or a
-table of `SUB_COMMANDS`.
+The module of that name in this folder, or that of `MODULES`, has the command's function (see `console.command_of`), or
+a table of `SUB_COMMANDS`.
 """
-MODULES = {"validate-config": "train", "up": "warm", "down": "warm"} | dict.fromkeys(
-    ("report", "rollouts", "replay"), "runs"
-)
-"""Modules that have another name than their command."""
-
+MODULES = {
+    "runs": ("report", "rollouts", "replay"),
+    "train": ("validate-config", "quickstart", "eval"),
+    "warm": ("up", "down"),
+}
 WARM_COMMANDS = ("train", "quickstart", "eval")
 """Those that import torch, and so start from the warm process of `relax up`."""
 
@@ -101,7 +98,8 @@ class LazyCommands(dict[str, Any]):
 
 
 def _add_command(app: typer.Typer, name: str, plugins: Plugins) -> None:
-    module = import_module(f"relax_cli.cli.{MODULES.get(name, name).replace('-', '_')}")
+    module_name = next((module for module, names in MODULES.items() if name in names), name)
+    module = import_module(f"relax_cli.cli.{module_name}")
     if not hasattr(module, "SUB_COMMANDS"):
         _add_function(app, name, getattr(module, name.replace("-", "_")), plugins)
         return
@@ -170,7 +168,7 @@ def build_app(plugins: Plugins | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
         # Plain help, like that of `train`: importing rich for its panels would take longer than all the rest.
         rich_markup_mode=None,
-        context_settings=CONTEXT,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
 
     @app.callback(help=HELP)

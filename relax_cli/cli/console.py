@@ -82,8 +82,7 @@ class Output:
 
     def fail(self, error: RelaxError) -> None:
         """Every problem of an error on stderr, errors last; also as data where stdout is for a program."""
-        for problem in sorted(error.problems, key=lambda p: p.severity == "error"):
-            self.warn(problem)
+        self.warn(*sorted(error.problems, key=lambda p: p.severity == "error"))
         for note in getattr(error, "__notes__", ()):
             self.note(note)
         if self.is_json:
@@ -91,14 +90,15 @@ class Output:
         if is_debug():
             self.err.print(scrubbed("".join(traceback.format_exception(error))), markup=False)
 
-    def warn(self, problem: Problem) -> None:
-        """A warning or an error on stderr."""
-        first, *rest = problem_lines(problem, width=None)
-        colour = "red" if problem.severity == "error" else "yellow"
-        self.err.print(f"[bold {colour}]{problem.severity}[/]", end="")
-        self.err.print(first.removeprefix(problem.severity), markup=False)
-        for line in rest:
-            self.err.print(line, markup=False, style="bold" if line.startswith("  fix ") else None)
+    def warn(self, *problems: Problem) -> None:
+        """Warnings or errors on stderr."""
+        for problem in problems:
+            first, *rest = problem_lines(problem, width=None)
+            colour = "red" if problem.severity == "error" else "yellow"
+            self.err.print(f"[bold {colour}]{problem.severity}[/]", end="")
+            self.err.print(first.removeprefix(problem.severity), markup=False)
+            for line in rest:
+                self.err.print(line, markup=False, style="bold" if line.startswith("  fix ") else None)
 
 
 FormatOption = Annotated[Format, layers_option("--format", help="form of the data on stdout")]

@@ -19,8 +19,7 @@ from relax_cli.errors import ConfigError, ExitCode, problem_kind
 from relax_cli.plugin.manager import Plugins
 from relax_cli.roles.sample_files import Sample, finite
 from relax_cli.tracking import sample_text
-from relax_cli.tracking.numbers import number_text
-from relax_cli.tracking.plots import curve, sparkline
+from relax_cli.tracking.numbers import curve, number_text, sparkline
 from relax_cli.tracking.report.page import columns, differing, evaluations, run_data, warnings, write_page
 from relax_cli.tracking.run_reader import RunFolder, advantage, read_run
 from relax_cli.tracking.view import WATCHED

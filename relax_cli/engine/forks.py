@@ -33,8 +33,6 @@ from relax_cli.engine.imports import LOCAL, TRANSFER_QUEUE, import_quickly
 
 RUN_MODULES = (
     "relax_cli.cli.train",
-    "relax_cli.cli.eval",
-    "relax_cli.cli.quickstart",
     "relax_cli.engine.local",
     "relax_cli.engine.summary",
     "relax_cli.backends.rollout.embedded.engine",

@@ -9,7 +9,7 @@ from typing import Any
 
 from relax_cli.config.held_out import sampling_of_set
 from relax_cli.engine.run import FinishedRun, resume_lines
-from relax_cli.tracking.plots import curve
+from relax_cli.tracking.numbers import curve
 from relax_cli.tracking.run_reader import Evaluation, read_evaluations, read_samples
 
 EXAMPLES = 3

@@ -89,9 +89,7 @@ MODEL = ADDITION.model
 
 
 def prepare(folder: Path, *, seed: int, steps: int, task: TaskName = "addition") -> None:
-    """Write `folder/{model,data,recipe.yaml}`, all or nothing.
-
-    A folder that was prepared before and contains nothing else only gets a new recipe.
+    """Write `folder/{model,data,recipe.yaml}`, all or nothing. A folder that was prepared before gets a new recipe.
 
     Raises:
         ConfigError: the folder contains something else, or cannot be written.

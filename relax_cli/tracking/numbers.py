@@ -1,10 +1,11 @@
-"""How numbers of a run read on a screen, and the columns of a step."""
+"""How numbers of a run read on a screen: the columns of a step, and plots in text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 PHASES = {
@@ -21,6 +22,9 @@ PHASES = {
 """Phase of a step to its short name and to what the live view says while it runs."""
 PHASES_WIDTH = 44
 """Of the seconds per phase in a line of a terminal."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+MOST_VALUES = 1000
+LONGEST_LABEL = len("-1.23e+100")
 
 
 @dataclass(frozen=True)
@@ -134,3 +138,49 @@ def clock_text(seconds: float | None) -> str:
 def step_text(step: int, total: int) -> str:
     """`  7/100`."""
     return f"{step:>{len(str(total))}}/{total}"
+
+
+def curve(values: Sequence[float | None], width: int, height: int) -> list[str]:
+    """A bar plot of `height` lines, at most `width` wide, with the highest and lowest value on its axis.
+
+    Neighbours are averaged where there are more values than columns; values that are not finite leave a gap.
+    """
+    assert height >= 2, height
+    columns = _columns(values, max(1, width - LONGEST_LABEL - 2))
+    low, high = _range(columns)
+    labels = {0: f"{high:.3g}", height - 1: f"{low:.3g}"} if any(value is not None for value in columns) else {}
+    label_width = max(map(len, labels.values()), default=0)
+    lines = []
+    for row in range(height):
+        below = height - 1 - row
+        filled = [
+            0 if value is None else round(_level(value, low, high) * (height * 8 - 1) + 1 - below * 8)
+            for value in columns
+        ]
+        cells = (BLOCKS[min(8, eighths) - 1] if eighths > 0 else " " for eighths in filled)
+        lines.append(f"{labels.get(row, ''):>{label_width}} ┤{''.join(cells)}".rstrip())
+    return lines
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """The course of a metric in one line; a blank where nothing is finite."""
+    # Drawn several times a second: of a long run some values are enough.
+    columns = _columns(values[:: -max(1, len(values) // MOST_VALUES)][::-1], width)
+    low, high = _range(columns)
+    return "".join(" " if value is None else BLOCKS[round(_level(value, low, high) * 7)] for value in columns)
+
+
+def _columns(values: Sequence[float | None], width: int) -> list[float | None]:
+    count = min(width, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)] if count else []
+    parts = [[v for v in values[a:b] if v is not None and math.isfinite(v)] for a, b in pairwise(edges)]
+    return [sum(part) / len(part) if part else None for part in parts]
+
+
+def _range(columns: Sequence[float | None]) -> tuple[float, float]:
+    finite = [value for value in columns if value is not None]
+    return (min(finite), max(finite)) if finite else (0.0, 0.0)
+
+
+def _level(value: float, low: float, high: float) -> float:
+    return (value - low) / (high - low) if high > low else 0.5

@@ -157,10 +157,7 @@ class Replay:
 
     def _advantages(self) -> Stage:
         section, columns = self.config.algorithm, dict(self.columns)
-        if self.estimator.needs_critic:
-            self._require("values", "advantages", "returns")
-        else:
-            self._require("advantages")
+        self._require("advantages", *(("values", "returns") if self.estimator.needs_critic else ()))
         if section.kl_coef:
             old = "rollout_log_probs" if self.estimator.needs_critic else "old_log_probs"
             self._require(old, "ref_log_probs")

@@ -60,11 +60,10 @@ def one_sample(sample: Sample, texts: Any) -> list[Any]:
     for column in table.columns[1:]:
         column.justify = "right"
     trainable = is_trainable(sample)
+    styles = {name: _style(name, values) for name, values in numbers.items()}
     for place, token in enumerate(tokens):
-        cells = [
-            Text(_cell(values[place]), style=_style(name, values)[place]) if trainable[place] else Text("")
-            for name, values in numbers.items()
-        ]
+        shown = {name: "" if np.isnan(values[place]) else f"{values[place]:.4g}" for name, values in numbers.items()}
+        cells = [Text(text, style=styles[name][place]) for name, text in shown.items()]
         table.add_row(Text(repr(token)[1:-1], style=Style() if trainable[place] else MASKED), *cells)
     return [*pictures, Text(""), table]
 
@@ -109,7 +108,3 @@ def _shade(part: float, *, signed: bool) -> Style:
         return Style(color="white", bgcolor=f"rgb(20,40,{60 + depth})")
     rgb = f"rgb(20,{40 + depth},30)" if part >= 0 else f"rgb({40 + depth},20,30)"
     return Style(color="white", bgcolor=rgb)
-
-
-def _cell(value: float) -> str:
-    return "" if np.isnan(value) else f"{value:.4g}"

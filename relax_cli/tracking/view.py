@@ -13,8 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from relax_cli.tracking.numbers import PHASES, clock_text, count_text, number_text
-from relax_cli.tracking.plots import sparkline
+from relax_cli.tracking.numbers import PHASES, clock_text, count_text, number_text, sparkline
 from relax_cli.tracking.run_reader import Evaluation, evaluations_of
 
 WATCHED = (

@@ -21,7 +21,7 @@ from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.trackers import TrackedRun
 from relax_cli.roles.sample_files import SampleWriter, drop_samples, sample_files
 from relax_cli.tracking.live import StepDisplay
-from relax_cli.tracking.plots import curve
+from relax_cli.tracking.numbers import curve
 from relax_cli.tracking.run_reader import read_evaluations
 from relax_cli.tracking.symptoms import Warned
 from relax_cli.tracking.trackers import Trackers

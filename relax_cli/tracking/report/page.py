@@ -42,25 +42,22 @@ def page(runs: Sequence[RunFolder]) -> str:
         "differing": differing(runs),
         "columns": COLUMNS,
     }
-    parts = {
-        "plot_css": _asset("uPlot.min.css"),
-        "css": _asset("report.css"),
-        "licence": _asset("uPlot.LICENSE.txt").strip(),
-        "plot": _asset("uPlot.iife.min.js"),
-        "script": _asset("report.js"),
-        "data": inert(data),
+    assets = {
+        "plot_css": "uPlot.min.css",
+        "css": "report.css",
+        "licence": "uPlot.LICENSE.txt",
+        "plot": "uPlot.iife.min.js",
+        "script": "report.js",
     }
-    return Template(_asset("report.html")).substitute(parts)
+    texts = {name: (ASSETS / file).read_text("utf-8") for name, file in assets.items()}
+    texts |= {"licence": texts["licence"].strip(), "data": inert(data)}
+    return Template((ASSETS / "report.html").read_text("utf-8")).substitute(texts)
 
 
 def inert(data: Any) -> str:
     """JSON that can stand inside an HTML page: nothing in it starts or ends an element."""
     text = json.dumps(finite(data), separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text("utf-8")
 
 
 def run_data(run: RunFolder, room: int) -> dict[str, Any]:
@@ -92,9 +89,10 @@ def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None
 def evaluations(records: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """The evaluations of each held-out set, in order."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for evaluation in (evaluation for record in records for evaluation in evaluations_of(record)):
-        metrics = {name: short(value) for name, value in evaluation.metrics.items()}
-        found.setdefault(evaluation.name, []).append({"step": evaluation.step, **metrics})
+    for record in records:
+        for evaluation in evaluations_of(record):
+            metrics = {name: short(value) for name, value in evaluation.metrics.items()}
+            found.setdefault(evaluation.name, []).append({"step": evaluation.step, **metrics})
     return found
 
 
