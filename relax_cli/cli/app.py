@@ -34,7 +34,6 @@ CODE_EXITED = problem_kind(
 )
 THREADS_MAY_TAKE = 10.0
 """Seconds for threads of a user's code after the last result."""
-HELP = "Reinforcement-learning post-training of language models."
 EXAMPLES = """\b
 Start here:
   relax quickstart                          train a tiny model on this CPU
@@ -171,7 +170,7 @@ def build_app(plugins: Plugins | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
 
-    @app.callback(help=HELP)
+    @app.callback(help="Reinforcement-learning post-training of language models.")
     def root(
         show_version: Annotated[
             bool, typer.Option("--version", help="print the version and stop", is_eager=True, callback=_print_version)

@@ -88,7 +88,8 @@ def check_resume(
     report = report.refused(misfits)
     folder = report.sides[0].folder
     best = None if folder is None else layout.read_best(folder)
-    output.result(as_json(report, model, best), as_text(report, model, best, fits=not misfits))
+    data = as_json(report, model, best)
+    output.result(data, as_text(report, data, best, fits=not misfits))
     if not report.problems:
         return ExitCode.OK
     if not output.is_json:
@@ -220,15 +221,15 @@ def side_json(side: Side) -> dict[str, Any]:
     }
 
 
-def as_text(report: ResumeReport, model: dict[str, Any], best: layout.Best | None, *, fits: bool) -> str:
+def as_text(report: ResumeReport, data: dict[str, Any], best: layout.Best | None, *, fits: bool) -> str:
     """The table and the verdict of `check-resume`."""
     rows = []
     for side in report.sides:
-        data = side_json(side)
+        shown = data[side.role]
         found = "weights only" if side.weights_only else "none" if side.iteration is None else str(side.iteration)
-        rows.append((side.role, str(data["path"]), found, "yes" if data["complete"] else "no", data["role"] or "-"))
+        rows.append((side.role, str(shown["path"]), found, "yes" if shown["complete"] else "no", shown["role"] or "-"))
     lines = [table(("role", "folder", "iteration", "complete", "saved by"), rows), ""]
-    saved, compared = model["saved_parallel"], model["hf_checkpoint"]
+    saved, compared = data["model"]["saved_parallel"], data["model"]["hf_checkpoint"]
     if saved:
         lines.append("saved with " + ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in saved.items()))
     if compared is not None and fits and saved is not None:

@@ -24,7 +24,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from relax_cli.cli.console import Output
-from relax_cli.cli.text import table
+from relax_cli.cli.text import counted, table
 from relax_cli.cli.warm import tell
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.versions import NEWEST_MEGATRON, SETS, SGLANG_CONTRACTS, installed_version
@@ -311,20 +311,20 @@ def _memory() -> Iterator[Check]:
 
 
 def _limits(has_gpu: bool) -> Iterator[Check]:
-    for name, kind, letter in (("open files", resource.RLIMIT_NOFILE, "n"), ("processes", resource.RLIMIT_NPROC, "u")):
-        _, hard = resource.getrlimit(kind)
-        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        yield _limit(name, kind, FEW_FILES, f"ulimit -{letter} {most}")
+    limits: list[tuple[str, int, int, Callable[[int], str], str]] = [
+        ("open files", resource.RLIMIT_NOFILE, FEW_FILES, str, "ulimit -n {}"),
+        ("processes", resource.RLIMIT_NPROC, FEW_FILES, str, "ulimit -u {}"),
+    ]
     if has_gpu:
         # Sleeping roles are parked in page-locked memory.
         fix = "ulimit -l unlimited (in a container: --ulimit memlock=-1)"
-        yield _limit("page-locked memory", resource.RLIMIT_MEMLOCK, MUCH_LOCKED, fix, shown=in_bytes)
-
-
-def _limit(name: str, kind: int, enough: int, fix: str, shown: Callable[[int], str] = str) -> Check:
-    soft, _ = resource.getrlimit(kind)
-    unlimited = soft == resource.RLIM_INFINITY
-    return _check(unlimited or soft >= enough, name, "unlimited" if unlimited else shown(soft), fix)
+        limits.append(("page-locked memory", resource.RLIMIT_MEMLOCK, MUCH_LOCKED, in_bytes, fix))
+    for name, kind, enough, shown, fix in limits:
+        soft, hard = resource.getrlimit(kind)
+        unlimited = soft == resource.RLIM_INFINITY
+        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        found = "unlimited" if unlimited else shown(soft)
+        yield _check(unlimited or soft >= enough, name, found, fix.format(most))
 
 
 def _ray() -> Iterator[Check]:
@@ -339,9 +339,8 @@ def _ray() -> Iterator[Check]:
 def warm_checks() -> Iterator[Check]:
     """The process of `relax up`, if there is one."""
     if found := tell("look"):
-        refused, runs = found["refused"], len(found["runs"])
-        fits = f"process {found['pid']}, {runs} run{'s' * (runs != 1)}"
-        yield _check(not refused, "warm process", refused or fits, "relax down && relax up")
+        fits = f"process {found['pid']}, {counted(len(found['runs']), 'run')}"
+        yield _check(not found["refused"], "warm process", found["refused"] or fits, "relax down && relax up")
 
 
 def _sandbox() -> Check:

@@ -162,10 +162,7 @@ def _location(reference: str) -> dict[str, Any]:
 
 def _page(data: dict[str, Any]) -> str:
     lines = [f"{data['name']}  {data['distribution']} {data['version']}  {data['status']}".rstrip()]
-    if data["reason"]:
-        lines.append(f"  reason       {data['reason']}")
-    if data["where"]:
-        lines.append(f"  where        {data['where']}")
+    lines += [f"  {name:<12} {data[name]}" for name in ("reason", "where") if data[name]]
     lines += [f"  module       {data['module']}", f"  hooks        {', '.join(data['hooks'])}".rstrip()]
     for estimator in data["estimators"]:
         lines += ["", f"estimator {estimator['name']}: {estimator['summary']}", f"  paper        {estimator['paper']}"]

@@ -54,7 +54,9 @@ class StepDisplay:
         self._log = log
         header = header or RunHeader()
         self._state = RunState(header, total_steps, clock())
-        self._columns = columns_of(has_critic=header.has_critic, draws_more=header.draws_more)
+        # A display that was told nothing expects a critic's metrics.
+        has_critic = not header.roles or "critic" in header.roles
+        self._columns = columns_of(has_critic=has_critic, draws_more=header.draws_more)
         self._lines_since_titles: int | None = None
         self._stack = ExitStack()
         self._lock = threading.RLock()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,9 +250,8 @@ class Warned:
 class HealthWatch:
     """Names a symptom once, and again only after it went away."""
 
-    def __init__(self, symptoms: Sequence[Symptom] = SYMPTOMS) -> None:
+    def __init__(self) -> None:
         self.history = History()
-        self._symptoms = symptoms
         self._seen_at: dict[str, int] = {}
 
     def remember(self, records: Iterable[Record]) -> None:
@@ -265,7 +264,7 @@ class HealthWatch:
         """The symptoms that are new with this step."""
         self.history.add({**metrics, "step": step})
         new = []
-        for symptom in self._symptoms:
+        for symptom in SYMPTOMS:
             seen = symptom.sees(self.history)
             if seen is None:
                 continue

@@ -45,11 +45,6 @@ class RunHeader:
     draws_more: bool = False
     """Whether prompts are drawn until enough groups differ."""
 
-    @property
-    def has_critic(self) -> bool:
-        """Whether there are a critic's metrics; a display that was told nothing expects them."""
-        return not self.roles or "critic" in self.roles
-
 
 class RunState:
     """Everything that the picture shows, apart from the size of the terminal."""
