@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperOption
 
 from relax_cli.cli.checked_text import show
@@ -196,6 +195,8 @@ def _model(plugins: Plugins) -> type[Config]:
 
 def _annotation(name: str, field: FieldInfo, panel: str) -> Any:
     """Numbers and choices stay text here: the loader validates every layer alike and reports all problems."""
+    default = field.get_default(call_default_factory=True)
+    said = "" if default in (None, "", (), {}) else f" [default: {shown_default(default)}]"
     kind = base_type(field)
     allowed = choices(field)
     metavar = {int: "INTEGER", float: "FLOAT", dict: "JSON", str: "TEXT", tuple: "TEXT"}
@@ -203,20 +204,13 @@ def _annotation(name: str, field: FieldInfo, panel: str) -> Any:
     value: Any = {bool: bool, tuple: list[str]}.get(kind, str)
     option = typer.Option(
         names,
-        help=_help(field),
+        help=f"{field.description or ''}{said}",
         rich_help_panel=panel,
         show_default=False,
         metavar="NAME PATH" if flag(name) == PAIR_OPTION else "|".join(allowed) or metavar.get(kind),
         autocompletion=COMPLETIONS.get(name, (lambda: list(allowed)) if allowed else None),
     )
     return Annotated[value | None, option]
-
-
-def _help(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True)
-    assert default is not PydanticUndefined
-    text = field.description or ""
-    return text if default in (None, "", (), {}) else f"{text} [default: {shown_default(default)}]"
 
 
 def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,8 +49,10 @@ class Task:
 
     def contents(self) -> dict[str, bytes]:
         """Relative path to content of all files but the recipe."""
-        train, heldout = self.split()
-        data = {"data/train.jsonl": jsonl(train).encode(), "data/heldout.jsonl": jsonl(heldout).encode()}
+        data = {}
+        for name, pairs in zip(("train", "heldout"), self.split(), strict=True):
+            rows = (json.dumps({"input": prompt(x, y), "label": str(x + y)}) for x, y in pairs)
+            data[f"data/{name}.jsonl"] = "".join(f"{row}\n" for row in rows).encode()
         paths = [*(self.folder / name for name in self.files), *self.model.iterdir()]
         return data | {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
 
@@ -74,18 +76,11 @@ def prompt(x: int, y: int) -> str:
     return f"{x}+{y}="
 
 
-def jsonl(pairs: Iterable[tuple[int, int]]) -> str:
-    """Prompts and labels of the pairs, one JSON object a line."""
-    rows = ({"input": prompt(x, y), "label": str(x + y)} for x, y in pairs)
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-ADDITION = Task(Path(__file__).parent, split)
 TASKS: dict[TaskName, Task] = {
-    "addition": ADDITION,
+    "addition": Task(Path(__file__).parent, split),
     "tool": Task(Path(__file__).parent / "tool", tool_split, ("calculator.py",)),
 }
-MODEL = ADDITION.model
+MODEL = TASKS["addition"].model
 
 
 def prepare(folder: Path, *, seed: int, steps: int, task: TaskName = "addition") -> None:

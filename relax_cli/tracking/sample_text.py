@@ -52,15 +52,16 @@ def one_sample(sample: Sample, texts: Any) -> list[Any]:
     """One sample token by token: who gets the credit."""
     tokens = [texts[int(token)] for token in sample["response_token_ids"]]
     numbers = token_numbers(sample)
+    styles = {name: _style(name, values) for name, values in numbers.items()}
     pictures: list[RenderableType] = [Rule(_title(sample), align="left"), *_texts(sample)]
     for name in COLOURED:
         if name in numbers:
-            pictures += [Text(f"\n{COLUMNS[name]}", style="bold"), _painted(tokens, name, numbers[name])]
+            painted = zip((token.replace("\n", "⏎\n") for token in tokens), styles[name], strict=True)
+            pictures += [Text(f"\n{COLUMNS[name]}", style="bold"), Text.assemble(*painted)]
     table = Table("token", *(COLUMNS[name] for name in numbers), box=None, padding=(0, 1), header_style="bold")
     for column in table.columns[1:]:
         column.justify = "right"
     trainable = is_trainable(sample)
-    styles = {name: _style(name, values) for name, values in numbers.items()}
     for place, token in enumerate(tokens):
         shown = {name: "" if np.isnan(values[place]) else f"{values[place]:.4g}" for name, values in numbers.items()}
         cells = [Text(text, style=styles[name][place]) for name, text in shown.items()]
@@ -82,13 +83,6 @@ def _texts(sample: Mapping[str, Any]) -> list[RenderableType]:
 
 def _label(sample: Mapping[str, Any]) -> Text:
     return Text(f"label {sample['label']}" if sample.get("label") is not None else "no label", style="dim")
-
-
-def _painted(tokens: Sequence[str], name: str, values: Numbers) -> Text:
-    text = Text()
-    for token, style in zip(tokens, _style(name, values), strict=True):
-        text.append(token.replace("\n", "⏎\n"), style)
-    return text
 
 
 def _style(name: str, values: Numbers) -> list[Style]:
