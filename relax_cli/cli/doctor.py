@@ -103,17 +103,6 @@ class Check:
     """What to type; empty when it is ok."""
 
 
-def version_checks(has_gpu: bool) -> list[Check]:
-    """The pair of versions, requirements that do not hold, and settings that are known to break runs."""
-    installed = {name: found for name in PAIRED if (found := installed_version(name)) is not None}
-    checks = [tested_pair(sys.version_info[:2], installed)]
-    if "sglang" in installed:
-        checks.append(sglang_contract(installed["sglang"]))
-    checks += [check for name in PINNING for check in broken_requirements(name)]
-    checks += allocator_conflict(os.environ, has_gpu=has_gpu)
-    return checks
-
-
 def tested_pair(python: tuple[int, int], installed: Mapping[str, str]) -> Check:
     """Whether Python, torch, megatron-core and sglang were run together."""
     public = {name: found.partition("+")[0] for name, found in installed.items()}
@@ -228,7 +217,12 @@ def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
     works = {check.name for check in packages if check.status == "ok"}
     has_gpu = gpu_count() > 0
     checks = [Check("Python", "ok", f"{platform.python_version()} ({sys.prefix})"), *packages]
-    checks += [*version_checks(has_gpu), *_devices(works, timeout)]
+    installed = {name: found for name in PAIRED if (found := installed_version(name)) is not None}
+    checks.append(tested_pair(sys.version_info[:2], installed))
+    if "sglang" in installed:
+        checks.append(sglang_contract(installed["sglang"]))
+    checks += [check for name in PINNING for check in broken_requirements(name)]
+    checks += [*allocator_conflict(os.environ, has_gpu=has_gpu), *_devices(works, timeout)]
     return [*checks, *_memory(), *_limits(has_gpu), *_disk(), *_ray(), *warm_checks(), _sandbox(), *_plugins(plugins)]
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions, RenderableType
@@ -87,9 +86,7 @@ class StepDisplay:
             sys.breakpointhook = self._debug
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # The last picture stays on the screen, without a phase that has ended.
         self._state.begin("", "", self._clock())
         self._stack.close()

@@ -8,7 +8,6 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from relax_cli.checkpoint.layout import fsync_folder, replace_file
@@ -87,10 +86,8 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
             self.close()
             return
         self._late = []  # The newest line may be torn.
