@@ -28,7 +28,7 @@ from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import Plugins, load_plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
 from relax_cli.roles.sample_files import finite
-from relax_cli.tracking.run_reader import RunFolder, read_run
+from relax_cli.tracking.run_files import RunFolder, read_run
 
 if TYPE_CHECKING:
     import pandas

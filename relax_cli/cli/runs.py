@@ -21,7 +21,7 @@ from relax_cli.roles.sample_files import Sample, finite
 from relax_cli.tracking import sample_text
 from relax_cli.tracking.numbers import curve, number_text, sparkline
 from relax_cli.tracking.report.page import columns, differing, evaluations, run_data, warnings, write_page
-from relax_cli.tracking.run_reader import RunFolder, advantage, read_run
+from relax_cli.tracking.run_files import RunFolder, advantage, read_run
 from relax_cli.tracking.view import WATCHED
 
 REPORT_UNWRITABLE = problem_kind(

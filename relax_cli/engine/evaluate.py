@@ -18,8 +18,7 @@ from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun
 from relax_cli.roles.evaluation import eval_metrics
 from relax_cli.roles.run_folder import run_folder_errors
-from relax_cli.tracking.run_reader import Evaluation, evaluations_of
-from relax_cli.tracking.writers import MetricsWriter, write_config
+from relax_cli.tracking.run_files import Evaluation, MetricsWriter, evaluations_of, write_config
 
 
 def evaluate(

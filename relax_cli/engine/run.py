@@ -34,9 +34,8 @@ from relax_cli.preflight.start import decide_run, schedule_of
 from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import TRAINED_FIELDS, drop_samples
 from relax_cli.tracking.live import StepDisplay
-from relax_cli.tracking.run_reader import read_run
+from relax_cli.tracking.run_files import MetricsWriter, read_run, write_config
 from relax_cli.tracking.view import RunHeader
-from relax_cli.tracking.writers import MetricsWriter, write_config
 
 DUMPED_FIELDS = ("response_mask", "ref_log_probs", "values", "bootstrap_values", "advantages", "returns")
 """Per-token queue fields written next to each sample, where the run has them."""

@@ -10,7 +10,7 @@ from typing import Any
 from relax_cli.config.held_out import sampling_of_set
 from relax_cli.engine.run import FinishedRun, resume_lines
 from relax_cli.tracking.numbers import curve
-from relax_cli.tracking.run_reader import Evaluation, read_evaluations, read_samples
+from relax_cli.tracking.run_files import Evaluation, read_evaluations, read_samples
 
 EXAMPLES = 3
 """Responses shown for each held-out set."""

@@ -24,9 +24,9 @@ from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.trackers import TrackedRun, tracker_names
 from relax_cli.roles.evaluation import eval_metrics
 from relax_cli.tracking.live import StepDisplay
+from relax_cli.tracking.run_files import MetricsWriter
 from relax_cli.tracking.symptoms import HealthWatch, Warned
 from relax_cli.tracking.trackers import Trackers
-from relax_cli.tracking.writers import MetricsWriter
 
 
 @dataclass

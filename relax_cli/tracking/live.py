@@ -24,7 +24,7 @@ from relax_cli.tracking.numbers import (
     step_line,
     step_text,
 )
-from relax_cli.tracking.run_reader import evaluations_of
+from relax_cli.tracking.run_files import evaluations_of
 from relax_cli.tracking.view import RunHeader, RunState, broken_in_red, picture
 
 REDRAWN_EVERY = 0.25

@@ -28,7 +28,7 @@ from relax_cli.roles.actor import METRIC_NAMES, policy_loss_per_token
 from relax_cli.roles.advantages import advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import Columns, plan_rows, stack, unpad
 from relax_cli.roles.training import loss_denominator, masked_token_mean
-from relax_cli.tracking.run_reader import RunFolder, is_trainable
+from relax_cli.tracking.run_files import RunFolder, is_trainable
 
 TOLERANCE = 1e-5
 """Relative, of means that were summed in another order."""

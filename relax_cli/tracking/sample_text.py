@@ -16,7 +16,7 @@ from rich.text import Text
 
 from relax_cli.roles.sample_files import Sample
 from relax_cli.tracking.numbers import number_text
-from relax_cli.tracking.run_reader import COLUMNS, Numbers, is_trainable, token_numbers
+from relax_cli.tracking.run_files import COLUMNS, Numbers, is_trainable, token_numbers
 
 LINE = 76
 MASKED = Style(dim=True)

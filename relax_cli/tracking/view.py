@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_cli.tracking.numbers import PHASES, clock_text, count_text, number_text, sparkline
-from relax_cli.tracking.run_reader import Evaluation, evaluations_of
+from relax_cli.tracking.run_files import Evaluation, evaluations_of
 
 WATCHED = (
     "reward/mean", "value_loss", "value_clip_frac", "pg_loss", "pg_clip_frac", "ppo_kl", "response_len/mean",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from relax_cli.cli.screen import Screen
-from relax_cli.tracking.run_reader import TokenTexts, advantage, read_run, token_numbers
+from relax_cli.tracking.run_files import TokenTexts, advantage, read_run, token_numbers
 from relax_cli.tracking.sample_text import one_sample
 from tests.support.cli_app import Invoke
 from tests.support.run_folders import made_up_run, made_up_sample

@@ -11,7 +11,7 @@ import pytest
 
 from relax_cli.checkpoint import layout
 from relax_cli.quickstart.task import prepare
-from relax_cli.tracking.run_reader import Evaluation, read_evaluations, read_samples
+from relax_cli.tracking.run_files import Evaluation, read_evaluations, read_samples
 from tests.support.cli_runs import read_metrics
 from tests.support.fault_runs import Ended, Folders, Zygote, arguments
 

@@ -12,7 +12,7 @@ import pytest
 from relax_cli.checkpoint import folders, layout, store
 from relax_cli.checkpoint.layout import FileEntry
 from relax_cli.roles.sample_files import SampleWriter
-from relax_cli.tracking.writers import MetricsWriter
+from relax_cli.tracking.run_files import MetricsWriter
 from tests.support.lossy_disk import LossyDisk
 
 

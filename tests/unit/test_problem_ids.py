@@ -35,7 +35,7 @@ from relax_cli.plugin.graph import base_graph
 from relax_cli.plugin.manager import GROUP, Plugins, load_plugins
 from relax_cli.plugin.scaffold import check_name
 from relax_cli.quickstart.task import prepare
-from relax_cli.tracking.writers import MetricsWriter
+from relax_cli.tracking.run_files import MetricsWriter
 
 
 def problem_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Problem:

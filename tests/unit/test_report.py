@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from relax_cli.cli.app import build_app
 from relax_cli.roles.sample_files import SampleWriter
 from relax_cli.tracking.report.page import MOST_TOKENS, chosen, page, run_data, write_page
-from relax_cli.tracking.run_reader import read_run
+from relax_cli.tracking.run_files import read_run
 from tests.support.run_folders import HOSTILE, made_up_run, made_up_sample
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -14,7 +14,7 @@ from relax_cli.engine.run_folder import new_run_folder, run_record
 from relax_cli.errors import ConfigError
 from relax_cli.plugin.manager import Plugins, load_plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
-from relax_cli.tracking.writers import write_config
+from relax_cli.tracking.run_files import write_config
 
 SECRET = "hunter2-xyzzy"
 

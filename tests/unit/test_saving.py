@@ -23,7 +23,7 @@ from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer
 from relax_cli.errors import Problem, RunError
 from relax_cli.roles.run_folder import run_folder_errors
-from relax_cli.tracking.writers import MetricsWriter
+from relax_cli.tracking.run_files import MetricsWriter
 
 Calls = list[tuple[str, str]]
 FOLDER_STEPS = ("commit", "publish", "rotate", "withdraw")

@@ -22,10 +22,9 @@ from relax_cli.plugin.trackers import TrackedRun
 from relax_cli.roles.sample_files import SampleWriter, drop_samples, sample_files
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.numbers import curve
-from relax_cli.tracking.run_reader import read_evaluations
+from relax_cli.tracking.run_files import MetricsWriter, read_evaluations, write_config
 from relax_cli.tracking.symptoms import Warned
 from relax_cli.tracking.trackers import Trackers
-from relax_cli.tracking.writers import MetricsWriter, write_config
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -197,7 +196,7 @@ def test_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     code = r"""
 import sys
 from pathlib import Path
-from relax_cli.tracking.writers import MetricsWriter, write_config
+from relax_cli.tracking.run_files import MetricsWriter, write_config
 folder = Path(sys.argv[1])
 for step in (1, 2):
     with MetricsWriter(folder, step - 1) as writer:

@@ -14,7 +14,7 @@ import numpy as np
 
 from relax_cli.checkpoint.layout import replace_file
 from relax_cli.roles.sample_files import Folder, Sample, finite
-from relax_cli.tracking.run_reader import COLUMNS, RunFolder, advantage, evaluations_of, is_trainable, token_numbers
+from relax_cli.tracking.run_files import COLUMNS, RunFolder, advantage, evaluations_of, is_trainable, token_numbers
 from relax_cli.tracking.trackers import numbers
 
 ASSETS = files("relax_cli.tracking.report") / "assets"
