@@ -181,9 +181,8 @@ def _disk(plan: Plan) -> list[str]:
     lines = ["", "disk"]
     if not plan.checkpoint:
         return [*lines, "  no checkpoints" if plan.memory else "  checkpoints: size not known"]
-    needed = (
-        f"{plan.checkpoints_kept} x {in_bytes(plan.checkpoint)} = {in_bytes(plan.checkpoint * plan.checkpoints_kept)}"
-    )
+    total = in_bytes(plan.checkpoint * plan.checkpoints_kept)
+    needed = f"{plan.checkpoints_kept} x {in_bytes(plan.checkpoint)} = {total}"
     free = "" if plan.disk_free is None else f", {in_bytes(plan.disk_free)} free"
     return [*lines, *wrapped(f"  checkpoints: {needed}{free}")]
 

@@ -104,7 +104,6 @@ def list_checkpoints(output: Output, folder: Folder) -> None:
     best = layout.read_best(folder)
     named = {"latest": tracker.iteration, "best": None if best is None else best.iteration}
     rows = [describe(folder, iteration, named) for iteration in layout.list_iterations(folder)]
-    header = ("iteration", "role", "size", "age", "state", "")
     cells = [
         (
             str(row["iteration"]),
@@ -116,7 +115,7 @@ def list_checkpoints(output: Output, folder: Folder) -> None:
         )
         for row in rows
     ]
-    text = table(header, cells) if rows else f"no checkpoints in {folder}"
+    text = table(("iteration", "role", "size", "age", "state", ""), cells) if rows else f"no checkpoints in {folder}"
     output.result(rows, text if best is None else f"{text}\n\n{best}")
     if tracker.problem is not None:
         output.note(f"warning: {tracker.problem}")

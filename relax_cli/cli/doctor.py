@@ -142,11 +142,10 @@ def broken_requirements(name: str) -> Iterator[Check]:
     """What a distribution wants of others that are installed in another version."""
     for requirement in requirements_of(name):
         found = installed_version(requirement.name)
-        if found is None or requirement.specifier.contains(found, prereleases=True):
-            continue
-        wanted = f"{requirement.name}{requirement.specifier}"
-        fix = f"pip install '{wanted}', or {name} in an environment of its own"
-        yield Check(f"{name} needs", "note", f"{wanted}, but {found} is installed", fix)
+        if found is not None and not requirement.specifier.contains(found, prereleases=True):
+            wanted = f"{requirement.name}{requirement.specifier}"
+            fix = f"pip install '{wanted}', or {name} in an environment of its own"
+            yield Check(f"{name} needs", "note", f"{wanted}, but {found} is installed", fix)
 
 
 def allocator_conflict(environment: Mapping[str, str], *, has_gpu: bool) -> Iterator[Check]:
@@ -223,7 +222,10 @@ def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
         checks.append(sglang_contract(installed["sglang"]))
     checks += [check for name in PINNING for check in broken_requirements(name)]
     checks += [*allocator_conflict(os.environ, has_gpu=has_gpu), *_devices(works, timeout)]
-    return [*checks, *_memory(), *_limits(has_gpu), *_disk(), *_ray(), *warm_checks(), _sandbox(), *_plugins(plugins)]
+    checks += [*_memory(), *_limits(has_gpu), *_disk(), *_ray(), *warm_checks()]
+    fault = sandbox_fault()
+    checks.append(_check(not fault, "sandbox of --rm-type code", fault or "withstands its probe", sandbox_fix()))
+    return [*checks, *_plugins(plugins)]
 
 
 def check_part(part: Part, timeout: float) -> Check:
@@ -283,10 +285,10 @@ def _devices(works: set[str], timeout: float) -> Iterator[Check]:
     if trouble is None:
         build = f"torch is built for CUDA {cuda['build']}" if cuda["build"] else "torch is a CPU build"
         present = gpu_count()
-        found = (
-            f"{present} GPUs in /dev, but torch sees none; {build}" if present else f"no GPU: runs use the CPU; {build}"
+        seen = f"{present} GPUs in /dev, but torch sees none" if present else "no GPU: runs use the CPU"
+        yield _check(
+            present == 0, "CUDA", f"{seen}; {build}", "install a CUDA build of torch, and see that `nvidia-smi` works"
         )
-        yield _check(present == 0, "CUDA", found, "install a CUDA build of torch, and see that `nvidia-smi` works")
     if "megatron-core" in works:
         _, trouble = _try(CPU_SUPPORT, timeout)
         found = "works" if trouble is None else trouble.removeprefix("does not import: ")
@@ -335,11 +337,6 @@ def warm_checks() -> Iterator[Check]:
     if found := tell("look"):
         fits = f"process {found['pid']}, {counted(len(found['runs']), 'run')}"
         yield _check(not found["refused"], "warm process", found["refused"] or fits, "relax down && relax up")
-
-
-def _sandbox() -> Check:
-    fault = sandbox_fault()
-    return _check(not fault, "sandbox of --rm-type code", fault or "withstands its probe", sandbox_fix())
 
 
 def _disk() -> Iterator[Check]:

@@ -87,8 +87,8 @@ class ConfigCommand(TyperCommand):
             for name in (*option.opts, *option.secondary_opts)
         }
         words = join_pairs(gather_server_options(args, takes_value))
-        problems = list(word_problems(words, takes_value)) if not {"-h", "--help"} & set(words) else []
-        if problems:
+        asks_for_help = {"-h", "--help"} & set(words)
+        if not asks_for_help and (problems := list(word_problems(words, takes_value))):
             is_json = "--format=json" in words or ("--format", "json") in pairwise(words)
             ctx.find_root().obj = Output(Format.JSON if is_json else Format.TEXT)
             raise ConfigError(problems)

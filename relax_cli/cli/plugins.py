@@ -89,16 +89,6 @@ def new_plugin(
         for provided in [plugin.row.name, *(record.name for record in plugin.records)]
     }
     written = write_package(name, folder, taken=taken, kind=kind)
-    steps = _next_steps(name, kind, folder)
-    data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
-    output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
-
-
-SUB_COMMANDS = {"list": list_plugins, "show": show_plugin, "check": check_plugin, "new": new_plugin}
-
-
-def _next_steps(name: str, kind: str, folder: Path) -> list[str]:
-    """What to type after a package was written."""
     chosen = {
         "estimator": "--advantage-estimator",
         "reward": "--label-key label --rm-type",
@@ -106,7 +96,12 @@ def _next_steps(name: str, kind: str, folder: Path) -> list[str]:
         "curriculum": "--curriculum",
     }[kind]
     commands = (f"relax plugins check {name}", f"relax train {chosen} {name} ...")
-    return [f"pip install -e {shlex.quote(str(folder))}", *map(with_program, commands)]
+    steps = [f"pip install -e {shlex.quote(str(folder))}", *map(with_program, commands)]
+    data = {"ok": True, "name": name, "dir": str(folder), "files": [str(path) for path in written], "next": steps}
+    output.result(data, "\n".join([*(f"wrote {path}" for path in written), "next:", *(f"  {s}" for s in steps)]))
+
+
+SUB_COMMANDS = {"list": list_plugins, "show": show_plugin, "check": check_plugin, "new": new_plugin}
 
 
 def _row(plugin: Plugin) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import typer
 
 from relax_cli.cli.console import Output
 from relax_cli.cli.text import table
-from relax_cli.errors import ConfigError, ExitCode, problem_kind
+from relax_cli.errors import ConfigError, ExitCode, problem_kinds
 from relax_cli.plugin.manager import Plugins
 from relax_cli.roles.sample_files import Sample, finite
 from relax_cli.tracking import sample_text
@@ -24,23 +24,18 @@ from relax_cli.tracking.report.page import columns, differing, evaluations, run_
 from relax_cli.tracking.run_files import RunFolder, advantage, read_run
 from relax_cli.tracking.view import WATCHED
 
-REPORT_UNWRITABLE = problem_kind(
-    "report-unwritable",
-    "Folders and checkpoints",
-    "The page of `relax report --out` cannot be written there.",
-    option="--out",
+declare = problem_kinds("Folders and checkpoints")
+REPORT_UNWRITABLE = declare(
+    "report-unwritable", "The page of `relax report --out` cannot be written there.", option="--out"
 )
 CURVE_WIDTH, CURVE_HEIGHT, SPARK_WIDTH = 72, 6, 30
-BAD_FILTER = problem_kind(
+BAD_FILTER = declare(
     "rollouts-filter",
-    "Folders and checkpoints",
     "`relax rollouts --filter` is not FIELD, one of `= != < <= > >= ~`, and a value, or no sample has that field.",
     option="--filter",
 )
-NO_SUCH_SAMPLE = problem_kind(
-    "rollouts-sample",
-    "Folders and checkpoints",
-    "`relax rollouts --sample` or `--group` names one that the step does not have.",
+NO_SUCH_SAMPLE = declare(
+    "rollouts-sample", "`relax rollouts --sample` or `--group` names one that the step does not have."
 )
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "=": operator.eq, "<": operator.lt, ">": operator.gt,

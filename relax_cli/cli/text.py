@@ -52,7 +52,6 @@ def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDT
 
     `label` stands in place of the severity; a width of None breaks no lines at all.
     """
-    fix = with_program(problem.fix)
     places = problem.where
     if problem.count > 1:
         rest = problem.count - len(problem.places)
@@ -61,7 +60,7 @@ def problem_lines(problem: Problem, label: str = "", *, width: int | None = WIDT
         short = [place.removeprefix(file).removeprefix(": ") for place in problem.places[1:]]
         places = ", ".join([problem.where, *short]) + (f" and {rest:,} more" if rest else "")
     where = " from ".join(dict.fromkeys(part for part in (problem.option, places) if part))
-    parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": fix}
+    parts = {"where": where, "got": problem.got, "expected": problem.expected, "fix": with_program(problem.fix)}
     lines = [(f"{label or problem.severity}: {problem.message}  [{problem.id}]", "  ")]
     lines += [(f"  {name:<9} {text}", PART) for name, text in parts.items() if text]
     shown = []

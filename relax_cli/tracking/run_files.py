@@ -15,26 +15,19 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relax_cli.checkpoint.layout import fsync_folder, replace_file
-from relax_cli.errors import ConfigError, ResumeError, problem_kind
+from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 from relax_cli.roles import sample_files
 from relax_cli.roles.sample_files import Folder, Sample, json_line
 
-METRICS_FILE = problem_kind(
-    "metrics-file",
-    "Folders and checkpoints",
-    "The metrics file of a run that is resumed cannot be read or continued.",
-    option="--run-dir",
+declare = problem_kinds("Folders and checkpoints")
+METRICS_FILE = declare(
+    "metrics-file", "The metrics file of a run that is resumed cannot be read or continued.", option="--run-dir"
 )
-NO_RUN = problem_kind(
+NO_RUN = declare(
     "run-folder-missing",
-    "Folders and checkpoints",
     "A command that looks at a run was given a folder without a readable `config.json` and `metrics.jsonl`.",
 )
-NO_SAMPLES = problem_kind(
-    "samples-missing",
-    "Folders and checkpoints",
-    "The samples of this step were not written (`--dump-rollouts`), or are gone.",
-)
+NO_SAMPLES = declare("samples-missing", "The samples of this step were not written (`--dump-rollouts`), or are gone.")
 Numbers: TypeAlias = np.ndarray[Any, Any]
 COLUMNS = {
     "log_probs": "log-prob",

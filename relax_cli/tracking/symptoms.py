@@ -265,8 +265,7 @@ class HealthWatch:
         self.history.add({**metrics, "step": step})
         new = []
         for symptom in SYMPTOMS:
-            seen = symptom.sees(self.history)
-            if seen is None:
+            if (seen := symptom.sees(self.history)) is None:
                 continue
             if step - self._seen_at.get(symptom.id, -MEMORY) > symptom.gone_after:
                 new.append(Warned(symptom.id, seen, symptom.look_at))

@@ -6,6 +6,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,8 @@ from relax_cli.plugin.user_code import UserCodeError, user_code
 
 SECONDS = 300.0
 """Deadline of one call of a tracker, which may wait for a server."""
+_mlflow_name = partial(re.sub, r"[^\w./: -]", "_")
+"""`pass@1` is not a name that MLflow takes."""
 MLFLOW_TAGS = 100
 """Most that MLflow takes at once."""
 TRACKER_FAILED = problem_kind(
@@ -82,8 +85,7 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = run.done + 1 if run.done else None
-        self._writer: Any = SummaryWriter(str(run.run_dir / "tb"), purge_step=purge)
+        self._writer: Any = SummaryWriter(str(run.run_dir / "tb"), purge_step=run.done + 1 if run.done else None)
         self._add_text("config", run.config)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -163,13 +165,11 @@ class MLflow:
     def write(self, record: Mapping[str, Any]) -> None:
         entity = import_module("mlflow.entities").Metric
         stamp = int(record["time"] * 1000)
-        # `pass@1` is not a name that MLflow takes.
-        named = ((re.sub(r"[^\w./: -]", "_", name), value) for name, value in numbers(record))
-        metrics = [entity(name, value, stamp, record["step"]) for name, value in named]
+        metrics = [entity(_mlflow_name(name), value, stamp, record["step"]) for name, value in numbers(record)]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        self._tag("summary", {re.sub(r"[^\w./: -]", "_", name): value for name, value in summary.items()})
+        self._tag("summary", {_mlflow_name(name): value for name, value in summary.items()})
         self._client.set_terminated(self._id, "FINISHED" if summary.get("ok") else "FAILED")
 
     def _tag(self, prefix: str, values: Mapping[str, Any]) -> None:

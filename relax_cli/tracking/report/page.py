@@ -63,13 +63,12 @@ def inert(data: Any) -> str:
 def run_data(run: RunFolder, room: int) -> dict[str, Any]:
     """One run, whose samples may take so many bytes of `room`; none are read for 0."""
     trained = [record for record in run.metrics if "phase_seconds" in record]
-    config = {f"{section}.{key}": value for section, body in run.config.items() for key, value in body.items()}
     return {
         "name": run.path.resolve().name,
         "path": str(run.path),
         "command": " ".join(map(str, run.record.get("command", []))),
         "versions": run.record.get("versions", {}),
-        "config": {key: [shown(value), run.record.get("origins", {}).get(key, "")] for key, value in config.items()},
+        "config": {key: [text, run.record.get("origins", {}).get(key, "")] for key, text in options_of(run).items()},
         "steps": [record["step"] for record in trained],
         "times": [record.get("time") for record in trained],
         "metrics": columns(trained),
@@ -105,15 +104,17 @@ def warnings(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def options_of(run: RunFolder) -> dict[str, str]:
+    """Its options as `section.option`, with their values."""
+    return {f"{section}.{key}": shown(value) for section, body in run.config.items() for key, value in body.items()}
+
+
 def differing(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """Options of which the runs have different values, with the value of each."""
-    found = []
-    for section in dict.fromkeys(section for run in runs for section in run.config):
-        for key in dict.fromkeys(key for run in runs for key in run.config.get(section, {})):
-            values = [shown(run.config.get(section, {}).get(key)) for run in runs]
-            if len(set(values)) > 1:
-                found.append((f"{section}.{key}", values))
-    return found
+    options = [options_of(run) for run in runs]
+    names = dict.fromkeys(name for one in options for name in one)
+    rows = [(name, [one.get(name, "unset") for one in options]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
 def samples_of(run: RunFolder, room: int) -> list[dict[str, Any]]:
