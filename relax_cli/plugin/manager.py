@@ -144,7 +144,7 @@ class Plugins:
             fix = f"reinstall or update {row.distribution}; see `relax plugins list`"
         else:
             # Not nearer: dapo, dpo and trpo are other algorithms, not misspelt ones.
-            near = nearest(name.lower(), known, cutoff=0.85)
+            near = nearest(name.lower().replace("0", "o"), known, cutoff=0.85)
             message = f"no installed plugin provides the estimator {name!r}{here}"
             fix = f"--advantage-estimator {near}" if near else "install the package that provides it"
         origins = sorted(f"{e.name} ({plugin.row.distribution})" for plugin in self._plugins for e in plugin.estimators)
