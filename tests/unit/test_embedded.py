@@ -431,6 +431,12 @@ def test_bfloat16_weights_are_widened(engine: EmbeddedEngine, folder: Path) -> N
     assert engine.generate(requests, PLAIN) == narrow
 
 
+def test_rotary_tables_of_old_exports_are_passed_over(engine: EmbeddedEngine, folder: Path) -> None:
+    table = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
+    engine.load_weights([*HfWeights(folder).items(), table], version=1)
+    assert engine.weight_version == 1
+
+
 def test_wrong_weights_are_refused_by_name(engine: EmbeddedEngine, folder: Path) -> None:
     named = dict(HfWeights(folder))
     norm = "model.norm.weight"

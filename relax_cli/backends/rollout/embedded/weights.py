@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relax_cli.errors import RunError, problem_kind
-from relax_cli.models.headers import EMBEDDING, FINAL_NORM, HEAD, ROUTER, expected_shapes, mlps
+from relax_cli.models.headers import EMBEDDING, FINAL_NORM, HEAD, ROTARY_TABLE, ROUTER, expected_shapes, mlps
 from relax_cli.models.spec import ModelSpec
 
 ROLLOUT_WEIGHTS = problem_kind(
@@ -133,8 +133,8 @@ def load_weights(spec: ModelSpec, named: Iterable[tuple[str, Tensor]]) -> Weight
     shapes = expected_shapes(spec)
     hf: dict[str, Tensor] = {}
     for name, weight in named:
-        if spec.tied and name == HEAD:
-            # As in HF: with tied embeddings this is a second name of the embedding.
+        # As in HF: with tied embeddings this is a second name of the embedding.
+        if (spec.tied and name == HEAD) or name.endswith(ROTARY_TABLE):
             continue
         if name not in shapes or name in hf:
             trouble = "was given twice" if name in hf else "is not part of this model"
