@@ -200,7 +200,9 @@ def _recognised(option: str, folder: Path, role: str) -> tuple[str, str]:
     if (folder / "config.json").is_file() and any(path for pattern in MODEL_FILES for path in folder.glob(pattern)):
         return "a model", f"--hf-checkpoint {shlex.quote(str(folder))}, without {option}"
     if layout.list_iterations(folder):
-        return f"checkpoints without {layout.TRACKER_FILE}", without
+        whole = layout.complete_iterations(folder)
+        fix = f"echo {whole[-1]} > {shlex.quote(str(folder / layout.TRACKER_FILE))}" if whole else without
+        return f"checkpoints without {layout.TRACKER_FILE}", fix
     if any(path for pattern in DATA_FILES for path in folder.glob(pattern)):
         return "data", f"{without}; --prompt-data takes a file"
     return NO_CHECKPOINT, without

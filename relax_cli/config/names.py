@@ -93,7 +93,7 @@ OTHER_TRAINERS = {
 _NO_REUSE = (
     "the actor uses every rollout once, in --num-steps-per-rollout steps; --critic-updates-per-step is for the critic"
 )
-_OWN_PROCESSES = "relax starts the processes of a run itself, so it needs no torchrun: --resource says how many"
+_OWN_PROCESSES = "a run starts its own processes, so it needs no torchrun: --resource says how many"
 _STOPS = "a response ends at the eos_token_id of generation_config.json, and at the texts of --rollout-stop"
 NOT_HERE = {
     "checkpoint": "checkpoints are written to --save and resumed from with --load; --hf-checkpoint is the model",

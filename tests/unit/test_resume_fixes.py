@@ -107,6 +107,11 @@ def a_tracker_of_nonsense(f: Folders) -> Words:
     return f.check()
 
 
+def a_tracker_that_is_gone(f: Folders) -> Words:
+    (f.actor / layout.TRACKER_FILE).unlink()
+    return f.check()
+
+
 def a_tracker_that_leads_nowhere(f: Folders) -> Words:
     words = f.alone()
     layout.write_tracker(f.actor, 9)
@@ -169,6 +174,7 @@ SITUATIONS: list[Callable[[Folders], Words]] = [
     relax_json_with_other_types,
     trackers_that_differ,
     a_tracker_of_nonsense,
+    a_tracker_that_is_gone,
     a_tracker_that_leads_nowhere,
     another_runs_critic,
     one_checkpoint,
