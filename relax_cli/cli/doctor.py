@@ -308,8 +308,8 @@ def _memory() -> Iterator[Check]:
 
 def _limits(has_gpu: bool) -> Iterator[Check]:
     limits: list[tuple[str, int, int, Callable[[int], str], str]] = [
-        ("open files", resource.RLIMIT_NOFILE, FEW_FILES, str, "ulimit -n {}"),
-        ("processes", resource.RLIMIT_NPROC, FEW_FILES, str, "ulimit -u {}"),
+        ("open files", resource.RLIMIT_NOFILE, FEW_FILES, str, "ulimit -n {most}"),
+        ("processes", resource.RLIMIT_NPROC, FEW_FILES, str, "ulimit -u {most}"),
     ]
     if has_gpu:
         # Sleeping roles are parked in page-locked memory.
@@ -320,7 +320,7 @@ def _limits(has_gpu: bool) -> Iterator[Check]:
         unlimited = soft == resource.RLIM_INFINITY
         most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         found = "unlimited" if unlimited else shown(soft)
-        yield _check(unlimited or soft >= enough, name, found, fix.format(most))
+        yield _check(unlimited or soft >= enough, name, found, fix.format(most=most))
 
 
 def _ray() -> Iterator[Check]:
