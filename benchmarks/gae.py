@@ -49,7 +49,7 @@ def compiled_loop() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """`carry_loop` row by row, compiled."""
     import numba
 
-    @numba.njit(error_model="numpy")
+    @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
     def scan(rewards: Any, values: Any, mask: Any, advantages: Any, returns: Any, gamma: Any, decay: Any) -> None:
         for b in range(rewards.shape[0]):
             next_value = carry = np.float32(0)

@@ -137,7 +137,8 @@ def run_relax(model: Path, prompts: Path, work: Path, args: argparse.Namespace) 
         environment["PYTHONPATH"] = f"{HERE / 'ragged'}{os.pathsep}{HERE}"
     with open(work / "relax.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    cpu_marks, wall = [], []
+    cpu_marks: list[float] = []
+    wall: list[float] = []
     metrics = run_dir / "metrics.jsonl"
     while process.poll() is None:
         lines = metrics.read_text().splitlines() if metrics.exists() else []

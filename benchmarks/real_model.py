@@ -33,7 +33,8 @@ from checkpoint_hash import build, write_model
 from torch import Tensor
 
 from relax_cli.backends.megatron import products
-from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput
+from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelKind, ModelOutput
+from relax_cli.backends.megatron.trainer import TrainableModel
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.protocol import Request, SamplingParams
 from relax_cli.models.hybrid import read_any_spec
@@ -86,6 +87,18 @@ def loss(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tens
     return output.main.sum() / 1000, {}
 
 
+def train(model: TrainableModel, steps: list[MicroBatch]) -> None:
+    """An optimizer step for each batch."""
+    for step in steps:
+        model.train_step([step], loss)
+
+
+def step_optimizer(model: TrainableModel, steps: int) -> None:
+    """Adam alone."""
+    for _ in range(steps):
+        model.optimizer.step()
+
+
 def phases(folder: Path, layers: int) -> dict[str, tuple[Callable[[], object], float]]:
     """What to measure, and its flops."""
     write_model(layers, folder)
@@ -94,9 +107,9 @@ def phases(folder: Path, layers: int) -> dict[str, tuple[Callable[[], object], f
     responses = [draw.randint(4, LONGEST) for _ in range(SAMPLES)]
     steps = []
     for first in range(0, SAMPLES, STEP):
-        lengths = torch.tensor(responses[first : first + STEP])
+        lengths_B = torch.tensor(responses[first : first + STEP])
         tokens = torch.randint(3, spec.vocab_size, (STEP, PROMPT + LONGEST))
-        steps.append(MicroBatch(tokens, torch.full((STEP,), PROMPT), lengths, packed=True))
+        steps.append(MicroBatch(tokens, torch.full((STEP,), PROMPT), lengths_B, packed=True))
     engine = EmbeddedEngine(folder, decode=None)
     requests = [
         Request(tuple(row[:PROMPT].tolist()), seed, most_tokens=most)
@@ -112,12 +125,16 @@ def phases(folder: Path, layers: int) -> dict[str, tuple[Callable[[], object], f
     }
     lengths = [PROMPT + response - 1 for response in responses]
     found["rollout: all"] = (lambda: generate(LONGEST), forward_flops(spec, lengths, responses, head=True))
-    for name, kind, answers in (("critic", "value", "values"), ("actor", "policy", "log-probabilities")):
+    roles: tuple[tuple[str, ModelKind, str], ...] = (
+        ("critic", "value", "values"),
+        ("actor", "policy", "log-probabilities"),
+    )
+    for name, kind, answers in roles:
         model = build(folder, kind)
         flops = forward_flops(spec, lengths, responses, head=kind == "policy")
-        found[f"{name}: {answers}"] = (lambda model=model: model.forward(steps), flops)
-        found[f"{name}: steps"] = (lambda model=model: [model.train_step([s], loss) for s in steps], 3 * flops)
-        found[f"{name}: of which Adam"] = (lambda model=model: [model.optimizer.step() for _ in steps], 0.0)
+        found[f"{name}: {answers}"] = (partial(model.forward, steps), flops)
+        found[f"{name}: steps"] = (partial(train, model, steps), 3 * flops)
+        found[f"{name}: of which Adam"] = (partial(step_optimizer, model, len(steps)), 0.0)
     return found
 
 

@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-class AtLength(StoppingCriteria):
+class AtLength(StoppingCriteria):  # type: ignore[misc]
     """Ends each row of a batch at a length of its own."""
 
     def __init__(self, lengths: list[int]) -> None:

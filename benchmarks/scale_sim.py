@@ -194,8 +194,8 @@ def measure(workers: int, samples: int, tokens: int, steps: int) -> Measured:
             found = [timed_step(session, rollout_id) for rollout_id in range(steps + 1)][1:]
     finally:
         ray.shutdown()
-    medians = [statistics.median(column) for column in zip(*found, strict=True)]
-    return Measured(workers, samples, *medians, psutil.Process().memory_info().rss / 1e6)
+    seconds, put, get, size = (statistics.median(column) for column in zip(*found, strict=True))
+    return Measured(workers, samples, seconds, put, get, size, psutil.Process().memory_info().rss / 1e6)
 
 
 def timed_step(session: Session, rollout_id: int) -> tuple[float, float, float, float]:

@@ -87,7 +87,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
 
-    class Clock(TrainerCallback):
+    class Clock(TrainerCallback):  # type: ignore[misc]
         def __init__(self) -> None:
             self.wall: list[float] = []
             self.cpu: list[float] = []

@@ -31,7 +31,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relax_cli.backends.megatron.micro_batch import ModelKind
 
 PARTS = ("machine", "parity", "sleep", "quickstart", "resume", "speed")
 LIMIT = 240.0
@@ -244,7 +247,7 @@ def _used_memory_bytes(check: Check) -> int:
     return torch.cuda.memory_allocated() if check.on_gpu else int(psutil.Process().memory_info().rss)
 
 
-def _trainable(kind: str, folder: Path, device: str, dtype: Any, *, parks: bool = False) -> Any:
+def _trainable(kind: ModelKind, folder: Path, device: str, dtype: Any, *, parks: bool = False) -> Any:
     """A model in training; `dtype` None is the device's own type."""
     from relax_cli.backends.device import select_device
     from relax_cli.backends.megatron import parallel

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from relax_cli.backends.rollout.sglang.client import SglangClient
 from relax_cli.config.layers import Layers
@@ -37,11 +37,12 @@ from relax_cli.engine.run import closing, launch, prepare_run
 from relax_cli.engine.run_folder import claimed, written_folders
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import StopRequest
-from relax_cli.engine.trainer import Trainer
+from relax_cli.engine.trainer import Recorder, Trainer
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
 from relax_cli.quickstart.task import MODEL, prepare
+from relax_cli.roles.actor import ActorRole
 from relax_cli.roles.sample_files import read_samples, sample_files
 
 SHAPE = {
@@ -150,8 +151,13 @@ def gap(check: Check) -> dict[str, Any]:
     roles = check.session.roles
     with roles.rollout.awake():
         roles.rollout.generate(FIRST_ROLLOUT)
+
+    def score(actor: ActorRole) -> None:
+        share = actor.fetch_share(FIRST_ROLLOUT, ())
+        actor.write(share, {"ref_log_probs": actor.answers(share, lambda output: output.log_probs_BT)})
+
     with roles.actor.awake():
-        roles.actor.ranks.all(lambda actor: actor.score(FIRST_ROLLOUT))
+        roles.actor.ranks.all(score)
     roles.rollout.dump(FIRST_ROLLOUT, ["ref_log_probs"])
     roles.rollout.finish_dump()
     roles.rollout.clear(FIRST_ROLLOUT)
@@ -165,7 +171,8 @@ def gap(check: Check) -> dict[str, Any]:
 
 def sleep(check: Check) -> dict[str, Any]:
     """Asleep after the generation of before; then awake with new weights, and asleep again."""
-    seconds, free = {}, {"asleep": free_memory(check)}
+    seconds: dict[str, float] = {}
+    free = {"asleep": free_memory(check)}
     with timed(seconds, "publish"):
         check.session.publish_weights(0)
     rollout = check.session.roles.rollout
@@ -192,10 +199,12 @@ def checksum(check: Check) -> dict[str, Any]:
 def ppo(check: Check) -> dict[str, Any]:
     """Two steps of critic and actor, with the weights of each published to the servers."""
     watcher, stop = Watcher(), StopRequest(lambda _: None)
-    trainer = Trainer(check.session, check.config, watcher, stop, first=0, dump_fields=[], checkpoint_meta={})
+    trainer = Trainer(
+        check.session, check.config, cast(Recorder, watcher), stop, first=0, dump_fields=[], checkpoint_meta={}
+    )
     trainer.run()
-    names = ("reward/mean", "pg_loss", "value_loss", "actor/grad_norm", "critic/grad_norm")
-    names = (*names, "train_rollout_logprob_diff/mean", "step_seconds", "phase_seconds")
+    losses = ("reward/mean", "pg_loss", "value_loss", "actor/grad_norm", "critic/grad_norm")
+    names = (*losses, "train_rollout_logprob_diff/mean", "step_seconds", "phase_seconds")
     steps = [{name: step[name] for name in names} for step in watcher.steps]
     assert len(steps) == 2
     for step in steps:
@@ -220,7 +229,7 @@ def overrides(check: Check) -> list[str]:
     """The quickstart's recipe with a server for each GPU."""
     ranks = check.gpus
     resource = {name: [1, ranks] for name in ("actor", "critic", "rollout")} | {"advantages": [1, 0]}
-    words = {
+    words: dict[str, Any] = {
         "parallel.resource": json.dumps(resource),
         "parallel.device": check.device,
         "parallel.launcher": "ray" if check.on_gpu else "local",
@@ -238,6 +247,8 @@ def overrides(check: Check) -> list[str]:
     }
     if check.on_gpu:
         words |= {"rollout.rollout_max_response_len": 64, "sglang.sglang_mem_fraction_static": 0.5}
+    else:
+        words["sglang.sglang_options"] = '{"device": "cpu"}'
     if check.sglang_python:
         words["sglang.sglang_python"] = check.sglang_python
     return [*(f"{name}={value}" for name, value in words.items()), *check.options]

@@ -10,4 +10,4 @@ def ragged_limit(request: Request, sampling: SamplingParams) -> int:
     return response_length(request.prompt_tokens, sampling.max_new_tokens)
 
 
-Request.limit = ragged_limit  # type: ignore[method-assign]
+Request.limit = ragged_limit  # type: ignore[assignment, method-assign]
