@@ -549,7 +549,7 @@ def tokenizer_files(folder: Path, template: str = "{{ messages[0].content }}", *
     ("template", "changes", "reason"),
     [
         (REPEATED, {}, "takes more than"),
-        (DOUBLED, {}, "ended its process"),
+        (DOUBLED, {}, "ended its process|takes more than"),
         ("", {"normalizer": BOMB}, "ended its process|takes more than"),
     ],
 )
