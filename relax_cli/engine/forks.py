@@ -192,8 +192,17 @@ def become(request: dict[str, Any], files: list[int], parent: int) -> None:
     os.environ.update(request["environment"])
     sys.argv[:] = request["argv"]
     sys.path[:] = request["path"] or sys.path
-    assert isinstance(sys.stdout, io.TextIOWrapper), "a process of its own"
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))
+    # New streams: those of the warm process seek in its log, which the file of a fork may be unable to do.
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        before = getattr(sys, name)
+        stream = io.TextIOWrapper(
+            open(number, "wb", closefd=False),  # noqa: SIM115 - for the whole process
+            encoding=before.encoding,
+            errors=before.errors,
+            line_buffering=number == 2 or os.isatty(number),
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     sys.stdin = open(0, closefd=False, encoding=sys.stdin.encoding)  # noqa: SIM115
     time.tzset()
     tempfile.tempdir = None

@@ -97,6 +97,13 @@ def test_a_fork_takes_the_place_of_its_process(warm: Warm, tmp_path: Path) -> No
     assert run.returncode == 7
 
 
+def test_a_fork_writes_to_pipes(warm: Warm, tmp_path: Path) -> None:
+    warm.pid(tmp_path)
+    done = warm.relax("train", "--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Train a model." in done.stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_fork(number: signal.Signals, warm: Warm, tmp_path: Path) -> None:
     code = f"""
