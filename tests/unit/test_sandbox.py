@@ -9,13 +9,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from relax_cli.data.sandbox import outside
+from relax_cli.data.sandbox import inside, outside
 from relax_cli.data.sandbox.outside import Ran, Sandbox, sandbox_fault
 
 pytestmark = pytest.mark.skipif(bool(sandbox_fault()), reason=sandbox_fault())
@@ -262,3 +263,17 @@ def test_a_hole_is_found_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(outside, "ENVIRONMENT", outside.ENVIRONMENT | {"SECRET": "1"})
     fault = sandbox_fault.__wrapped__()
     assert fault == "the sandbox lets a response read a file of the user, shows a response the environment"
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_grader_whose_keeper_has_ended_runs_nothing(is_alive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in ("enter_root", "drop_privileges"):
+        monkeypatch.setattr(inside, step, lambda *_: None)
+    monkeypatch.setattr(inside, "run_on", lambda code, text: text)
+    (asked, asking), (answers, told), (alive, held) = Pipe(duplex=False), Pipe(duplex=False), os.pipe()
+    asking.send_bytes(b'{"code": "", "inputs": ["x"], "tested": false}')
+    if not is_alive:
+        os.close(held)
+    inside.grade(asked, told, alive, [])
+    assert answers.poll() is is_alive
+    assert asked.poll() is not is_alive, "the job is left unread"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -65,15 +66,23 @@ def keep(asked: Connection, told: Connection) -> None:
     tell(told, pid=os.getpid())
     paths = json.loads(asked.recv_bytes())
     sys.path += paths["packages"]
+    alive, held = os.pipe()
     if (grader := os.fork()) == 0:
-        in_child(told, lambda: grade(asked, told, paths["visible"]))
+        os.close(held)
+        in_child(told, lambda: grade(asked, told, alive, paths["visible"]))
     os.waitpid(grader, 0)
 
 
-def grade(asked: Connection, told: Connection, paths: list[str]) -> None:
-    """Run the response on every input, then the tests, and tell of each."""
+def grade(asked: Connection, told: Connection, alive: int, paths: list[str]) -> None:
+    """Run the response on every input, then the tests, and tell of each.
+
+    Args:
+        alive: a pipe whose other end the keeper alone has.
+    """
     enter_root(paths)
     drop_privileges()
+    if select.select([alive], [], [], 0)[0]:
+        return  # The keeper ended before it could take this process along.
     job = json.loads(asked.recv_bytes())
     for text in job["inputs"]:
         tell(told, output=run_on(job["code"], text))
