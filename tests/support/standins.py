@@ -8,6 +8,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from relax_cli.models.families import FAMILIES
 from relax_cli.models.headers import SINGLE_FILE, expected_shapes
 from relax_cli.models.hybrid import read_any_spec
@@ -54,6 +56,13 @@ def write_weights(folder: Path) -> None:
     with (folder / SINGLE_FILE).open("wb") as file:
         file.write(struct.pack("<Q", len(content)) + content)
         file.truncate(8 + len(content) + end)
+
+
+def write_uncounted_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a tokenizer that counts no prompt, so that no rule about lengths has its tokens to go by."""
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    monkeypatch.setattr("relax_cli.preflight.data_reader.load_light", lambda folder: None)
 
 
 def model_folder(folder: Path, config: dict[str, Any]) -> Path:

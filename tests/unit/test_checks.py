@@ -14,7 +14,7 @@ from relax_cli.config.schema import Config
 from relax_cli.errors import Problem
 from tests.support.rule_cases import PPO_ROLES, REFUSED_AND_NEAR_MISS, Change, roles
 from tests.support.rules import WITH_GPUS, problems_of
-from tests.support.standins import write_weights
+from tests.support.standins import write_uncounted_tokenizer, write_weights
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Confi
         "vocab_size": 16,
     }
     (model / "config.json").write_text(json.dumps(config))
-    (model / "tokenizer_config.json").write_text("{}")
+    write_uncounted_tokenizer(model, monkeypatch)
     write_weights(model)
     (tmp_path / "train.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 3)
 
@@ -92,6 +92,7 @@ def test_ranks_are_not_judged_by_cores_where_models_live_on_gpus(make: Callable[
     [
         ("config.json", "model-config-missing"),
         ("tokenizer_config.json", "model-tokenizer-missing"),
+        ("tokenizer.json", "model-tokenizer-missing"),
         ("model.safetensors", "model-weights-missing"),
     ],
 )

@@ -19,7 +19,7 @@ from tests.support.cli_app import built_in_plugins
 from tests.support.fixes import Flags, ways_out
 from tests.support.rule_cases import PPO_ROLES, REFUSED_AND_NEAR_MISS
 from tests.support.rules import UNKNOWN
-from tests.support.standins import write_weights
+from tests.support.standins import write_uncounted_tokenizer, write_weights
 from tests.support.unused_option_cases import UNUSED_OPTION_CASES
 
 PLUGINS = built_in_plugins()
@@ -147,7 +147,7 @@ def _a_folder_with_a_model_and_prompts(tmp_path: Path, monkeypatch: pytest.Monke
     }
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(config))
-    Path("model/tokenizer_config.json").write_text("{}")
+    write_uncounted_tokenizer(Path("model"), monkeypatch)
     write_weights(Path("model"))
     Path("train.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 3)
     Path("reward.py").write_text("def judge(samples): ...\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 from relax_cli.config.held_out import EvalSection, section_of_set
 from relax_cli.config.placement import rollout_engine
 from relax_cli.config.schema import Config, ModelSection, ParallelSection, RolloutSection
+from relax_cli.data.light_tokenizer import OLDER_FILES
 from relax_cli.errors import MACHINE_THEME, ConfigError
 from relax_cli.models.packages import INSTALL, PREFIX
 from relax_cli.models.spec import BRIDGE_FAMILIES, FAMILIES, config_of, known_folder, read_config
@@ -62,8 +63,10 @@ def model_config_unreadable(model: ModelSection) -> Found:
 
 @rule("model-tokenizer-missing", THEME, option="--hf-checkpoint", needs="files")
 def model_tokenizer_missing(model: ModelSection) -> Found:
-    """The folder has no `tokenizer_config.json`."""
+    """The folder has no `tokenizer_config.json`, or no `tokenizer.json` or older file with the tokenizer itself."""
     yield from _lacks(model, "tokenizer_config.json")
+    if not any((Path(model.hf_checkpoint) / name).exists() for name in OLDER_FILES):
+        yield from _lacks(model, "tokenizer.json")
 
 
 def _lacks(model: ModelSection, name: str) -> Found:
