@@ -27,6 +27,7 @@ from relax_cli.cli.console import Output
 from relax_cli.cli.text import counted, table
 from relax_cli.cli.warm import tell
 from relax_cli.config.redact import scrubbed
+from relax_cli.config.text import shortened
 from relax_cli.config.versions import NEWEST_MEGATRON, SETS, SGLANG_CONTRACTS, installed_version
 from relax_cli.data.sandbox.outside import sandbox_fault, sandbox_fix
 from relax_cli.errors import ExitCode
@@ -243,7 +244,7 @@ def check_part(part: Part, timeout: float) -> Check:
 def as_text(checks: list[Check]) -> str:
     """The table, then what to do."""
     width = 80 - len("problem") - 4 - max(len(check.name) for check in checks)
-    rows = [(c.name, c.status, _shortened(scrubbed(c.found), width)) for c in checks]
+    rows = [(c.name, c.status, shortened(scrubbed(c.found), width)) for c in checks]
     lines = [table(("part", "status", "found"), rows)]
     for status, title in (("problem", "problems"), ("note", "notes")):
         chosen = [check for check in checks if check.status == status]
@@ -358,8 +359,3 @@ def _plugins(plugins: Plugins) -> Iterator[Check]:
         severity: Severity = "problem" if row.distribution == "relax-cli" and row.status == "broken" else "note"
         found = found if is_ok else f"{found} is {row.status}: {row.reason}"
         yield _check(is_ok, f"plugin {row.name}", found, f"reinstall or update {row.distribution}", severity)
-
-
-def _shortened(text: str, width: int) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 1] + "…"

@@ -29,6 +29,12 @@ def printable(text: str) -> str:
     return text.translate({code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in codes})
 
 
+def shortened(text: str, most: int) -> str:
+    """The text on one line, at most so many characters of it."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
 def in_json(value: Any, most: int = 200) -> str:
     """A value as JSON spells it (`true`, `null`, `NaN`), at most so many characters of it; a text as it is."""
     try:

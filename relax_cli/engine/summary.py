@@ -8,12 +8,15 @@ from textwrap import wrap
 from typing import Any
 
 from relax_cli.config.held_out import sampling_of_set
+from relax_cli.config.text import shortened
 from relax_cli.engine.run import FinishedRun, resume_lines
 from relax_cli.tracking.numbers import curve
 from relax_cli.tracking.run_files import Evaluation, read_evaluations, read_samples
 
 EXAMPLES = 3
 """Responses shown for each held-out set."""
+WIDEST = 28
+"""Characters of a column of them."""
 
 
 def summary_dict(run: FinishedRun) -> dict[str, Any]:
@@ -104,12 +107,7 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
     ]
     if not rows:
         return lines
-    shown = [{k: _short(v) for k, v in row.items()} for row in rows]
+    shown = [{k: shortened(str(v), WIDEST) for k, v in row.items()} for row in rows]
     widths = {k: max(len(k), *(len(row[k]) for row in shown)) for k in shown[0]}
     header = "  ".join(k.ljust(w) for k, w in widths.items())
     return [*lines, f"  {header}", *("  " + "  ".join(row[k].ljust(w) for k, w in widths.items()) for row in shown)]
-
-
-def _short(value: object, limit: int = 28) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"

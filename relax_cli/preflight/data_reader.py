@@ -12,6 +12,7 @@ from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
+from relax_cli.checkpoint.layout import sha256_of
 from relax_cli.config.schema import Config, DataSection, RewardSection
 from relax_cli.data.light_tokenizer import LightTokenizer, load_light, load_older
 from relax_cli.data.prompts import Prompt, empty, read_prompts
@@ -76,7 +77,7 @@ def cache_key(
         if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) < LEAST_BYTES:
             return None
         files += [] if folder is None else [folder / name for name in TOKENIZER_FILES]
-        hashes = [_sha256(file) if file.is_file() else "" for file in files]
+        hashes = [sha256_of(file) if file.is_file() else "" for file in files]
         judged_by = (reward.rm_type, reward.custom_rm_path is None, reward.rm_url is None)
         rest = [section.model_dump(mode="json"), *judged_by, limits]
         return hashlib.sha256(json.dumps([version("relax-cli"), spec, hashes, rest]).encode()).hexdigest()
@@ -108,11 +109,6 @@ def store_summary(key: str, summary: PromptSummary) -> None:
 
 def _folder() -> Path:
     return default_cache_dir(os.environ) / "checked-data"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class DataReader:

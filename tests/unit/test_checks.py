@@ -102,6 +102,11 @@ def test_a_model_folder_that_lacks_a_file_is_refused(make: Callable[..., Config]
     assert ids(config) == [rule]
 
 
+def test_a_file_in_place_of_a_model_folder_is_called_a_file(make: Callable[..., Config]) -> None:
+    (problem,) = problems_of(make(model__hf_checkpoint="train.jsonl"))
+    assert (problem.id, problem.message) == ("model-folder-missing", "the model folder is a file")
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [("{", "model-config-unreadable"), ('{"model_type": "mamba"}', "model-family-unsupported")],

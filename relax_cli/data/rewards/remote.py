@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from relax_cli.config.redact import scrubbed
+from relax_cli.config.text import shortened
 from relax_cli.data.rewards.types import JudgesAhead, RewardInput, Score
 from relax_cli.data.values import sendable
 from relax_cli.errors import RunError, problem_kind
@@ -226,5 +227,4 @@ def _read(response: http.client.HTTPResponse) -> bytes:
 
 def _start(body: bytes, most: int = 200) -> str:
     """The beginning of an answer, on one line."""
-    text = " ".join(body[: 4 * most].decode("utf-8", "replace").split())
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return shortened(body[: 4 * most].decode("utf-8", "replace"), most)

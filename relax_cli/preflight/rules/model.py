@@ -34,14 +34,15 @@ def model_missing(model: ModelSection) -> Found:
 
 @rule("model-folder-missing", MACHINE_THEME, option="--hf-checkpoint", needs="files")
 def model_folder_missing(model: ModelSection) -> Found:
-    """The folder of `--hf-checkpoint` does not exist."""
+    """The folder of `--hf-checkpoint` does not exist, or is a file."""
     name = model.hf_checkpoint
     if name and not name.startswith(PREFIX) and not Path(name).is_dir():
         known, hub = known_folder(name), "ORG/NAME --local-dir DIR"
         if known is not None and known.name.startswith("Qwen"):
             hub = f"Qwen/{known.name} --local-dir {name}"
         fix = f"give an existing folder; one from a hub: hf download {hub}"
-        yield Finding("the model folder does not exist", PREPARE if is_of_quickstart(name) else fix, expected=FOLDER)
+        message = "the model folder is a file" if Path(name).is_file() else "the model folder does not exist"
+        yield Finding(message, PREPARE if is_of_quickstart(name) else fix, expected=FOLDER)
 
 
 @rule("model-config-missing", THEME, option="--hf-checkpoint", needs="files")
@@ -158,7 +159,7 @@ def longer_than_positions(rollout: RolloutSection, eval: EvalSection, inputs: Ru
 
 @rule("reference-folder-missing", THEME, option="--ref-load", needs="files")
 def reference_folder_missing(config: Config) -> Found:
-    """The folder of `--ref-load` does not exist."""
+    """The folder of `--ref-load` does not exist, or is a file."""
     folder = _reference(config)
     if folder is not None and not folder.is_dir():
         fix = "give the folder of a model, or drop --ref-load to compare with --hf-checkpoint"
