@@ -157,7 +157,8 @@ class Replay:
 
     def _advantages(self) -> Stage:
         section, columns = self.config.algorithm, dict(self.columns)
-        self._require("advantages", *(("values", "returns") if self.estimator.needs_critic else ()))
+        needed = ("values", "advantages", "returns") if self.estimator.needs_critic else ("advantages",)
+        self._require(*needed)
         if section.kl_coef:
             old = "rollout_log_probs" if self.estimator.needs_critic else "old_log_probs"
             self._require(old, "ref_log_probs")

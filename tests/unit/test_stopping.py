@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -42,6 +43,14 @@ def test_a_request_is_shown_once_and_a_doubled_signal_is_one() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.fixture
+def hangups_end() -> Iterator[None]:
+    """As where nothing above this process, such as nohup, has them ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_a_second_key_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "SAME_PRESS", 0.0)
     said: list[str] = []
@@ -55,7 +64,7 @@ def test_a_second_key_stops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_hangup_is_like_sigterm(number: signal.Signals) -> None:
+def test_a_hangup_is_like_sigterm(number: signal.Signals, hangups_end: None) -> None:
     said: list[str] = []
     stop = StopRequest(said.append)
     with stop.listening():
@@ -84,7 +93,7 @@ def test_a_stop_within_native_code_is_no_bug(stop: BaseException) -> None:
         raise SystemError("of something else") from ValueError()
 
 
-def test_a_terminal_that_has_gone_breaks_nothing() -> None:
+def test_a_terminal_that_has_gone_breaks_nothing(hangups_end: None) -> None:
     master, terminal = os.openpty()
     kept = os.dup(1)
     os.dup2(terminal, 1)
