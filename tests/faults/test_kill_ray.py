@@ -70,7 +70,7 @@ def worker_of(role: str, family: list[psutil.Process]) -> psutil.Process:
 
 def assert_gone(family: list[psutil.Process]) -> None:
     """No process of the run is left; Ray's own agents would stay for a minute."""
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not [(p.pid, p.status(), p.name()) for p in alive]
 
 

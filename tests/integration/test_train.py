@@ -69,7 +69,7 @@ def interrupted(task: Path, out: Path, number: signal.Signals, *options: str) ->
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     os.killpg(process.pid, number)
     stdout, stderr = process.communicate(timeout=120)
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=60)
     return Interrupted(out, process.returncode, stdout, stderr, alive)
 
 
@@ -168,10 +168,10 @@ def test_ctrl_c_while_starting_ends_fast_and_leaves_no_process(task: Path, tmp_p
     wait_for(lambda: (tmp_path / "run" / "logs" / "rollout-0.log").exists(), process)
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
 
 

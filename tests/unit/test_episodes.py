@@ -203,7 +203,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "exits": lambda _: _raise(SystemExit(3)),
     "stops iterating": lambda _: _raise(StopIteration()),
     "is interrupted": lambda _: _raise(KeyboardInterrupt()),
-    "hangs": lambda _: time.sleep(5),
+    "hangs": lambda _: time.sleep(60),
     "never awakes": lambda _: _sleep_forever(),
     "returns nothing": lambda _: None,
     "returns two": lambda _: ("a", 1.0),
@@ -233,7 +233,7 @@ def test_whatever_an_environment_does_is_named(tokenizer: Any, fault: str, is_as
     started = time.monotonic()
     with pytest.raises((RunError, ConfigError)) as caught:
         play(tokenizer, ["1$", "2$"], broken, count=2, section=EpisodeSection(env_timeout=0.4))
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 50
     (problem,) = caught.value.problems
     assert problem.id == ("prompt-encoding" if fault == "messages without template" else "env-failed")
     assert "data.jsonl:1" in problem.where

@@ -37,7 +37,7 @@ def start(end: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
 
 def gone(process: psutil.Process) -> bool:
     """Whether a process has ended."""
-    return not psutil.wait_procs([process], timeout=10)[1]
+    return not psutil.wait_procs([process], timeout=60)[1]
 
 
 def test_a_killed_run_leaves_none_of_its_adopted_processes() -> None:
@@ -65,6 +65,7 @@ def test_closing_ends_them_while_the_run_goes_on() -> None:
 def test_a_ctrl_c_for_the_group_of_the_run_reaches_none_of_them() -> None:
     run, (child, inner, other, guardian) = start("time.sleep(1000)")
     os.killpg(run.pid, signal.SIGSTOP)
+    os.waitpid(run.pid, os.WUNTRACED)
     assert child.status() != psutil.STATUS_STOPPED
     assert inner.status() != psutil.STATUS_STOPPED
     assert guardian.status() != psutil.STATUS_STOPPED

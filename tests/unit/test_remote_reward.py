@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -242,32 +244,23 @@ def test_nobody_listening_is_a_connection_fault(server: Server) -> None:
 
 
 def silent(handler: Handler) -> None:
-    time.sleep(5)
-
-
-def dripping(handler: Handler) -> None:
-    """Each byte comes in time, all of them never."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", "1000")
-    handler.end_headers()
-    for _ in range(100):
-        try:
-            handler.wfile.write(b" ")
-            handler.wfile.flush()
-        except OSError:
-            return
-        time.sleep(0.05)
+    time.sleep(60)
 
 
 def drip(handler: Handler, text: bytes) -> None:
     """Send each byte in time, all of them never."""
-    for byte in text * 100:
-        try:
+    with suppress(OSError):
+        for byte in itertools.cycle(text):
             handler.wfile.write(bytes([byte]))
             handler.wfile.flush()
-        except OSError:
-            return
-        time.sleep(0.05)
+            time.sleep(0.05)
+
+
+def dripping(handler: Handler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "10000")
+    handler.end_headers()
+    drip(handler, b" ")
 
 
 def slow_status(handler: Handler) -> None:
@@ -293,7 +286,7 @@ def test_the_deadline_ends_a_batch_whose_answer_does_not_come(
     server.answers = [behaviour]
     started = time.monotonic()
     problem = refused(quick(server.url(), deadline=0.5))
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 50
     assert problem.got == "no answer in 0.5 s"
     assert len(server.seen) == 1
 

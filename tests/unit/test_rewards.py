@@ -311,7 +311,7 @@ def test_a_reward_that_never_ends_is_ended(tmp_path: Path, kind: str, form: str)
     section = RewardSection(custom_rm_path=f"{tmp_path / 'mine.py'}:judge", rm_timeout=0.3)
     started = time.monotonic()
     problem = problem_of(RunError, load_reward(section, {}), [sample("a")])
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50
     assert "--rm-timeout 0.3" in problem.message
     assert "mine.py:" in problem.where
     assert "--rm-timeout 1.2" in problem.fix
@@ -499,13 +499,13 @@ def test_a_reward_file_is_tried_in_a_process_of_its_own(
     assert message is None or message in found[0].message
 
 
-def maths_of(deadline: float = 5.0) -> PooledReward:
+def maths_of(deadline: float = 60.0) -> PooledReward:
     return PooledReward("math", "relax_cli.data.rewards.math:MathJudge", ["correct"], deadline=deadline, workers=1)
 
 
 @pytest.fixture(scope="module")
 def maths() -> Iterator[PooledReward]:
-    reward = maths_of(deadline=1.0)
+    reward = maths_of()
     yield reward
     reward.close()
 
@@ -565,8 +565,10 @@ def test_signs_alone_are_not_a_math_label(label: str) -> None:
     assert not is_usable(label)
 
 
-def test_math_scores_zero_at_the_deadline_and_goes_on(maths: PooledReward) -> None:
-    stuck, fine = maths([sample("$(10^{10})!$"), sample("12")])
+def test_math_scores_zero_at_the_deadline_and_goes_on() -> None:
+    reward = maths_of(deadline=2.0)
+    stuck, fine = reward([sample("$(10^{10})!$"), sample("12")])
+    reward.close()
     assert stuck == RewardResult(0.0, {"correct": 0.0, "unjudged": 1.0})
     assert fine == RewardResult(1.0, {"correct": 1.0, "unjudged": 0.0})
 

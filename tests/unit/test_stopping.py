@@ -31,7 +31,8 @@ def test_nothing_to_lose_stops_at_once() -> None:
     assert stop.requested_stop is None
 
 
-def test_a_request_is_shown_once_and_a_doubled_signal_is_one() -> None:
+def test_a_request_is_shown_once_and_a_doubled_signal_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "SAME_PRESS", 600.0)
     said: list[str] = []
     stop = StopRequest(said.append)
     before = signal.getsignal(signal.SIGINT)
