@@ -325,6 +325,15 @@ def test_a_rank_that_is_alone_reads_every_value_once(
         assert [list(names) for _, _, names in read] == [["advantages"]], "the rest was read when the actor began"
 
 
+def test_cut_prompts_keep_their_end(task: Path, tmp_path: Path) -> None:
+    cut = ("rollout.rollout_max_prompt_len=3", "rollout.overlong_prompts=truncate-left")
+    with deployed(task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, *cut) as (_, roles):
+        rollout = roles["rollout"]
+        rollout.generate(0)
+        for sample in rollout.judged:
+            assert rollout.tokenizer.decode(sample.prompt_tokens) == sample.prompt.content[-3:]
+
+
 def test_an_actor_that_begins_before_the_values_learns_the_same(task: Path, tmp_path: Path) -> None:
     learnt = []
     for ahead in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from relax_cli.roles.actor import check_gap
 from relax_cli.roles.advantages import advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import Columns
 from relax_cli.roles.critic import with_end_state
+from relax_cli.roles.rollout import EVAL_STREAM, sample_seed
 from relax_cli.roles.training import summarise
 
 LENGTHS = (3, 1, 5, 2, 4, 130, 129)
@@ -264,3 +266,12 @@ def test_an_engine_with_another_model_ends_the_run(mean: float) -> None:
     with pytest.raises(RunError, match="another model") as caught:
         check_gap(mean, 3)
     assert caught.value.problems[0].id == "logprob-gap"
+
+
+def test_every_sample_has_noise_of_its_own() -> None:
+    places = itertools.product((1, 2), (0, 1, EVAL_STREAM), range(4), ((), (0,), (1,)))
+    seeds = [sample_seed(seed, rollout, row, *turn) for seed, rollout, row, turn in places]
+    assert len(set(seeds)) == 2 * 3 * 4 * 3
+    # A resumed run draws what the version that began it would have drawn.
+    assert sample_seed(1, 2, 3) == 6498626229777268288
+    assert sample_seed(1, 2, 3, 0) == 642920606058792133
