@@ -40,6 +40,7 @@ def phases(checked: CheckedRun, gpu: Hardware) -> dict[str, float]:
     """Seconds of each phase."""
     config, plan = checked.config, checked.plan
     assert plan is not None, checked.errors
+    assert plan.memory is not None, checked.errors
     assert checked.inputs.model is not None, checked.errors
     spec, samples = checked.inputs.model, plan.steps.samples_per_rollout
     longest = config.rollout.rollout_max_response_len
@@ -64,7 +65,7 @@ def phases(checked: CheckedRun, gpu: Hardware) -> dict[str, float]:
                 forward if role == "critic" or not config.algorithm.use_rollout_logprobs else 0.0
             )
             found[f"{role}: update"] = (6 + again) / 2 * forward
-    moved = sum(sum(m.resident.values()) for m in plan.memory if m.role in ("actor", "critic"))
+    moved = sum(sum(m.resident.values()) for m in plan.memory.roles if m.role in ("actor", "critic"))
     found["sleep and wake"] = 2 * moved / gpu.pcie
     found["publish"] = BYTES * plan.parameters["policy"] / gpu.pcie
     return {name: seconds for name, seconds in found.items() if seconds}

@@ -17,7 +17,7 @@ from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
 from relax_cli.preflight.memory.gpu import GpuMemory
 from relax_cli.preflight.memory.sizes import LIBRARIES, in_bytes
-from relax_cli.preflight.plan import Plan, plan_dict
+from relax_cli.preflight.plan import MemoryPlan, Plan, plan_dict
 
 if TYPE_CHECKING:
     from relax_cli.checkpoint.resume import ResumeDecision
@@ -178,11 +178,11 @@ def _steps(plan: Plan) -> list[str]:
 
 
 def _disk(plan: Plan) -> list[str]:
-    lines = ["", "disk"]
-    if not plan.checkpoint:
-        return [*lines, "  no checkpoints" if plan.memory else "  checkpoints: size not known"]
-    total = in_bytes(plan.checkpoint * plan.checkpoints_kept)
-    needed = f"{plan.checkpoints_kept} x {in_bytes(plan.checkpoint)} = {total}"
+    lines, memory = ["", "disk"], plan.memory
+    if memory is None or not memory.checkpoint:
+        return [*lines, "  no checkpoints" if memory else "  checkpoints: size not known"]
+    total = in_bytes(memory.checkpoint * memory.checkpoints_kept)
+    needed = f"{memory.checkpoints_kept} x {in_bytes(memory.checkpoint)} = {total}"
     free = "" if plan.disk_free is None else f", {in_bytes(plan.disk_free)} free"
     return [*lines, *wrapped(f"  checkpoints: {needed}{free}")]
 
@@ -190,17 +190,19 @@ def _disk(plan: Plan) -> list[str]:
 def memory_lines(plan: Plan) -> list[str]:
     """What the processes need, in all phases, and what was assumed."""
     lines = ["", "memory (estimate)"]
-    if not plan.memory:
-        return [*lines, "  not known: the model's config.json was not read"]
+    if plan.memory is None:
+        known = "the model's layers cannot be shared out" if plan.parameters else "the model's config.json was not read"
+        return [*lines, f"  not known: {known}"]
     parameters = ", ".join(f"{name} {count:,}" for name, count in plan.parameters.items())
     lines += wrapped(f"  parameters: {parameters}")
-    lines += _on_cpu(plan) if plan.gpu is None else _on_gpus(plan, plan.gpu)
+    lines += _on_cpu(plan, plan.memory) if plan.memory.gpu is None else _on_gpus(plan, plan.memory, plan.memory.gpu)
     return lines + [line for text in plan.assumptions for line in wrapped(f"  - {text}")]
 
 
 def simulation_lines(simulation: Mapping[str, Mapping[str, Mapping[str, int]]], plan: Plan | None) -> list[str]:
     """The peaks of a simulated step next to what the plan has for its role."""
-    planned = {m.role: m.model_bytes + sum(m.working.values()) for m in (() if plan is None else plan.memory)}
+    memory = None if plan is None else plan.memory
+    planned = {m.role: m.model_bytes + sum(m.working.values()) for m in (memory.roles if memory else ())}
     peaks = {(name, phase): parts for name, phases in simulation.items() for phase, parts in phases.items()}
     heaviest: dict[str, int] = {}
     for (name, _), parts in peaks.items():
@@ -219,41 +221,41 @@ def simulation_lines(simulation: Mapping[str, Mapping[str, Mapping[str, int]]], 
     return lines
 
 
-def _on_cpu(plan: Plan) -> list[str]:
+def _on_cpu(plan: Plan, memory: MemoryPlan) -> list[str]:
     header = ("  one process of", "libraries", "model", "working", "publishing", "peak")
     rows = []
-    for memory in plan.memory:
-        working, publishing = sum(memory.working.values()), sum(memory.publishing.values())
-        sizes = (memory.base_bytes, memory.model_bytes, working, publishing, memory.peak_bytes)
-        rows.append((f"  {memory.role}", *map(_size, sizes)))
+    for role in memory.roles:
+        working, publishing = sum(role.working.values()), sum(role.publishing.values())
+        sizes = (role.base_bytes, role.model_bytes, working, publishing, role.peak_bytes)
+        rows.append((f"  {role.role}", *map(_size, sizes)))
     lines = table(header, rows).splitlines()
-    for memory in plan.memory:
-        lines += _parts(f"  {memory.role}", {**memory.resident, **memory.working})
-    lines += _parts("  all processes together", plan.phases)
+    for role in memory.roles:
+        lines += _parts(f"  {role.role}", {**role.resident, **role.working})
+    lines += _parts("  all processes together", memory.phases)
     here = "" if plan.memory_here is None else f"; this machine has {in_bytes(plan.memory_here)}"
-    return [*lines, f"  at their peaks: {in_bytes(plan.peak)}{here}"]
+    return [*lines, f"  at their peaks: {in_bytes(memory.peak)}{here}"]
 
 
-def _on_gpus(plan: Plan, gpu: GpuMemory) -> list[str]:
+def _on_gpus(plan: Plan, memory: MemoryPlan, gpu: GpuMemory) -> list[str]:
     sizes = list(dict.fromkeys(fit.gpu for fit in gpu.fits))
     parts = {(fit.phase, fit.gpu): f"{fit.needed / fit.gpu:.0%}" for fit in gpu.fits}
-    by_role = {memory.role: memory for memory in plan.memory}
+    by_role = {role.role: role for role in memory.roles}
     rows = []
     for phase in dict.fromkeys(fit.phase for fit in gpu.fits):
-        memory = by_role.get(phase)
-        held = ("-", "-") if memory is None else (_size(memory.model_bytes), _size(sum(memory.working.values())))
+        role = by_role.get(phase)
+        held = ("-", "-") if role is None else (_size(role.model_bytes), _size(sum(role.working.values())))
         rows.append((f"  {phase}", *held, *(parts[phase, size] for size in sizes)))
     header = ("  one GPU in phase", "model", "working", *(f"of {_round(size)}" for size in sizes))
     lines = table(header, rows).splitlines()
-    for memory in plan.memory:
-        lines += _parts(f"  {memory.role}", {**memory.resident, **memory.working})
+    for role in memory.roles:
+        lines += _parts(f"  {role.role}", {**role.resident, **role.working})
     lines += _cache_lines(plan, gpu)
     for phase, advice in gpu.advice.items():
         lines += wrapped(f"  {phase} does not fit {_round(sizes[0])}; lower first: {'; then '.join(advice)}")
     here = "" if plan.memory_here is None or not plan.gpus_here else f"; this machine has {in_bytes(plan.memory_here)}"
     lines.append(f"  host memory of a node of {counted(gpu.host_gpus, 'GPU')}: {in_bytes(gpu.host)}{here}")
-    for memory in plan.memory:
-        lines += _parts(f"    each {memory.role} process", memory.host)
+    for role in memory.roles:
+        lines += _parts(f"    each {role.role} process", role.host)
     return lines
 
 

@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,8 @@ def _plain(value: Any, levels: int, left: list[int]) -> Any:
     if isinstance(value, list | tuple | set):
         parts = [_plain(v, levels - 1, left) for v in value]
         return tuple(parts) if isinstance(value, tuple) else parts
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > MOST_BITS:
-        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise TooLarge(f"an integer of {value.bit_length()} bits")
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -234,30 +234,35 @@ def _read_record(config: Any, path: Path, model: type[Config]) -> tuple[list[Set
     defaults = model().model_dump(mode="json")
     for section, body in sections.items():
         for key, raw in body.items() if isinstance(body, CommentedMap) and section in defaults else ():
-            where, value = line_of(body, key, path), plain(raw)
+            setting = _literal(section, key, raw, line_of(body, key, path))
             if key not in defaults[section]:
-                problems.append(unknown_key(section, key, where, model))
-            elif HIDDEN in json.dumps(value, default=str):
+                problems.append(unknown_key(section, key, setting.where, model))
+            elif HIDDEN in json.dumps(setting.value, default=str):
                 message = f"{section}.{key} had a secret, which config.json does not keep"
                 fix = f"give {flag(key)} after --recipe"
-                secret = SECRET_LEFT_OUT(message, fix=fix, option=flag(key), where=where)
-                settings.append(Setting(section, key, value, where, is_text=False, problems=(secret,)))
+                secret = SECRET_LEFT_OUT(message, fix=fix, option=flag(key), where=setting.where)
+                settings.append(replace(setting, problems=(secret,)))
             # A run with a number of rollouts has it from its passes over the data, if those were given.
-            elif key not in ("run_dir", "num_epoch") and value != defaults[section][key]:
-                settings.append(Setting(section, key, value, where, is_text=False))
+            elif key not in ("run_dir", "num_epoch") and (setting.problems or setting.value != defaults[section][key]):
+                settings.append(setting)
     return settings, problems
 
 
 def _setting(section: str, key: str, raw: Any, where: str, variables: Mapping[str, str]) -> Setting:
-    problems: list[Problem] = []
+    literal = _literal(section, key, raw, where)
+    problems = list(literal.problems)
+    expanded = _expand(literal.value, where, variables, problems)
+    is_text = isinstance(expanded, str) and expanded != literal.value
+    return replace(literal, value=expanded, is_text=is_text, problems=tuple(problems))
+
+
+def _literal(section: str, key: str, raw: Any, where: str) -> Setting:
+    """A value in which nothing is expanded."""
     try:
-        value = plain(raw)
+        return Setting(section, key, plain(raw), where, is_text=False)
     except TooLarge as error:
-        large = TOO_LARGE(f"{section}.{key} has {error}", where=where, fix="write the value out, without aliases")
+        large = TOO_LARGE(f"{section}.{key} has {error}", where=where, fix="write it shorter, and without aliases")
         return Setting(section, key, None, where, is_text=False, problems=(large,))
-    expanded = _expand(value, where, variables, problems)
-    is_text = isinstance(value, str) and expanded != value
-    return Setting(section, key, expanded, where, is_text, problems=tuple(problems))
 
 
 def unknown_key(section: str, key: str, where: str, model: type[Config]) -> Problem:

@@ -122,8 +122,10 @@ def unset_variable(name: str, option: str, where: str, got: str) -> Problem:
 def prepare(setting: Setting, field: FieldInfo) -> Any:
     """The value as pydantic may see it, or the problem that pydantic's leniency would hide."""
     kind = base_type(field)
-    value = _from_text(setting.value, field) if setting.is_text else setting.value
     is_typed = setting.where.startswith(("RELAX_", "--"))
+    # A variable of the shell that is not set leaves an empty text, which is not meant to unset an option.
+    is_empty = is_typed and setting.value == ""
+    value = _from_text(setting.value, field) if setting.is_text and not is_empty else setting.value
     if value is None and not is_optional(field) and (is_typed or kind in (tuple, dict)):
         return UNSET
     if kind is str and value == "" and field.default != "":
@@ -145,13 +147,15 @@ def prepare(setting: Setting, field: FieldInfo) -> Any:
 
 
 def _from_text(text: str, field: FieldInfo) -> Any:
-    """Text read as YAML 1.2, except that a text option keeps what was typed (`123`, `a: b`)."""
-    value = yaml_value(text)
-    keeps: dict[Any, tuple[type, ...]] = {str: (str,), tuple: (str, list)}
-    wanted = keeps.get(base_type(field))
-    if wanted is None or isinstance(value, wanted) or text == NULL or (value is None and is_optional(field)):
+    """Text read as YAML 1.2, except that a text option keeps what was typed (`123`, `a: b`, `a # b`) unless it stands
+    in quotes, or is a list in brackets."""
+    value, kind = yaml_value(text), base_type(field)
+    if kind not in (str, tuple) or text == NULL:
         return value
-    return text
+    if text.lstrip().startswith(("'", '"', "[")) and isinstance(value, str if kind is str else str | list):
+        return value
+    is_unset = text.strip() in ("", "~") and is_optional(field)
+    return None if is_unset else text.strip() if kind is str else text
 
 
 def _fits_a_disk(path: Any) -> bool:

@@ -121,13 +121,15 @@ def check_run(
     rewards = frozenset({*BUILTIN_REWARDS, *plugins.rewards()})
     inputs = RunInputs() if skip_files else read_inputs(config, progress, rewards)
     named = (frozenset(plugins.envs()), plugins.curriculums(), plugins.trackers())
-    context = RuleContext(config, inputs, machine, rewards, *named)
+    graph, graph_problems = _graph(plugins, config)
+    context = RuleContext(config, inputs, machine, rewards, *named, () if graph is None else graph.names)
     problems = [*resolved.problems, *hub_problems, *run_rules(context, skip_files=skip_files)]
     if not skip_files:
         problems += known(lambda: plugins.broken_references(config)) or []
     notes = [p for p in problems if is_about_machine(p)]
     problems = [p for p in problems if not is_about_machine(p)]
-    graph = _graph(plugins, config, problems)
+    reported = {problem.id for problem in problems}
+    problems[:0] = [problem for problem in graph_problems if problem.id not in reported]
     start = plan = None
     if graph is not None:
         has_critic, planned, seen = "critic" in graph, with_paths(config, resolved.unread), inputs
@@ -147,13 +149,11 @@ def check_run(
     return CheckedRun(config, origins, made, in_order, words, inputs, tuple(notes), graph, start, plan, unread)
 
 
-def _graph(plugins: Plugins, config: Config, problems: list[Problem]) -> ServiceGraph | None:
+def _graph(plugins: Plugins, config: Config) -> tuple[ServiceGraph | None, tuple[Problem, ...]]:
     try:
-        return plugins.service_graph(config)
+        return plugins.service_graph(config), ()
     except ConfigError as error:
-        reported = {problem.id for problem in problems}
-        problems[:0] = [problem for problem in error.problems if problem.id not in reported]
-        return None
+        return None, error.problems
 
 
 def _plan(

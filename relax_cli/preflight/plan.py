@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from relax_cli.config.placement import needed_cpus, processes_of, ranks_of, shared_bundles, takes_bundles, threads_of
@@ -57,8 +57,47 @@ class StepsPlan:
 
 
 @dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of the run's processes, and its checkpoints."""
+
+    roles: tuple[RoleMemory, ...]
+    phases: dict[str, int]
+    """Bytes in each phase: of all processes together on a CPU, of one GPU on GPUs."""
+    peak: int
+    """Peak bytes of all processes of a CPU run; 0 on GPUs."""
+    gpu: GpuMemory | None
+    """How the phases fit GPUs; None on a CPU."""
+    checkpoint: int
+    """Bytes of one checkpoint (of the pair); 0 where nothing is saved."""
+    checkpoints_kept: int
+
+    @property
+    def parked(self) -> int:
+        """Bytes of host memory that sleeping roles and offloaded optimizers of GPUs take, in all processes."""
+        return sum(m.ranks * m.host_bytes for m in self.roles)
+
+
+def plan_memory(config: Config, roles: Sequence[str], inputs: RunInputs, machine: Machine) -> MemoryPlan | None:
+    """The estimates for these roles; None where the model is not known, or its layers cannot be shared out."""
+    spec, on_gpu = inputs.model, config.parallel.device == "cuda"
+    if spec is None or min(config.parallel.stage_layers(spec.num_layers)) < 1:
+        return None
+    lengths, saves = inputs.lengths_for(config), config.checkpoint.save is not None
+    memory = tuple(estimate.roles_memory(config, roles, spec, lengths))
+    gpu_size = machine.gpu_memory() if on_gpu and machine.gpus else None
+    return MemoryPlan(
+        roles=memory,
+        phases=estimate.phase_bytes(config, memory),
+        peak=0 if on_gpu else estimate.host_peak(config, memory),
+        gpu=gpu_memory(config, spec, memory, lengths, gpu_size, machine.gpus) if on_gpu else None,
+        checkpoint=estimate.checkpoint_bytes(config, spec) if saves else 0,
+        checkpoints_kept=estimate.kept_checkpoints(config.checkpoint, inputs.rollouts(config)) if saves else 0,
+    )
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The whole plan. What has a default is only known where the model is."""
+    """The whole plan."""
 
     roles: tuple[RolePlan, ...]
     device: str
@@ -72,22 +111,9 @@ class Plan:
     disk_free: int | None
     memory_here: int | None
     assumptions: tuple[str, ...]
-    memory: tuple[RoleMemory, ...] = ()
-    parameters: dict[str, int] = field(default_factory=dict)
-    phases: dict[str, int] = field(default_factory=dict)
-    """Bytes in each phase: of all processes together on a CPU, of one GPU on GPUs."""
-    peak: int = 0
-    """Peak bytes of all processes of a CPU run; 0 on GPUs."""
-    gpu: GpuMemory | None = None
-    """How the phases fit GPUs; None on a CPU."""
-    checkpoint: int = 0
-    """Bytes of one checkpoint (of the pair); 0 where nothing is saved."""
-    checkpoints_kept: int = 0
-
-    @property
-    def parked(self) -> int:
-        """Bytes of host memory that sleeping roles and offloaded optimizers of GPUs take, in all processes."""
-        return sum(m.ranks * m.host_bytes for m in self.memory)
+    parameters: dict[str, int]
+    """Empty where the model is not known."""
+    memory: MemoryPlan | None
 
     @property
     def gpus_why(self) -> str:
@@ -119,7 +145,7 @@ def build_plan(
     parallel, spec = config.parallel, inputs.model
     names, bundles = tuple(role.name for role in graph), shared_bundles(parallel, config.sglang)
     on_gpu = parallel.device == "cuda"
-    plan = Plan(
+    return Plan(
         roles=tuple(_role(config, role, cores) for role in graph),
         device=parallel.device,
         launcher=parallel.launcher,
@@ -131,21 +157,8 @@ def build_plan(
         disk_free=machine.free_disk(config.checkpoint.save or "."),
         memory_here=machine.memory,
         assumptions=tuple(_assumptions(config, inputs)),
-    )
-    if spec is None:
-        return plan
-    lengths, saves = inputs.lengths_for(config), config.checkpoint.save is not None
-    memory = tuple(estimate.roles_memory(config, names, spec, lengths))
-    gpu_size = machine.gpu_memory() if on_gpu and machine.gpus else None
-    return replace(
-        plan,
-        memory=memory,
-        parameters=_parameters(config, spec, has_critic="critic" in names),
-        phases=estimate.phase_bytes(config, memory),
-        peak=0 if on_gpu else estimate.host_peak(config, memory),
-        gpu=gpu_memory(config, spec, memory, lengths, gpu_size, machine.gpus) if on_gpu else None,
-        checkpoint=estimate.checkpoint_bytes(config, spec) if saves else 0,
-        checkpoints_kept=estimate.kept_checkpoints(config.checkpoint, inputs.rollouts(config)) if saves else 0,
+        parameters={} if spec is None else _parameters(config, spec, has_critic="critic" in names),
+        memory=plan_memory(config, names, inputs, machine),
     )
 
 
@@ -162,23 +175,28 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         },
         "gpus": {"needed": plan.gpus, "here": plan.gpus_here, "why": plan.gpus_why},
         "steps": vars(plan.steps),
-        "memory": {
-            "parameters": plan.parameters,
-            "per_process": [
-                {**_attributes(m, "role resident working publishing host peak_bytes"), "processes": m.ranks}
-                for m in plan.memory
-            ],
-            "phases": {"of": "one GPU" if plan.gpus else "all processes", "bytes": plan.phases},
-            "peak_bytes": plan.peak or max(plan.phases.values(), default=None),
-            "parked_on_host_bytes": plan.parked,
-            "gpu": None if plan.gpu is None else _gpu_dict(plan.gpu),
-            "host_bytes_here": plan.memory_here,
-            "checkpoint_bytes": plan.checkpoint,
-            "checkpoints_kept": plan.checkpoints_kept,
-            "disk_bytes_needed": plan.checkpoint * plan.checkpoints_kept,
-            "disk_bytes_free": plan.disk_free,
-            "assumptions": list(plan.assumptions),
-        },
+        "memory": _memory_dict(plan),
+    }
+
+
+def _memory_dict(plan: Plan) -> dict[str, Any]:
+    memory = plan.memory or MemoryPlan((), {}, 0, None, 0, 0)
+    return {
+        "parameters": plan.parameters,
+        "per_process": [
+            {**_attributes(m, "role resident working publishing host peak_bytes"), "processes": m.ranks}
+            for m in memory.roles
+        ],
+        "phases": {"of": "one GPU" if plan.gpus else "all processes", "bytes": memory.phases},
+        "peak_bytes": memory.peak or max(memory.phases.values(), default=None),
+        "parked_on_host_bytes": memory.parked,
+        "gpu": None if memory.gpu is None else _gpu_dict(memory.gpu),
+        "host_bytes_here": plan.memory_here,
+        "checkpoint_bytes": memory.checkpoint,
+        "checkpoints_kept": memory.checkpoints_kept,
+        "disk_bytes_needed": memory.checkpoint * memory.checkpoints_kept,
+        "disk_bytes_free": plan.disk_free,
+        "assumptions": list(plan.assumptions),
     }
 
 

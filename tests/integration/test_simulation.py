@@ -124,7 +124,7 @@ def test_the_plan_of_a_recipe_is_within_a_tenth_of_its_step(recipe: str, role: s
         words += ["parallel.recompute_method=null", "parallel.recompute_num_layers=null"]
     run = check_run(load_plugins(), Layers([recipe], {}, words))
     assert run.plan is not None
-    (planned,) = (m.model_bytes + sum(m.working.values()) for m in run.plan.memory if m.role == role)
+    (planned,) = (m.model_bytes + sum(m.working.values()) for m in run.plan.memory.roles if m.role == role)
     found = max(map(peak, simulate(run, lambda _: None, [role]).values()))
     print(f"{recipe} {role} {' '.join(overrides)}: simulated {found / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB")
     assert planned == pytest.approx(found, rel=0.1)

@@ -41,6 +41,8 @@ HOSTILE = {
     "long integer": HEAD + "9" * 6000,
     "long hexadecimal": HEAD + "0x" + "f" * 6000,
     "long exponent": HEAD + "1e999999999",
+    "long integer in an object": "data:\n  chat_template_kwargs: {a: 12345678901234567890123}\n",
+    "long integer in a record": '{"config": {"run": {"seed": 12345678901234567890123}}, "origins": {}}',
     "itself": "optimizer: &a\n  lr: *a\n",
     "itself in a list": "rollout:\n  rollout_stop: &a [*a]\n",
     "bomb": BOMB + "rollout:\n  rollout_stop: *i\n",
@@ -118,6 +120,30 @@ def test_huge_and_endless_recipes_are_refused_at_once(folder: Path) -> None:
     assert "recipe-limit" in judge(Layers([str(folder / "large.yaml")]))
     assert "recipe-not-found" in judge(Layers([str(folder / "pipe.yaml")]))
     assert "recipe-not-found" in judge(Layers(["/dev/zero"]))
+    assert time.process_time() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sets", "rule"),
+    [
+        ("tiny-ppo-cpu", ["parallel.pipeline_model_parallel_size=1000000"], "invalid-value"),
+        ("tiny-ppo-cpu", ["parallel.pipeline_model_parallel_size=65536"], "pipeline-layers"),
+        # A stage without a layer has no memory plan.
+        (
+            "qwen3-4B-8xgpu-ppo",
+            ["parallel.pipeline_model_parallel_size=3", "parallel.decoder_last_pipeline_num_layers=99991"],
+            "pipeline-layers",
+        ),
+        ("tiny-ppo-cpu", ["batch.rollout_batch_size=999999999989", "batch.global_batch_size=999999999988"],
+         "batch-arithmetic"),
+    ],
+)  # fmt: skip
+def test_counts_of_any_size_are_judged_at_once(recipe: str, sets: list[str], rule: str) -> None:
+    started = time.process_time()
+    checked = check_run(PLUGINS, Layers([recipe], {}, sets), here=False)
+    assert rule in [problem.id for problem in checked.errors]
+    assert max(len(problem.got) for problem in checked.problems) < 200
+    as_text(checked, show_origin=True)
     assert time.process_time() - started < 10
 
 

@@ -200,6 +200,31 @@ def test_a_path_with_an_unset_variable_is_refused(tmp_path: Path) -> None:
         assert (problem.id, problem.option) == ("path-variable", "--save")
 
 
+@pytest.mark.parametrize(("text", "kept"), [
+    ("Use # for a title", "Use # for a title"), ("# Task", "# Task"), ("one\ntwo", "one\ntwo"), ("&a b", "&a b"),
+    ("- x", "- x"), ("a: b", "a: b"), ("123", "123"), ("[x]", "[x]"), ("'null'", "null"), ('"a\\nb"', "a\nb"),
+])  # fmt: skip
+def test_a_text_option_keeps_what_was_typed(tmp_path: Path, text: str, kept: str) -> None:
+    expanded = tmp_path / "expanded.yaml"
+    expanded.write_text("data: {system_prompt: '${TEXT}'}")
+    for layers in (
+        Layers(env={"RELAX_SYSTEM_PROMPT": text}),
+        Layers(overrides=[f"data.system_prompt={text}"]),
+        Layers([str(expanded)], {"TEXT": text}),
+    ):
+        assert load_config(layers, Config).config.data.system_prompt == kept
+    stops = load_config(Layers(env={"RELAX_ROLLOUT_STOP": text}), Config).config.rollout.rollout_stop
+    assert stops == (("x",) if text == "[x]" else (kept,))
+
+
+@pytest.mark.parametrize("name", ["lr", "num_rollout", "save", "shuffle", "lr_decay_style", "resource", "track"])
+def test_an_empty_variable_unsets_nothing(tmp_path: Path, name: str) -> None:
+    """A script's `RELAX_LR=$LR` without `LR` would otherwise replace the recipe's rate by the default."""
+    for layers in (Layers(env={f"RELAX_{name.upper()}": ""}), Layers(overrides=[f"{OPTIONS[name][0]}.{name}="])):
+        (problem,) = load_config(layers, Config).problems
+        assert (problem.id, problem.option) in {("invalid-value", flag(name)), ("resource-json", flag(name))}
+
+
 @pytest.mark.parametrize("name", ["save", "load", "run_dir", "rm_type", "input_key", "advantage_estimator", "ref_load"])
 def test_an_empty_text_is_refused(name: str) -> None:
     (problem,) = load_config(Layers(flags={name: ""}), Config).problems

@@ -25,7 +25,7 @@ OFFLOADED = 16
 """Bytes of a parameter whose optimizer is in host memory: fp32 master weight, gradient and two moments."""
 
 
-def roles_memory(config: Config, roles: tuple[str, ...], spec: ModelSpec, lengths: Lengths) -> list[RoleMemory]:
+def roles_memory(config: Config, roles: Sequence[str], spec: ModelSpec, lengths: Lengths) -> list[RoleMemory]:
     """One process of each role, on the device of `--device` (`auto`: CPU); of its stages the one that needs most."""
     counts = config.parallel.stage_layers(spec.num_layers)
     stages = [_Sizes(config, spec, lengths, stage) for stage in range(len(counts))]

@@ -6,6 +6,7 @@ import math
 
 from relax_cli.config.names import nearest
 from relax_cli.config.schema import BatchSection, CriticSection, ModelSection, ParallelSection
+from relax_cli.config.text import shortened
 from relax_cli.models.spec import INDIVISIBLE
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.rules.registry import Finding, Found, largest_divisor, rule
@@ -78,7 +79,7 @@ def pipeline_layers(parallel: ParallelSection, inputs: RunInputs) -> Found:
             fix += "" if last is None else ", and drop --decoder-last-pipeline-num-layers"
         message = f"the model's {layers} layers cannot be shared out among {stages} pipeline stages"
         expected = f"stages that have {layers} layers together, and at least one each"
-        yield Finding(message, fix, " + ".join(map(str, counts)), expected)
+        yield Finding(message, fix, shortened(" + ".join(map(str, counts)), 80), expected)
 
 
 @rule("bridge-pipeline", "Model", option="--pipeline-model-parallel-size", needs="files")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_cli.config.placement import object_store_bytes, rollout_engine, shared_bundles
-from relax_cli.config.schema import Config, ParallelSection, SglangSection
+from relax_cli.config.schema import CheckpointSection, Config, ParallelSection, SglangSection
 from relax_cli.errors import MACHINE_THEME
 from relax_cli.models.files import weight_bytes
-from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine, ray_temp_trouble
 from relax_cli.preflight.machine import ray_temp_folder as folder_of_ray
-from relax_cli.preflight.memory.estimate import checkpoint_bytes, kept_checkpoints
 from relax_cli.preflight.memory.sizes import in_bytes
+from relax_cli.preflight.plan import MemoryPlan
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
 RAY_USES_FILES_BELOW = 10**10
@@ -65,19 +64,19 @@ def lacking_bf16(has_bf16: bool) -> Finding | None:
 
 
 @rule("disk-too-small", MACHINE_THEME, option="--save", needs="machine")
-def disk_too_small(config: Config, inputs: RunInputs, machine: Machine) -> Found:
+def disk_too_small(checkpoint: CheckpointSection, memory: MemoryPlan | None, machine: Machine) -> Found:
     """The disk has no room for one checkpoint."""
-    one, kept, free = _checkpoints(config, inputs, machine)
+    one, kept, free = _checkpoints(checkpoint, memory, machine)
     if free is not None and free < one:
         expected = f"{in_bytes(kept * one)}: {kept} × {in_bytes(one)}"
         yield Finding("", "make room, or choose another --save", f"{in_bytes(free)} free", expected)
 
 
 @rule("disk-fills-up", MACHINE_THEME, option="--save", severity="warning", needs="machine")
-def disk_fills_up(config: Config, inputs: RunInputs, machine: Machine) -> Found:
+def disk_fills_up(checkpoint: CheckpointSection, memory: MemoryPlan | None, machine: Machine) -> Found:
     """A warning: the disk has no room for all checkpoints that would be kept, counting that a new one is written before
     the oldest is removed."""
-    one, kept, free = _checkpoints(config, inputs, machine)
+    one, kept, free = _checkpoints(checkpoint, memory, machine)
     if free is not None and one <= free < kept * one:
         fits, expected = free // one, f"{in_bytes(kept * one)}: {kept} × {in_bytes(one)}"
         keep = f"--keep-checkpoints {fits - 1} (a new one is written before the oldest is removed), or make room"
@@ -85,13 +84,13 @@ def disk_fills_up(config: Config, inputs: RunInputs, machine: Machine) -> Found:
         yield Finding(f"the disk is full after {fits} checkpoints", fix, f"{in_bytes(free)} free", expected)
 
 
-def _checkpoints(config: Config, inputs: RunInputs, machine: Machine) -> tuple[int, int, int | None]:
+def _checkpoints(
+    section: CheckpointSection, memory: MemoryPlan | None, machine: Machine
+) -> tuple[int, int, int | None]:
     """Bytes of one checkpoint, how many are kept, and bytes free; no bytes free are known where nothing is saved."""
-    save = config.checkpoint.save
-    if save is None or inputs.model is None:
+    if section.save is None or memory is None:
         return 0, 0, None
-    kept = kept_checkpoints(config.checkpoint, inputs.rollouts(config))
-    return checkpoint_bytes(config, inputs.model), kept, machine.free_disk(save)
+    return memory.checkpoint, memory.checkpoints_kept, machine.free_disk(section.save)
 
 
 @rule("shared-memory-too-small", MACHINE_THEME, option="--launcher", needs="machine")

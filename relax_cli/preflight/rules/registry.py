@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import isqrt
 from typing import Literal
 
 from relax_cli.config.layers import UnreadOption
@@ -23,6 +25,7 @@ from relax_cli.plugin.records import BUILTIN_CURRICULUMS, Curriculum
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
 from relax_cli.preflight.inputs import RunInputs
 from relax_cli.preflight.machine import Machine
+from relax_cli.preflight.plan import MemoryPlan, plan_memory
 
 Needs = Literal["config", "files", "machine"]
 """What a rule looks at besides the configuration: nothing, model and data files, this machine."""
@@ -40,6 +43,13 @@ class RuleContext:
     envs: frozenset[str] = frozenset()
     curriculums: Mapping[str, Curriculum] = field(default_factory=lambda: BUILTIN_CURRICULUMS)
     trackers: Mapping[str, Tracker] = field(default_factory=lambda: BUILTIN_TRACKERS)
+    roles: tuple[str, ...] = ()
+    """Of the run; those of `--resource` where the estimator does not say."""
+
+    @cached_property
+    def memory(self) -> MemoryPlan | None:
+        """What the plan says of memory and checkpoints; None where that is not known."""
+        return plan_memory(self.config, self.roles or tuple(self.config.parallel.resource), self.inputs, self.machine)
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ def _given(config: Config, option: str) -> str:
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-CONTEXT = tuple(RuleContext.__dataclass_fields__)
+CONTEXT = (*RuleContext.__dataclass_fields__, "memory")
 RULES: list[Rule] = []
 """All rules, in the order in which they are asked."""
 
@@ -126,9 +136,13 @@ def rule(
     return declare
 
 
+MOST_TRIED = 10**6
+
+
 def largest_divisor(count: int, most: int) -> int:
-    """The largest divisor of `count` that is not above `most`."""
-    return max(n for n in range(1, min(count, most) + 1) if count % n == 0)
+    """The largest divisor of `count` that is not above `most`, or a smaller one where `count` is huge."""
+    small = [n for n in range(1, min(isqrt(count), MOST_TRIED) + 1) if count % n == 0]
+    return max(n for divisor in small for n in (divisor, count // divisor) if n <= most)
 
 
 def run_rules(context: RuleContext, *, skip_files: bool = False) -> list[Problem]:
