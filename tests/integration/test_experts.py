@@ -167,6 +167,15 @@ def test_adapters_in_the_attention_leave_experts_alone(moe: Path) -> None:
     assert changed == {f"self_attn.{part}_proj.weight" for part in "qkvo"}
 
 
+def test_ranks_without_experts_to_train_join_on_the_device(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, devices = build(Run("policy", moe)).optimizer, []
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, **_: devices.append(tensor.device.type))
+    optimizer.masters.parameters = [torch.empty(1, device="meta")]
+    with pytest.raises(RuntimeError, match="meta"):  # nothing can be read there
+        optimizer._squared_norm([], parallel.TENSOR.group)
+    assert devices == ["meta"]
+
+
 def test_simulated_routing_gives_experts_equally_many_tokens(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen3_moe", num_experts_per_tok=3)
     model = build(Run("policy", tmp_path))

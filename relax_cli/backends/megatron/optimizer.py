@@ -151,18 +151,19 @@ class Optimizer:
             and param_is_not_tensor_parallel_duplicate(parameter, mpu.get_tensor_model_parallel_group())
         ]
         dense = [parameter for parameter in mine if not parallel.is_shared_out(parameter)]
-        squared = _squared_norm(dense, mpu.get_model_parallel_group())
+        squared = self._squared_norm(dense, mpu.get_model_parallel_group())
         if self.model.config.num_moe_experts and parallel.EXPERT.size * parallel.TENSOR.size > 1:
             experts = [parameter for parameter in mine if parallel.is_shared_out(parameter)]
-            squared += _squared_norm(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
+            squared += self._squared_norm(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
         return math.sqrt(squared)
 
-
-def _squared_norm(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> float:
-    """Of the gradients over all ranks of `group`."""
-    squared = torch.nn.utils.get_total_norm([parameter.main_grad for parameter in parameters]).square()  # type: ignore[attr-defined]
-    dist.all_reduce(squared, group=group)
-    return float(squared)
+    def _squared_norm(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> float:
+        """Of the gradients over all ranks of `group`. Without parameters, as of frozen experts, torch's 0 is on the CPU,
+        where NCCL adds up nothing."""
+        norm = torch.nn.utils.get_total_norm([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
+        squared = norm.to(self.masters.parameters[0].device).square()
+        dist.all_reduce(squared, group=group)
+        return float(squared)
 
 
 def _parameter_groups(model: DistributedDataParallel, section: OptimizerSection, lr: float) -> list[dict[str, Any]]:
