@@ -4,7 +4,7 @@ Some of its modules create small tensors and buffers on "the current CUDA device
 are on the CPU, the name `torch` inside these modules is replaced by a view of torch in which the CUDA device is the
 CPU, and the functions that read and set the generator of the CUDA device do nothing. Everything else a CPU needs goes
 through public extension points: `use_cpu_initialization`, the layer spec (`layers.py`), the steps of saving and loading
-(`checkpointing.py`), and our own optimizer over Megatron's parameter groups (`optimizer.py`).
+(`checkpointing.py`), and our own optimizer (`optimizer.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ UNTESTED = problem_kind(
 
 PATCHED_MODULES = (
     "megatron.core.distributed.param_and_grad_buffer",  # gradient buffers
-    "megatron.core.optimizer.optimizer",  # the constant loss scale of FP32Optimizer
     "megatron.core.pipeline_parallel.p2p_communication",  # what pipeline stages receive
     "megatron.core.pipeline_parallel.schedules",  # the token counter
     "megatron.core.tensor_parallel.layers",  # sequence parallelism

@@ -1,8 +1,8 @@
 """Adam over fp32 masters, gradient clipping and the learning-rate schedule.
 
-Megatron groups the parameters (no weight decay for norms and biases). Its optimizer classes are not used: they check
-for CUDA tensor types by name, update with another Adam where TransformerEngine or Apex is installed, and leave
-parameters that stay in fp32 under bf16 (a value head) out of the checkpoint's numbering.
+Megatron's optimizer classes are not used: they check for CUDA tensor types by name, update with another Adam where
+TransformerEngine or Apex is installed, and leave parameters that stay in fp32 under bf16 (a value head) out of the
+checkpoint's numbering.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
@@ -61,7 +60,7 @@ class Optimizer:
         self.clip_grad = section.clip_grad
         self.num_steps = 0
         """Steps taken so far, resumed ones included and skipped ones not."""
-        groups = _parameter_groups(model, section, schedule.lr)
+        groups = _parameter_groups(model, section.weight_decay)
         self.masters = Masters(
             [parameter for group in groups for parameter in group["params"]],
             on_host=section.optimizer_cpu_offload,
@@ -69,7 +68,6 @@ class Optimizer:
         )
         for group in groups:
             group["params"] = self.masters.values_of(group["params"])
-            group["weight_decay"] = section.weight_decay * group["wd_mult"]
         self.adam = torch.optim.AdamW(
             groups,
             lr=schedule.lr,
@@ -158,24 +156,22 @@ class Optimizer:
         return math.sqrt(squared)
 
     def _squared_norm(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> float:
-        """Of the gradients over all ranks of `group`. Without parameters, as of frozen experts, torch's 0 is on the CPU,
-        where NCCL adds up nothing."""
+        """Of the gradients over all ranks of `group`."""
         norm = torch.nn.utils.get_total_norm([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
+        # Of nothing, as of experts that are frozen, it is a 0 on the CPU, and NCCL takes none.
         squared = norm.to(self.masters.parameters[0].device).square()
         dist.all_reduce(squared, group=group)
         return float(squared)
 
 
-def _parameter_groups(model: DistributedDataParallel, section: OptimizerSection, lr: float) -> list[dict[str, Any]]:
-    """Megatron's groups: parameters, their multipliers of weight decay and learning rate, and the rates' bounds."""
-    chained = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=lr, min_lr=section.min_lr, weight_decay=section.weight_decay),
-        [model],
-        use_gloo_process_groups=False,
-    )
+def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """What is trained; norms and biases without weight decay, experts that are shared out after the rest."""
+    kinds: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {
+        (is_expert, is_vector): [] for is_expert in (False, True) for is_vector in (False, True)
+    }
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            kinds[parallel.is_shared_out(parameter), parameter.dim() == 1].append(parameter)
     return [
-        {name: value for name, value in group.items() if name not in each.optimizer.defaults}
-        # One for the parameters that every rank has, and one for experts that are shared out.
-        for each in chained.chained_optimizers
-        for group in each.optimizer.param_groups
+        {"params": found, "weight_decay": 0.0 if is_vector else weight_decay} for (_, is_vector), found in kinds.items()
     ]
