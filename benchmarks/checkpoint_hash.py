@@ -70,7 +70,7 @@ def write_model(layers: int, folder: Path) -> None:
 def build(folder: Path, kind: ModelKind = "policy") -> TrainableModel:
     """The model of that folder with its optimizer."""
     device = select_device("cpu")
-    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), device, seed=0)
+    parallel.initialize(ParallelSection(), device, seed=0)
     settings = Build(ParallelSection(), device, seed=0)
     return TrainableModel(kind, folder, settings, Schedule(OptimizerSection(), 1e-6, warmup_iters=0, decay_iters=10))
 

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--format", choices=("text", "json"), default="text")
     args = parser.parse_args()
     device = select_device("cpu")
-    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), device, seed=1)
+    parallel.initialize(ParallelSection(), device, seed=1)
     with tempfile.TemporaryDirectory() as folder:
         model_folder, _ = make_inputs(Path(folder))
         build = Build(ParallelSection(), device, seed=1)

@@ -257,7 +257,7 @@ def _trainable(kind: ModelKind, folder: Path, device: str, dtype: Any, *, parks:
 
     chosen = select_device("cuda" if device == "cuda" else "cpu")
     chosen = replace(chosen, training_dtype=dtype or chosen.training_dtype, shared_memory=parks)
-    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), chosen, seed=5)
+    parallel.initialize(ParallelSection(), chosen, seed=5)
     schedule = Schedule(OptimizerSection(lr=1e-4), lr=1e-4, warmup_iters=0, decay_iters=10)
     return TrainableModel(kind, folder, Build(ParallelSection(), chosen, seed=7), schedule)
 

@@ -196,14 +196,14 @@ class RoleBuilder:
             # NCCL chooses once in a process, and external servers may be on another machine.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_DEVICE)
         device = self._device()
-        rank = parallel.Rank(spec.rank, spec.ranks, spec.master_addr, spec.master_port)
-        parallel.initialize(rank, section, device, self.config.run.seed)
+        seed = self.config.run.seed
+        parallel.initialize(section, device, seed, spec.rank, spec.ranks, spec.master_addr, spec.master_port)
         if section.cpu_matmul_precision == "bf16" and device.backend == "gloo":
             products.install_bf16()
         return Build(
             layout=section,
             device=device,
-            seed=self.config.run.seed,
+            seed=seed,
             temperature=self.config.rollout.rollout_temperature,
             value_head_std=self.config.critic.value_head_init_std,
             lora=lora,

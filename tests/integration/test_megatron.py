@@ -292,10 +292,10 @@ def test_an_empty_response_has_no_columns_and_no_gradient(qwen3: Path) -> None:
 
 def test_a_second_initialisation_must_agree() -> None:
     device = build_device()
-    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), device, seed=1)
-    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), device, seed=1)
+    parallel.initialize(ParallelSection(), device, seed=1)
+    parallel.initialize(ParallelSection(), device, seed=1)
     with pytest.raises(AssertionError, match="already is"):
-        parallel.initialize(parallel.Rank(1, 2), ParallelSection(), device, seed=1)
+        parallel.initialize(ParallelSection(), device, seed=1, rank=1, ranks=2)
 
 
 def build_device():  # type: ignore[no-untyped-def]

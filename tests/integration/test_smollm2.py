@@ -33,7 +33,7 @@ def test_the_converted_models_log_probs_equal_hugging_face(model: Path) -> None:
     from relax_cli.config.schema import OptimizerSection, ParallelSection
 
     device = select_device("cpu")
-    parallel.initialize(parallel.Rank(0, 1), ParallelSection(), device, seed=1)
+    parallel.initialize(ParallelSection(), device, seed=1)
     ours = TrainableModel(
         "policy",
         model,

@@ -60,7 +60,7 @@ def logits_NV() -> Tensor:
 def entropy_run(rank: int, ranks: int, port: int) -> dict[str, np.ndarray]:
     """Values and gradients on the vocabulary slice of `rank`."""
     layout = ParallelSection(tensor_model_parallel_size=ranks)
-    parallel.initialize(parallel.Rank(rank, ranks, "127.0.0.1", port), layout, select_device("cpu"), seed=1)
+    parallel.initialize(layout, select_device("cpu"), seed=1, rank=rank, ranks=ranks, port=port)
     slice_NV = logits_NV().chunk(ranks, dim=-1)[rank].clone().requires_grad_()
     log_probs_N, entropy_N = log_probs_and_entropy(slice_NV, torch.tensor(TOKENS), entropy_grad=True)
     weight_N = torch.linspace(0.5, 2.0, len(TOKENS))

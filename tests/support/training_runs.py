@@ -88,7 +88,7 @@ def build(run: Run, rank: int = 0, ranks: int = 1, port: int = 0) -> TrainableMo
         pipeline_model_parallel_size=run.pipeline_parallel,
         **run.layout,
     )
-    parallel.initialize(parallel.Rank(rank, ranks, "127.0.0.1", port), layout, device, seed=5)
+    parallel.initialize(layout, device, seed=5, rank=rank, ranks=ranks, port=port)
     return TrainableModel(
         run.kind,
         run.model,

@@ -252,12 +252,8 @@ def _refuse_other_shapes(
 
 def _is_padded(wanted: Shape, saved: Shape) -> bool:
     """Whether rows were only added, to the next multiple of a number of ranks."""
-    rows, multiple = wanted[0], LEAST_PADDING
-    while multiple <= 2 * saved[0]:
-        if saved == (-(-rows // multiple) * multiple, *wanted[1:]):
-            return True
-        multiple *= 2
-    return False
+    multiples = (LEAST_PADDING << doublings for doublings in range(saved[0].bit_length()))
+    return any(saved == (-(-wanted[0] // multiple) * multiple, *wanted[1:]) for multiple in multiples)
 
 
 def _of_all_ranks(state: Mapping[str, Any]) -> tuple[dict[str, Shape], frozenset[str]]:

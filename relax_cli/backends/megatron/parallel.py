@@ -57,22 +57,20 @@ DATA = Split(mpu.get_data_parallel_group)
 """The samples, over ranks with the same slice of the model and the same parts of other samples."""
 
 
-@dataclass(frozen=True)
-class Rank:
-    """One worker of a role and where its ranks meet."""
-
-    rank: int
-    world_size: int
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-
-
-def initialize(rank: Rank, layout: ParallelSection, device: Device, seed: int) -> None:
-    """Join the ranks of this role. In one process that hosts several roles (world size 1) later calls check only.
-    Raises EnvironmentFault: megatron-core cannot run on this machine (see `cpu_support`)."""
+def initialize(
+    layout: ParallelSection,
+    device: Device,
+    seed: int,
+    rank: int = 0,
+    ranks: int = 1,
+    address: str = "127.0.0.1",
+    port: int = 0,
+) -> None:
+    """Join the ranks of this role, which meet at `address:port`. In one process that hosts several roles (one rank)
+    later calls check only. Raises EnvironmentFault: megatron-core cannot run on this machine (see `cpu_support`)."""
     if device.kind == "cpu":
         cpu_support.install()
-    assert rank.world_size % layout.grid == 0, "ranks divide by the model-parallel sizes: checked before launch"
+    assert ranks % layout.grid == 0, "ranks divide by the model-parallel sizes: checked before launch"
     sizes = {
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
         "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
@@ -82,14 +80,13 @@ def initialize(rank: Rank, layout: ParallelSection, device: Device, seed: int) -
     if dist.is_initialized():
         of_splits = (split.size for split in (TENSOR, STAGE, CONTEXT, EXPERT))
         here = (dist.get_rank(), dist.get_world_size(), *of_splits, dist.get_backend())
-        wanted = (rank.rank, rank.world_size, *sizes.values(), device.backend)
+        wanted = (rank, ranks, *sizes.values(), device.backend)
         assert here == wanted, f"this process already is rank/ranks/TP/PP/CP/EP/backend {here}, not {wanted}"
         return
-    alone = rank.world_size == 1 or device.backend == "fake"
-    choose_interface("127.0.0.1" if alone else rank.master_addr)
-    at, ranks = (rank.master_addr, rank.master_port), rank.world_size
-    store = HashStore() if alone else open_store(*at, ranks, host=rank.rank == 0)
-    dist.init_process_group(device.backend, store=store, rank=rank.rank, world_size=ranks)
+    alone = ranks == 1 or device.backend == "fake"
+    choose_interface("127.0.0.1" if alone else address)
+    store = HashStore() if alone else open_store(address, port, ranks, host=rank == 0)
+    dist.init_process_group(device.backend, store=store, rank=rank, world_size=ranks)
     mpu.initialize_model_parallel(
         **sizes,
         # An expert is not split: the tokens of a tensor-parallel rank travel to it, which gloo can do as well.

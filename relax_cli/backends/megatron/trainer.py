@@ -94,13 +94,11 @@ class TrainableModel(LoadedModel):
     def hf_state(self) -> dict[str, Tensor] | None:
         """Policy: all parameters under their Hugging Face names, complete, on the first rank; None elsewhere. Tensors
         are on the CPU in the type of training, and may be the live parameters where sleeping leaves those alone."""
-        lasts = self.device.kind == "cuda" or not self.device.shared_memory
-        is_first = is_first_rank()
         state: dict[str, Tensor] = {}
         for bucket in self.hf_buckets(EXPORT_BYTES):
-            if is_first:
-                state |= {name: tensor.cpu() if lasts else tensor.clone() for name, tensor in bucket.tensors}
-        return state if is_first else None
+            if is_first_rank():
+                state |= {name: x.to("cpu", copy=self.device.shared_memory) for name, x in bucket.tensors}
+        return state if is_first_rank() else None
 
     def value_head(self) -> Tensor:
         """Value model: a copy of the weights of its scalar head, on the CPU."""
