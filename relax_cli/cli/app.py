@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from relax_cli.cli.console import Output, command_of, is_debug
-from relax_cli.errors import ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
+from relax_cli.errors import MACHINE_THEME, ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
 from relax_cli.plugin.stdout import stdout_as_stderr
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ CODE_EXITED = problem_kind(
     "code-exited",
     "During a run",
     "Code of a reward, a plugin or a library called `sys.exit`. Exit codes of `relax` are its own: this is a failure.",
+)
+SYSTEM_REFUSED = problem_kind(
+    "system-refused", MACHINE_THEME, "A file could not be read or written, for example standard output on a full disk."
 )
 THREADS_MAY_TAKE = 10.0
 """Seconds for threads of a user's code after the last result."""
@@ -196,6 +199,7 @@ def _run(argv: Sequence[str] | None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")  # Bars of libraries belong neither on the screen nor in a log.
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A terminal that cannot show a character shows a question mark.
@@ -219,9 +223,31 @@ def _run(argv: Sequence[str] | None) -> int:
         return ExitCode.INTERRUPTED
     except Terminated:
         return ExitCode.TERMINATED
+    except OSError as error:
+        fault = RunError(_refused(error))
+        fault.__cause__ = error
+        Output().fail(fault)
     except Exception as error:  # noqa: BLE001 - the last frame: whatever is left is our bug, and is shown as one
         _bug(error)
     return ExitCode.FAILED
+
+
+def _open_closed_streams() -> None:
+    """What the caller closed (`>&-`) is /dev/null: a file that is opened later must not become a standard stream."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _refused(error: OSError) -> Problem:
+    return SYSTEM_REFUSED(
+        f"the system refused: {error.strerror or error}",
+        where=str(error.filename or "standard output, or a file or connection that has no name"),
+        got=str(error),
+        fix="see to the disk, the folder or the permissions; RELAX_DEBUG=1 shows what relax was doing",
+    )
 
 
 def _threads() -> list[str]:

@@ -18,11 +18,9 @@ from relax_cli.cli.checkpoint_commands import (
     align_trackers,
     export,
     model_folder,
-    path_argument,
-    path_option,
     prune_checkpoints,
 )
-from relax_cli.cli.console import Output
+from relax_cli.cli.console import Output, path_argument, path_option
 from relax_cli.cli.text import table
 from relax_cli.errors import ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from relax_cli.checkpoint import align, layout, prune
 from relax_cli.checkpoint.fingerprint import folder_of_model
 from relax_cli.checkpoint.side import is_one_checkpoint
-from relax_cli.cli.console import Output
+from relax_cli.cli.console import Output, path_argument, path_option
 from relax_cli.cli.text import WIDTH
-from relax_cli.config.values import expand_path, unset_variable
 from relax_cli.engine.run_folder import claimed
 from relax_cli.errors import ConfigError, ResumeError, RunError, problem_kind
 from relax_cli.preflight.rules.model import model_folder_missing
@@ -34,26 +32,6 @@ CHANGE_FAILED = problem_kind(
 Yes = Annotated[bool, typer.Option("--yes", help="do it; without this it is only shown")]
 Dtype = Literal["as-trained", "float32", "bfloat16", "float16"]
 NOT_DONE = "nothing was changed; --yes does it"
-
-
-def expanded(parameter: typer.CallbackParam, value: str | Path | None) -> str | Path | None:
-    """A path with `~` and variables expanded, as `relax train` does it. Raises ConfigError: a variable is not set."""
-    if value is None:
-        return None
-    text, missing = expand_path(str(value), os.environ)
-    if missing:
-        raise ConfigError(unset_variable(missing[0], parameter.opts[0], "", str(value)))
-    return type(value)(text)
-
-
-def path_option(name: str, help: str, metavar: str = "DIR") -> Any:
-    """An option that is a path."""
-    return typer.Option(name, metavar=metavar, help=help, callback=expanded)
-
-
-def path_argument(metavar: str, help: str) -> Any:
-    """An argument that is a path."""
-    return typer.Argument(metavar=metavar, help=help, callback=expanded)
 
 
 def model_folder(name: str, fix: str) -> Path:

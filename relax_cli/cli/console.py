@@ -17,7 +17,7 @@ import typer
 from relax_cli.cli.text import problem_lines, problems_data
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.text import printable, with_program
-from relax_cli.errors import ExitCode, Problem, RelaxError
+from relax_cli.errors import ConfigError, ExitCode, Problem, RelaxError
 from relax_cli.plugin.stdout import stdout_as_stderr
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Output:
     def result(self, data: object, text: str) -> None:
         """Print the command's data on stdout: `data` as JSON, or `text`."""
         shown = json.dumps(data, indent=2, default=str) if self.is_json else printable(with_program(text))
-        print(shown, file=self._stdout or sys.stdout)
+        print(shown, file=self._stdout or sys.stdout, flush=True)
 
     def show(self, data: object, *pictures: RenderableType) -> None:
         """Print the command's data on stdout: `data` as JSON, or as pictures of rich."""
@@ -110,6 +110,31 @@ def output_of(ctx: typer.Context, fmt: Format) -> Output:
     output = Output(fmt, ctx.find_root().with_resource(stdout_as_stderr()))
     ctx.find_root().obj = output
     return output
+
+
+def expanded(parameter: typer.CallbackParam, value: Any) -> Any:
+    """A path, or several, with `~` and variables expanded, as `relax train` does it.
+    Raises ConfigError: a variable is not set."""
+    if isinstance(value, list):
+        return [expanded(parameter, one) for one in value]
+    if value is None:
+        return None
+    from relax_cli.config.values import expand_path, unset_variable
+
+    text, missing = expand_path(str(value), os.environ)
+    if missing:
+        raise ConfigError(unset_variable(missing[0], parameter.opts[0], "", str(value)))
+    return type(value)(text)
+
+
+def path_option(name: str, help: str, metavar: str = "DIR") -> Any:
+    """An option that is a path."""
+    return typer.Option(name, metavar=metavar, help=help, callback=expanded)
+
+
+def path_argument(metavar: str, help: str) -> Any:
+    """An argument that is a path."""
+    return typer.Argument(metavar=metavar, help=help, callback=expanded)
 
 
 def is_debug() -> bool:

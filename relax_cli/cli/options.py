@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise, takewhile
@@ -70,6 +71,9 @@ UNKNOWN_OPTION = declare(
     "unknown-option",
     "There is no option of that name. The nearest one is given, or the one that has another name in other trainers.",
 )
+VALUE_MISSING = declare(
+    "value-missing", "An option that takes a value is followed by another option, or by nothing: `--save --colocate`."
+)
 UNEXPECTED_WORD = declare("unexpected-word", "A word that belongs to no option. Recipes are given as `--recipe NAME`.")
 GIVEN_TWICE = declare("option-given-twice", "An option that takes one value was given two different ones.")
 ONE_VALUE = ("--rm-type", "--custom-rm-path")
@@ -87,8 +91,10 @@ class ConfigCommand(TyperCommand):
             for name in (*option.opts, *option.secondary_opts)
         }
         words = join_pairs(gather_server_options(args, takes_value))
-        asks_for_help = {"-h", "--help"} & set(words)
-        if not asks_for_help and (problems := list(word_problems(words, takes_value))):
+        if {"-h", "--help"} & set(words):
+            # Wherever it stands, also where a value is due.
+            words = ["--help"]
+        elif not ctx.resilient_parsing and (problems := list(word_problems(words, takes_value))):
             is_json = "--format=json" in words or ("--format", "json") in pairwise(words)
             ctx.find_root().obj = Output(Format.JSON if is_json else Format.TEXT)
             raise ConfigError(problems)
@@ -220,7 +226,10 @@ def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iter
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if takes_value.get(name):
+        if takes_value.get(name) and not equals and (not rest or rest[0].partition("=")[0] in takes_value):
+            got = rest[0] if rest else ""
+            yield VALUE_MISSING(f"{name} has no value", fix=f"give {name} a value, or drop it", option=name, got=got)
+        elif takes_value.get(name):
             given.setdefault(name, []).append(value if equals or not rest else rest.pop(0))
         elif name in takes_value:
             continue
@@ -230,14 +239,8 @@ def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iter
                 # Its value, most likely.
                 rest.pop(0)
         else:
-            recipes = bundled_recipes()
-            near = word if word in recipes or Path(word).is_file() else nearest(word, recipes)
-            yield UNEXPECTED_WORD(
-                f"{word!r} belongs to no option",
-                fix=f"--recipe {near}" if near else "give it after the option that it is for; see `relax train --help`",
-                got=word,
-                expected="options only",
-            )
+            fix = _option_of(word, takes_value) or "give it after the option that it is for; see `relax train --help`"
+            yield UNEXPECTED_WORD(f"{word!r} belongs to no option", fix=fix, got=word, expected="options only")
     for name in ONE_VALUE:
         values = list(dict.fromkeys(given.get(name, ())))
         if len(values) > 1:
@@ -247,9 +250,20 @@ def word_problems(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iter
             )
 
 
+def _option_of(word: str, known: Collection[str]) -> str:
+    """The words that say what a word alone was to say: a recipe, or `name=value` as in Hydra."""
+    name, equals, value = word.partition("=")
+    section, _, key = name.rpartition(".")
+    if equals and flag(key) in known and section in ("", *Config.model_fields):
+        return shlex.join(["--set", word] if section else [flag(name), value])
+    recipes = bundled_recipes()
+    near = word if word in recipes or Path(word).is_file() else nearest(word, recipes)
+    return f"--recipe {near}" if near else ""
+
+
 def is_option(word: str) -> bool:
-    """Whether a word is an option, not a value like `-1`."""
-    return word.startswith("-") and not word[1:2].isdigit()
+    """Whether a word is an option, not a value like `-1`; also with the dash that a text processor made of `--`."""
+    return word.startswith(("-", "–", "—")) and not word[1:2].isdigit()
 
 
 def unknown_option(name: str, known: Collection[str]) -> Problem:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Output
+from relax_cli.cli.console import Output, path_option
 from relax_cli.cli.text import shown_default, table
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
@@ -37,9 +37,7 @@ Name = Annotated[
 ]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="of the plugin: lower-case letters, digits and _")]
 KindOption = Annotated[Kind, typer.Option("--kind", help="what the package provides")]
-Directory = Annotated[
-    Path | None, typer.Option("--dir", metavar="DIR", help="new or empty folder [default: relax-NAME]")
-]
+Directory = Annotated[Path | None, path_option("--dir", "new or empty folder [default: relax-NAME]")]
 SHOWN: dict[str, tuple[type[Record], str]] = {
     "rewards": (Reward, "function"),
     "envs": (Env, "class"),

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 
 import typer
 
-from relax_cli.cli.console import Output
+from relax_cli.cli.console import Output, path_argument, path_option
 from relax_cli.cli.text import table
 from relax_cli.errors import ConfigError, ExitCode, problem_kinds
 from relax_cli.plugin.manager import Plugins
 from relax_cli.roles.sample_files import Sample, finite
 from relax_cli.tracking import sample_text
 from relax_cli.tracking.numbers import curve, number_text, sparkline
-from relax_cli.tracking.report.page import columns, differing, evaluations, run_data, warnings, write_page
+from relax_cli.tracking.report.page import columns, differing, evaluations, names_of, run_data, warnings, write_page
 from relax_cli.tracking.run_files import RunFolder, advantage, read_run
 from relax_cli.tracking.view import WATCHED
 
@@ -41,15 +41,13 @@ OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "=": operator.eq, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip
 SHOWN = 10
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder", show_default=False)]
+Run = Annotated[Path, path_argument("RUN", "a run folder")]
 
 
 def report(
     output: Output,
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="also write an HTML page that needs no network")
-    ] = None,
+    runs: Annotated[list[Path], path_argument("RUN...", "run folders")],
+    out: Annotated[Path | None, path_option("--out", "also write an HTML page that needs no network", "FILE")] = None,
     shows: Annotated[
         bool, typer.Option("--open", help="write the page, RUN/report.html unless --out, and open it in a browser")
     ] = False,
@@ -66,14 +64,14 @@ def report(
                     f"the page cannot be written: {error.strerror}",
                     where=str(page),
                     got=str(error),
-                    expected="a file in a folder that exists",
+                    expected="a new file, or a page to replace, in a folder that exists",
                     fix="--out report.html",
                 )
             ) from error
     lines = [line for run in found for line in _run_lines(run)]
     different = differing(found)
     if len(found) > 1:
-        header = ("option", *(run.path.name for run in found))
+        header = ("option", *names_of(found))
         lines += ["Differences of the configurations", table(header, [(key, *values) for key, values in different])]
     if page is not None:
         lines += ["", f"Page      {page}"]
@@ -226,7 +224,7 @@ def _bad_filter(condition: str, why: str) -> ConfigError:
 def replay(
     output: Output,
     plugins: Plugins,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run folder", show_default=False)],
+    run: Run,
     step: Annotated[int | None, typer.Option(help="the step; the last one when unset")] = None,
 ) -> ExitCode:
     """Recompute a stored step with the installed reward and plugin, and show the first difference."""

@@ -12,7 +12,7 @@ from rich.markup import escape
 from relax_cli.checkpoint import layout
 from relax_cli.cli.checked_text import as_dict, as_text, reading_progress, simulation_lines
 from relax_cli.cli.checkpoint_commands import chosen_checkpoint
-from relax_cli.cli.console import Output, layers_option
+from relax_cli.cli.console import Output, layers_option, path_argument
 from relax_cli.cli.options import ShowOrigin
 from relax_cli.cli.text import problems_data, problems_text
 from relax_cli.config.layers import Layers
@@ -33,7 +33,7 @@ Simulate = Annotated[
         help="run a training step of each role on tensors without memory, and show its peaks (minutes; no GPU)",
     ),
 ]
-Directory = Annotated[Path, typer.Argument(metavar="[DIR]", help="folder to write to")]
+Directory = Annotated[Path, path_argument("[DIR]", "folder to write to")]
 PrepareOnly = Annotated[bool, typer.Option("--prepare-only", help="write model, data and recipe, then stop")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="seed of weights, prompts and sampling")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="rollouts to train")]

@@ -155,4 +155,4 @@ def _is_misspelt(name: str, option: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    return name.strip().lstrip("-").lower().replace("-", "_").rpartition(".")[2]
+    return name.strip().lstrip("-–—").lower().replace("-", "_").rpartition(".")[2]

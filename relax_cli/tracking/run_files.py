@@ -42,6 +42,10 @@ COLUMNS = {
 the number of steps after which it was sampled (with `--partial-rollout`)."""
 
 
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading JSON of another shape may raise."""
+
+
 class MetricsWriter:
     """Appends one JSON object per step to `metrics.jsonl`; a line is on the disk when `write` returns.
 
@@ -219,7 +223,11 @@ class TokenTexts:
         if path.is_file():
             from tokenizers import Tokenizer
 
-            self._tokenizer = Tokenizer.from_file(str(path))
+            try:
+                self._tokenizer = Tokenizer.from_file(str(path))
+            except Exception as error:  # The library raises nothing narrower.
+                fix = "move the file away: tokens are then shown by their numbers"
+                raise _no_run("the tokenizer of this run is damaged", path, error, "a tokenizer", fix) from error
         self._known: dict[int, str] = {}
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -241,25 +249,42 @@ def read_run(run_dir: str | Path) -> RunFolder:
     Raises:
         ConfigError: it is not the folder of a run.
     """
-    path, name = Path(run_dir), "config.json"
+    path = Path(run_dir)
+    place, file = path / "config.json", path / "metrics.jsonl"
     try:
-        record = json.loads((path / name).read_text("utf-8"))
-        if not isinstance(record["config"], dict):
-            raise TypeError("config is not an object")
-        name = "metrics.jsonl"
-        lines = (path / name).read_bytes().split(b"\n")[:-1] if (path / name).exists() else []
-        metrics = [json.loads(line) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            NO_RUN(
-                "this is not the folder of a run",
-                where=str(path / name),
-                got=f"{type(error).__name__}: {error}",
-                expected="a folder that `relax train` wrote, with config.json and metrics.jsonl",
-                fix="give the --run-dir of a run",
-            )
-        ) from error
-    return RunFolder(path, record, [record for record in metrics if isinstance(record, dict)])
+        record = json.loads(place.read_text("utf-8"))
+        if not all(isinstance(section, dict) for section in record["config"].values()):
+            raise TypeError("a section of config is not an object")
+    except _UNREADABLE as error:
+        near = [*path.glob("*/metrics.jsonl"), *path.parent.glob("metrics.jsonl")]
+        fix = "give the --run-dir of a run" + (f", for example {near[0].parent}" if near else "")
+        expected = "a folder that `relax train` wrote, with config.json and metrics.jsonl"
+        raise _no_run("this is not the folder of a run", place, error, expected, fix) from error
+    metrics = []
+    try:
+        for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
+            metrics.append(_record(line))
+    except _UNREADABLE as error:
+        fix = "remove this line from a copy of the folder, and give the copy"
+        place = Path(f"{file}:{len(metrics) + 1}")
+        raise _no_run("the metrics of this run are damaged", place, error, "the metrics of a step", fix) from error
+    return RunFolder(path, record, metrics)
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """A line of `metrics.jsonl`. Raises one of `_UNREADABLE`: it is something else."""
+    record: dict[str, Any] = json.loads(line)
+    kinds = {"step": int, "phase_seconds": dict, "warnings": list}
+    wrong = [name for name, kind in kinds.items() if not isinstance(record.get(name, kind()), kind)]
+    wrong += [name for name in record if name.startswith("eval/") and name.count("/") < 2]
+    if wrong or "step" not in record:
+        raise TypeError(f"{wrong[0] if wrong else 'step'} is missing or of another type")
+    return record
+
+
+def _no_run(message: str, place: Path, error: Exception, expected: str, fix: str) -> ConfigError:
+    got = f"{type(error).__name__}: {error}"
+    return ConfigError(NO_RUN(message, where=str(place), got=got, expected=expected, fix=fix))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -61,6 +63,23 @@ def test_an_unexpected_exception_is_a_short_screen_that_owns_up(
     assert "this is a bug" in shown
     assert "RELAX_DEBUG=1" in shown
     assert "Traceback" not in shown
+
+
+def test_a_full_disk_behind_stdout_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["recipes", "list"]) == 1
+    shown = capsys.readouterr().err
+    assert "[system-refused]" in shown
+    assert "No space left on device" in shown
+
+
+@pytest.mark.parametrize("words", [["train", "--recipe", "--help"], ["train", "--nonsense", "-h"]])
+def test_help_is_shown_wherever_it_is_asked_for(invoke: Invoke, words: list[str]) -> None:
+    shown = invoke(*words)
+    assert (shown.exit_code, shown.stdout.startswith("Usage:")) == (0, True)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("oops"), RunError(PROBLEM)])

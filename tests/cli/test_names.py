@@ -111,6 +111,12 @@ def test_what_is_done_otherwise_is_explained(invoke: Invoke, tmp_path: Path, nam
          + [("unknown-option", None)]),
         (["--prompt-data", "a", "--prompt-data", "b", "c"], [("unexpected-word", None)]),
         (["--rm-type=math", "--rm-type", "exact"], [("option-given-twice", "keep one --rm-type")]),
+        (["--save", "--async-save", "--lr"],
+         [("value-missing", "give --save a value, or drop it"), ("value-missing", None)]),
+        (["num_rollout=3", "optimizer.lr=1e-4", "actor.optim.lr=1e-4"],
+         [("unexpected-word", "--num-rollout 3"), ("unexpected-word", "--set optimizer.lr=1e-4"),
+          ("unexpected-word", "give it after the option that it is for; see `relax train --help`")]),
+        (["—recipe", "tiny-ppo-cpu"], [("unknown-option", "use --recipe")]),
     ],
 )  # fmt: skip
 def test_words_are_judged_all_at_once(

@@ -89,6 +89,7 @@ def test_both_commands_show_the_configuration(invoke: Invoke) -> None:
     ("words", "expected"),
     [
         ("relax train --recipe tiny-p", "tiny-ppo-cpu"),
+        ("relax train --typo x --recipe tiny-p", "tiny-ppo-cpu"),
         ("relax train --rm-type ma", "math"),
         ("relax train --advantage-estimator sa", "sapo"),
         ("relax train --device c", "cuda"),

@@ -80,6 +80,28 @@ def test_a_folder_that_is_no_run_is_named(invoke: Invoke, text: str | None, tmp_
     assert "[run-folder-missing]" in result.stderr
 
 
+def test_the_run_next_to_a_wrong_folder_is_named(invoke: Invoke, run: Path) -> None:
+    for wrong in (run.parent, run / "rollouts", run / "config.json"):
+        assert f"for example {run}" in invoke("rollouts", str(wrong)).stderr
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": 1, gar', "\0\0", "[1]", "{}", '{"step": 1, "warnings": 3}', '{"step": 1, "eval/x": 3}']
+)
+def test_a_damaged_line_of_metrics_is_named(invoke: Invoke, tmp_path: Path, line: str) -> None:
+    with (made_up_run(tmp_path / "run", steps=2) / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    shown = invoke("report", str(tmp_path / "run"))
+    assert shown.exit_code == 2
+    assert "metrics.jsonl:4" in shown.stderr
+
+
+def test_a_damaged_tokenizer_of_a_run_is_named(invoke: Invoke, tmp_path: Path) -> None:
+    (made_up_run(tmp_path / "run") / "tokenizer.json").write_text("{}")
+    shown = invoke("rollouts", str(tmp_path / "run"), "--sample", "1")
+    assert (shown.exit_code, "tokenizer.json" in shown.stderr) == (2, True)
+
+
 def test_text_of_others_does_nothing(invoke: Invoke, run: Path) -> None:
     for words in ([], ["--sample", "1"], ["--group", "0"]):
         shown = invoke("rollouts", str(run), *words).stdout

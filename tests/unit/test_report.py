@@ -121,10 +121,27 @@ def test_best_and_worst_samples_are_among_those_shown() -> None:
     assert len(rows) <= 16
 
 
-def test_a_page_that_cannot_be_written_is_named(run: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(build_app(), ["report", str(run), "--out", str(tmp_path / "none/x.html")])
+@pytest.mark.parametrize("name", ["none/x.html", "folder", "metrics.jsonl", ""])
+def test_a_page_replaces_nothing_but_a_page(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("metrics.jsonl").write_text("{}\n")
+    result = CliRunner().invoke(build_app(), ["report", str(run), "--out", name])
     assert result.exit_code == 2
     assert "[report-unwritable]" in result.stderr
+    assert Path("metrics.jsonl").read_text() == "{}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "metrics.jsonl"]
+
+
+def test_runs_in_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS", str(tmp_path))
+    folders = [made_up_run(tmp_path / name / "run", steps=1, optimizer={"lr": 0.1}) for name in ("one", "two")]
+    shown = report(*(f"$RUNS/{folder.parent.name}/run" for folder in folders), "--out", "$RUNS/x.html")
+    assert f"{folders[0]}  {folders[1]}" in shown
+    assert json.dumps(str(folders[1])) in (tmp_path / "x.html").read_text("utf-8")
+    report(folders[0], "--out", tmp_path / "x.html")
 
 
 def long_run(folder: Path) -> Path:

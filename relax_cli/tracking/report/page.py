@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from relax_cli.roles.sample_files import Folder, Sample, finite
 from relax_cli.tracking.run_files import COLUMNS, RunFolder, advantage, evaluations_of, is_trainable, token_numbers
 from relax_cli.tracking.trackers import numbers
 
+START = b"<!doctype html>"
 ASSETS = files("relax_cli.tracking.report") / "assets"
 STEPS_OF_SAMPLES = 8
 ROWS_OF_STEP, EXTREMES = 8, 4
@@ -30,15 +32,23 @@ BYTES_OF_SAMPLES = 3_000_000
 
 
 def write_page(runs: Sequence[RunFolder], path: Path) -> None:
-    """Write the report of some runs."""
+    """Write the report of some runs. Raises OSError: it cannot be written, or something else than a page is there."""
+    if path.exists() and (not path.is_file() or not path.open("rb").read(len(START)) == START):
+        raise FileExistsError(errno.EEXIST, "there is something else", str(path))
     replace_file(path, page(runs))
+
+
+def names_of(runs: Sequence[RunFolder]) -> list[str]:
+    """Names of their folders; their paths where those are not enough, as of `one/run` and `two/run`."""
+    names = [run.path.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
 def page(runs: Sequence[RunFolder]) -> str:
     """The page as text."""
-    with_samples = sum(bool(run.steps() or run.steps("evals")) for run in runs)
+    room = BYTES_OF_SAMPLES // max(1, sum(bool(run.steps() or run.steps("evals")) for run in runs))
     data = {
-        "runs": [run_data(run, BYTES_OF_SAMPLES // max(1, with_samples)) for run in runs],
+        "runs": [run_data(run, room) | {"name": name} for run, name in zip(runs, names_of(runs), strict=True)],
         "differing": differing(runs),
         "columns": COLUMNS,
     }
