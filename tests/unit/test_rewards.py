@@ -549,6 +549,42 @@ SPELLINGS = {
     "(1,2)": (["$(1,2)$", "\\boxed{(1,2)}"], ["$(2,1)$"]),
     "x=5": (["$x=5$", "5"], ["6"]),
     "1.5e10": (["15000000000", "1.5e10"], ["1.5"]),
+    "10000": (
+        ["\\boxed{10 000}", "\\boxed{10\\,000}", "10,000", "\\boxed{10~000}", "\\boxed{10{,}000}"],
+        ["\\boxed{0}"],
+    ),
+    "1 000": (["1000", "\\boxed{1000}"], ["0", "\\boxed{1}"]),
+    "0": (["\\boxed{0}"], ["\\boxed{10 000}", "\\boxed{0.\\overline{3}}"]),
+    "0.1\\overline{6}": (
+        ["\\frac{1}{6}", "\\boxed{1/6}", "$0.1\\overline{6}$"],
+        ["0.1", "\\boxed{0}", "\\boxed{0.1\\overline{5}}"],
+    ),
+    "3 1/2": (["\\boxed{3.5}", "3½", "7/2", "\\boxed{3\\frac12}"], ["\\boxed{2}", "1", "1/2"]),
+    "\\frac{1}{2^{99}}": (["\\boxed{2^{-99}}"], ["\\boxed{2^{-98}}", "\\boxed{\\frac{1}{3^{99}}}", "0"]),
+    "\\frac{1}{2004!}": (["\\boxed{1/2004!}"], ["\\boxed{\\frac{1}{2006!}}"]),
+    "5": (
+        [
+            "<answer>5</answer>",
+            "<think>6</think>\n<answer>The answer is 5.</answer>",
+            "\\boxed{5.}",
+            "\\boxed{\\approx 5}",
+        ],
+        [
+            "\\boxed{\\geq 5}",
+            "\\boxed{\\ne 5}",
+            "\\boxed{1, 5, \\ldots}",
+            "5 <answer>6</answer>",
+            "\\boxed{n\\equiv 2\\pmod 5}",
+        ],
+    ),
+    "90": (["\\boxed{90°}", "90^\\circ", "\\boxed{90 cm^2}", "90 km/h"], ["\\boxed{90k}"]),
+    "-3": (["\\boxed{–3}", "\\boxed{−3}"], ["\\boxed{3}", "pages 2–3"]),
+    "x²": (["\\boxed{x^2}"], ["\\boxed{x^3}", "\\boxed{x2}"]),
+    "√2": (["\\boxed{\\sqrt{2}}", "\\boxed{√2}"], ["\\boxed{2}"]),
+    "2+3i": (["\\boxed{2+3\\mathrm{i}}"], ["\\boxed{2+4\\mathrm{i}}", "\\boxed{5}"]),
+    "(0,12.5]": (["\\boxed{0<x\\leq 12.5}"], ["\\boxed{0<x<12.5}", "\\boxed{x=12.5}"]),
+    "a \\equiv 3 \\pmod 7": (["\\boxed{a \\equiv 3 \\pmod 7}"], ["\\boxed{a \\equiv 4 \\pmod 7}"]),
+    "(D)": (["The answer is: D) 15", "\\boxed{\\textbf{(D) }15}"], ["The answer is: E) 15", "The answer is Dx"]),
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from reasoning_gym import get_score_answer_fn
 
+from relax_cli.data.rewards.math import ANSWER_TAG
 from relax_cli.data.rewards.types import REWARD, RewardInput
 from relax_cli.errors import RunError, problem_kind
 
@@ -25,7 +26,6 @@ ENTRY = problem_kind(
 
 # A minus right after a digit or a bracket subtracts (`7-5`), it does not negate.
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _scorer = functools.cache(get_score_answer_fn)
 
 

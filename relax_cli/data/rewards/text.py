@@ -123,6 +123,8 @@ def schema_of(label: Any) -> Any:
 
 def pattern_fault(pattern: str) -> str:
     """Why a label is not a regular expression; empty where it is one."""
+    if not pattern:
+        return "the label is empty, so every response would be right"
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
