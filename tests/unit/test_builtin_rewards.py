@@ -63,14 +63,25 @@ def test_f1(response: str, label: Any, reward: float, is_exact: float) -> None:
 
 CHOSEN = ["B", "(B)", "b", "B.", "B) because it is so", "**B**", "The answer is B.", "answer: (b)", "Answer: **B**",
           "Not A. So \\boxed{B}", "\\boxed{\\text{B}}", "I weigh A and C.\n\nB", "The answer is A? No, the answer is B",
-          "A long thought.\n**(B)**"]  # fmt: skip
-OTHERS = ["A", "The answer is C", "I think it is a bird", "", "\\boxed{A} or B", "B or C"]
+          "A long thought.\n**(B)**", "<think>A?</think><answer>B</answer>", "<answer>\n(B) 12\n</answer>", "#### B",
+          "The correct option is B", "the right choice is (B).", "The answer is option B", "\\boxed{\\textbf{(B)}}",
+          "\\boxed{B. 12}", "\\boxed{\\mathrm{B}}", "'B'"]  # fmt: skip
+OTHERS = ["A", "The answer is C", "I think it is a bird", "", "\\boxed{A} or B", "B or C", "<answer>C</answer> B"]
 
 
 @pytest.mark.parametrize("label", ["B", "(B)", "b.", ["B", "D"]])
 def test_multiple_choice(label: Any) -> None:
     assert [r for r in CHOSEN if not score("multiple_choice", r, label).reward] == []
     assert [r for r in OTHERS if score("multiple_choice", r, label).reward] == []
+
+
+def test_an_article_is_not_a_choice() -> None:
+    assert [score("multiple_choice", f"The answer is {text}", "A").reward for text in ("a bird", "a", "A", "a.")] == [
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_a_choice_that_is_not_found_is_a_part() -> None:

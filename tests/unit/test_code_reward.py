@@ -86,6 +86,8 @@ def test_a_label_without_tests_is_named_with_its_row(label: Any, fault: str) -> 
         ("First:\n```python\na\n```\nBetter:\n```Python\nb\n```\nIt prints:\n```\n1\n```", "b\n"),
         ("```\na\n```", "a\n"),
         ("```py\na\n``` then ```python\nb\nc", "b\nc"),
+        ("1. so:\n   ```python\n   if a:\n     b\n   ```", "if a:\n  b\n"),
+        ("<answer>\na = 1\n</answer>", "\na = 1\n"),
     ],
 )
 def test_the_last_block_of_python_is_the_program(response: str, program: str) -> None:

@@ -633,6 +633,7 @@ def test_math_leaves_no_process_behind() -> None:
 @pytest.mark.parametrize(
     ("response", "expected", "answer"),
     [
+        ("it is −5", "-5", "-5"),
         ("7 + 5 = 12.", "12", "12"),
         ("12 is the sum of 7 and 5", "12", "5"),
         ("<answer> 3 </answer> no, <answer>12</answer> 99", "12", "12"),

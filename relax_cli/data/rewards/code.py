@@ -8,8 +8,10 @@ import re
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from itertools import chain
+from textwrap import dedent
 from typing import Any
 
+from relax_cli.data.rewards.text import ANSWER_TAG
 from relax_cli.data.rewards.types import RewardInput
 from relax_cli.data.sandbox.outside import Sandbox, SandboxError, sandbox_fix
 from relax_cli.errors import MACHINE_THEME, RunError, problem_kind
@@ -60,9 +62,10 @@ class CodeJudge:
 
 
 def code_of(response: str) -> str:
-    """The last fenced block of Python, else the last fenced block, else the whole response."""
-    found = PYTHON_FENCE.findall(response) or FENCE.findall(response)
-    return str(found[-1]) if found else response
+    """The last fenced block of Python, or fenced block, or `<answer>…</answer>`, or all of it."""
+    found = PYTHON_FENCE.findall(response) or FENCE.findall(response) or ANSWER_TAG.findall(response) or [response]
+    # A fence below an item of a list is indented.
+    return dedent(found[-1]) if found[-1].startswith((" ", "\t")) else str(found[-1])
 
 
 def same_output(printed: str | None, expected: str) -> bool:

@@ -13,6 +13,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Literal
 
+from relax_cli.data.rewards.text import ANSWER_TAG
 from relax_cli.data.rewards.types import RewardInput
 from relax_cli.errors import RunError, problem_kind
 
@@ -28,7 +29,6 @@ _ANSWER_LINE = re.compile(r"[*_# ]*answer[*_ ]*:[*_ ]*(.+)", re.IGNORECASE)
 _WHOLE = re.compile(r"[+-]?\d{1,300}")
 _ANSWER = re.compile(r"answer(?:\s+is)?\s*:?\s*(.*)", re.IGNORECASE)
 _CHOICE = re.compile(r"\s*(?:\\text\w*\s*\{\s*)?\(?([A-Z])[).:]")
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SIGNS = str.maketrans({
     "°": "", "²": "^2", "³": "^3", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "≠": r"\ne ",
     "½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4",

@@ -13,7 +13,7 @@ from typing import Any
 
 from reasoning_gym import get_score_answer_fn
 
-from relax_cli.data.rewards.math import ANSWER_TAG
+from relax_cli.data.rewards.text import ANSWER_TAG
 from relax_cli.data.rewards.types import REWARD, RewardInput
 from relax_cli.errors import RunError, problem_kind
 
@@ -65,7 +65,11 @@ def extract_answer(response: str, expected: str | None) -> str:
     """The part of a response that is compared with the expected answer."""
     if tagged := ANSWER_TAG.findall(response):
         return str(tagged[-1]).strip()
-    if expected is not None and NUMBER.fullmatch(expected.strip()) and (numbers := NUMBER.findall(response)):
+    if (
+        expected is not None
+        and NUMBER.fullmatch(expected.strip())
+        and (numbers := NUMBER.findall(response.replace("−", "-")))
+    ):
         return str(numbers[-1]).replace(",", "")
     return response.strip()
 

@@ -14,14 +14,16 @@ from typing import Any
 
 from relax_cli.data.rewards.types import RewardInput, Score
 
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NOT_WORDS = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_LETTER = r"[*_`$( \[]*\b([A-Z])\b"
+_LETTER = r"[*_`$( \[#\"']*\b([A-Z]|[b-z]|a(?=\W*$))\b"
+_ASKED = r"(?i:answer|(?:correct|right|best) (?:option|choice))"
 _CHOICES = (
-    re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Z])\)?\s*\}", re.IGNORECASE),
-    re.compile(rf"\banswer(?:\s+is)?\s*[:=]?{_LETTER}", re.IGNORECASE),
+    re.compile(r"\\boxed\s*\{\s*(?:\\\w+\s*\{\s*)?\(?([A-Za-z])(?=\s*[).:}])"),
+    re.compile(rf"\b{_ASKED}(?:\s+is)?(?:\s+(?:option|choice))?\s*[:=]?{_LETTER}", re.MULTILINE),
     re.compile(rf"\A{_LETTER}[*_`$)\]]*(?:[.:)]|\Z)"),
-    re.compile(rf"^{_LETTER}[*_`$)\].]*\Z", re.MULTILINE),
+    re.compile(rf"^{_LETTER}[*_`$)\].\"']*\Z", re.MULTILINE),
 )
 """Where a choice stands, the surest place first; of each the last match counts."""
 LETTER = re.compile(r"\s*\(?([A-Za-z])[).]?\s*")
@@ -65,8 +67,9 @@ def multiple_choice(sample: RewardInput) -> Score:
 
 
 def chosen_letter(response: str) -> str | None:
-    """The letter that a response chooses: in the last box, after `answer`, at its start, or as its last line."""
-    text = response.strip()
+    """The letter that a response chooses: in the last box, after `answer`, at its start, or as its last line; all of it
+    in the last `<answer>…</answer>`, where there is one."""
+    text = (ANSWER_TAG.findall(response) or [response])[-1].strip()
     if (whole := LETTER.fullmatch(text)) is not None:
         return whole[1].upper()
     found = next((letters for pattern in _CHOICES if (letters := pattern.findall(text))), None)
