@@ -15,28 +15,43 @@ from typing import Any
 from relax_cli.config.model import flag
 from relax_cli.config.names import nearest
 
+_REPLICAS = "replicas are servers of their own: give the rollout role more ranks in --resource"
+_HERE = "a server of the run is on one machine; servers across machines can be used with --rollout-external"
+_HTTP = "servers of a run listen on this machine alone, and are asked by plain HTTP without a key"
 RESERVED: dict[str, str] = {
-    "model": "--hf-checkpoint says which model",
-    "model_path": "--hf-checkpoint says which model",
-    "host": "servers of a run listen on this machine alone",
-    "port": "every server gets a free port",
-    "tp": "use --rollout-num-gpus-per-engine",
-    "tp_size": "use --rollout-num-gpus-per-engine",
-    "tensor_parallel_size": "use --rollout-num-gpus-per-engine",
-    "dp": "replicas are servers of their own: give the rollout role more ranks in --resource",
-    "dp_size": "replicas are servers of their own: give the rollout role more ranks in --resource",
-    "data_parallel_size": "replicas are servers of their own: give the rollout role more ranks in --resource",
-    "random_seed": "use --rollout-seed",
-    "mem_fraction_static": "use --sglang-mem-fraction-static",
-    "enable_memory_saver": "use --offload-rollout",
-    "enable_return_routed_experts": "use --router-replay",
-    "enable_weights_cpu_backup": "weights are sent again after a sleep, so no copy of them is needed",
-    "weight_version": "published weights carry their own version",
-    "api_key": "servers of a run listen on this machine alone, and are asked without a key",
-    "admin_api_key": "servers of a run listen on this machine alone, and are asked without a key",
-    "skip_tokenizer_init": "stop strings need the server's tokenizer",
+    name: reason
+    for names, reason in (
+        ("model model_path", "--hf-checkpoint says which model"),
+        ("json_model_override_args", "servers generate with the model of --hf-checkpoint as it is"),
+        ("delete_ckpt_after_loading", "it would delete the folder of --hf-checkpoint"),
+        ("config", "give the options of that file with the prefix --sglang-"),
+        ("host", "servers of a run listen on this machine alone"),
+        ("port", "every server gets a free port"),
+        ("tp tp_size tensor_parallel_size", "use --rollout-num-gpus-per-engine"),
+        ("pp_size pipeline_parallel_size", "use --rollout-num-gpus-per-engine"),
+        ("dp dp_size data_parallel_size", _REPLICAS),
+        ("nnodes node_rank dist_init_addr nccl_init_addr", _HERE),
+        ("base_gpu_id gpu_id_step", "--resource says which GPUs"),
+        ("random_seed", "use --rollout-seed"),
+        ("mem_fraction_static", "use --sglang-mem-fraction-static"),
+        ("enable_memory_saver", "use --offload-rollout"),
+        ("enable_return_routed_experts", "use --router-replay"),
+        ("enable_weights_cpu_backup", "weights are sent again after a sleep, so no copy of them is needed"),
+        ("weight_version", "published weights carry their own version"),
+        ("checkpoint_engine_wait_weights_before_ready", "weights are sent to servers that are ready"),
+        ("gated_launch_port", "servers start at once"),
+        ("api_key admin_api_key ssl_keyfile ssl_certfile enable_ssl_refresh smg_grpc_mode grpc_mode", _HTTP),
+        ("skip_tokenizer_init", "stop strings need the server's tokenizer"),
+        ("disaggregation_mode encoder_only is_embedding", "a server of the run generates by itself"),
+        ("enable_watermark", "watermarked responses are not samples of the policy"),
+        (
+            "speculative_accept_threshold_single speculative_accept_threshold_acc",
+            "not the policy's samples",
+        ),
+    )
+    for name in names.split()
 }
-"""Options that the run sets itself, with the reason."""
+"""Options that servers of a run cannot be given, with the reason."""
 OWN_PARSER = re.compile(r"\b(type_parser|action|nargs)=")
 """In the source of an option that SGLang reads in a way of its own."""
 

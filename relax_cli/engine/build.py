@@ -248,6 +248,7 @@ class RoleBuilder:
             run_dir=spec.run_dir,
             rank=spec.rank,
             workers=spec.ranks,
+            decode=tokenizer.decode,
             host=own_address([f"{spec.master_addr}:{spec.master_port}"]),
             environment=os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}),
         )

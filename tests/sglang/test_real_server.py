@@ -71,7 +71,10 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def external(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """A server that wants an API key and is not the run's."""
-    section = SglangSection(sglang_python=PYTHON, sglang_options={**OPTIONS, "api_key": "secret"})
+    # None of these may reach a sample.
+    preferred = json.dumps({"repetition_penalty": 2.0, "min_p": 0.9, "ignore_eos": True, "logit_bias": {"3": 9.0}})
+    own = {"api_key": "secret", "preferred_sampling_params": preferred}
+    section = SglangSection(sglang_python=PYTHON, sglang_options=OPTIONS | own)
     command = launch_command(task / "model", section, host="127.0.0.1", seed=1, memory_saver=False)
     server = LocalServer(
         command,

@@ -110,7 +110,7 @@ def test_a_server_whose_model_differs_in_any_key_is_refused(
     config.pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, key: changed}))
     with running_server(model) as (contract, address):
-        for contract.folder in (model, Path("/of/an/update/by/disk")):
+        for contract.folder in (model, Path("/of/an/update/by/disk"), Path("long" * 999)):
             with pytest.raises(EnvironmentFault, match=named) as caught:
                 attach(tmp_path, address)
             assert caught.value.problems[0].id == "sglang-external-model"
@@ -122,6 +122,8 @@ def test_a_server_whose_model_differs_in_any_key_is_refused(
         (401, {"error": "Unauthorized"}, "wants an API key"),
         (403, {"error": "Forbidden"}, "wants an API key"),
         (200, "<html>nginx</html>", "something else listens there"),
+        (200, {"tp_size": "two"}, "something else listens there"),
+        (200, {"tp_size": 0}, "something else listens there"),
         (404, "<html>not found</html>", "does not answer"),
         (500, {"error": "boom"}, "does not answer"),
     ],
@@ -226,12 +228,13 @@ def test_a_server_of_the_run_is_started_with_the_workers_options(
         run_dir=tmp_path,
         rank=3,
         workers=4,
-        environment={"A": "b", "PYTORCH_CUDA_ALLOC_CONF": "x"},
+        environment={"A": "b", "NO_PROXY": "intra", "PYTORCH_CUDA_ALLOC_CONF": "x"},
     )
     (server,) = started
     assert engine.targets == (WeightTarget(server.address, this_node(), 6, 2),)
     words = " ".join(server._command(1))
     assert "--random-seed 13" in words
     assert ("--enable-memory-saver" in words) is releases
-    assert server._environment == {"A": "b", **NO_CRASH_DUMPS}
+    direct = dict.fromkeys(("no_proxy", "NO_PROXY"), "intra,127.0.0.1")
+    assert server._environment == {"A": "b", **NO_CRASH_DUMPS, **direct}
     assert server.log_file == tmp_path / "logs" / "sglang-3.log"

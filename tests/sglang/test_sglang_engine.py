@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
-from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams
+from relax_cli.backends.rollout.protocol import Decode, Generation, Opening, Request, SamplingParams
 from relax_cli.backends.rollout.sglang import engine as engine_module
 from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault
 from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
@@ -65,11 +65,17 @@ def embedded(model: Path) -> EmbeddedEngine:
     return EmbeddedEngine(model, decode=None)
 
 
-def engine_for(*addresses: str, partial: bool = False, concurrency: int = 16, timeout: float = 60.0) -> SglangEngine:
+def engine_for(
+    *addresses: str,
+    partial: bool = False,
+    concurrency: int = 16,
+    timeout: float = 60.0,
+    decode: Decode | None = None,
+) -> SglangEngine:
     """An engine that repeats without waiting long."""
     options = EngineOptions(concurrency=concurrency, request_timeout=timeout, partial=partial, backoff=0.001)
     targets = [WeightTarget(address, "here", None, 1) for address in addresses]
-    return SglangEngine(targets, vocab_size=VOCAB, max_positions=POSITIONS, options=options)
+    return SglangEngine(targets, vocab_size=VOCAB, max_positions=POSITIONS, options=options, decode=decode)
 
 
 def some_requests(count: int) -> list[Request]:
@@ -117,6 +123,37 @@ def test_one_request_a_sample_says_what_the_server_needs(
     assert "'temperature': 0.9" in params
     assert set(bodies[0]["sampling_params"]) <= SAMPLING_KEYS
     assert {b["sampling_params"]["sampling_seed"] for b in bodies} == {r.seed for r in requests}
+
+
+def test_settings_of_a_server_are_not_those_of_a_request(
+    server: ContractServer, served: tuple[ContractServer, str]
+) -> None:
+    engine_for(served[1]).generate(some_requests(1), SAMPLING)
+    (body,) = generated(server)
+    left_out = SAMPLING_KEYS - body["sampling_params"].keys()
+    assert left_out == {
+        "spaces_between_special_tokens",
+        "stream_interval",
+        "custom_params",
+        "beam_width",
+        "watermark",
+        "choice",
+    }
+
+
+def test_a_stop_string_that_a_server_overlooks_ends_a_response(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(tokens: list[int]) -> str:
+        return "".join("abcd"[token % 4] for token in tokens)
+
+    requests, sampling = some_requests(24), replace(SAMPLING, stop=("ab", "cc"))
+    with running_server(model) as (contract, address):
+        contract.version = "0"
+        submit = contract.model.submit
+        monkeypatch.setattr(contract.model, "submit", lambda tokens, said: submit(tokens, {**said, "stop": []}))
+        engine = engine_for(address, decode=decode)
+        got = engine.generate(requests, sampling)
+        assert any(g.finish_reason == "stop" and g.tokens[-1] not in SAMPLING.stop_token_ids for g in got)
+    assert_equal(got, EmbeddedEngine(model, decode=decode).generate(requests, sampling))
 
 
 def test_several_servers_share_the_requests(model: Path, embedded: EmbeddedEngine) -> None:
@@ -217,6 +254,11 @@ def test_a_server_error_is_shown_verbatim_and_not_retried(
         ("mixed", "sglang-stale-weights"),
         ("missing_log_prob", "sglang-reply"),
         ("null_log_prob", "sglang-reply"),
+        ("positive_log_prob", "sglang-reply"),
+        ("long_log_prob", "sglang-reply"),
+        ("not_a_number", "sglang-reply"),
+        ("other_prompt", "sglang-reply"),
+        ("past_stop", "sglang-reply"),
         ("other_tokens", "sglang-reply"),
         ("foreign_token", "sglang-reply"),
         ("empty", "sglang-reply"),

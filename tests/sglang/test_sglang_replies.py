@@ -7,9 +7,11 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_cli.backends.rollout.protocol import SamplingParams
 from relax_cli.backends.rollout.sglang.replies import read_part
 from relax_cli.errors import RunError
 
+SAMPLING = SamplingParams(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(7, 8))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 200) | st.floats() | st.sampled_from(["0", "stop", "abort", "length"]),
     lambda inner: (
@@ -37,10 +39,11 @@ REPLIES = VALUES | st.fixed_dictionaries(
 @given(reply=REPLIES)
 def test_whatever_a_server_says_it_is_a_sound_part_or_refused(reply: object) -> None:
     try:
-        part = read_part(reply, sample="it", max_new_tokens=3, vocab_size=10, version="0")
+        part = read_part(reply, sample="it", prompt=2, max_new_tokens=3, sampling=SAMPLING, vocab_size=10, version="0")
     except RunError:
         return
     assert len(part.tokens) == len(part.log_probs) <= 3
     assert all(0 <= token < 10 for token in part.tokens)
-    assert all(math.isfinite(value) for value in part.log_probs)
+    assert all(math.isfinite(value) and value < 0.01 for value in part.log_probs)
+    assert not set(part.tokens[:-1]) & {7, 8}
     assert part.tokens or part.finish_reason == "abort"

@@ -128,12 +128,13 @@ def test_routes_that_cannot_be_are_refused(model: Path, said: Any) -> None:
     text = said if isinstance(said, str) else encoded(said)
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 2]], "weight_version": "0"}
     reply = {"output_ids": [2], "meta_info": meta | {"routed_experts": text}}
-    more: Any = {"sample": "it", "max_new_tokens": 3, "vocab_size": 9, "version": "0"}
+    more: Any = {"sample": "it", "max_new_tokens": 3, "vocab_size": 9, "version": "0", "sampling": SAMPLING}
+    more |= {"prompt": 3, "experts": replace(spec, num_layers=1)}
     with pytest.raises(RunError) as caught:
-        read_part(reply, **more, routes=(replace(spec, num_layers=1), 3))
+        read_part(reply, **more)
     assert caught.value.problems[0].id == "sglang-reply"
     meta["routed_experts"] = encoded([[1, 0], [2, 7], [3, 4]])
-    part = read_part({"output_ids": [2], "meta_info": meta}, **more, routes=(replace(spec, num_layers=1), 3))
+    part = read_part({"output_ids": [2], "meta_info": meta}, **more)
     assert part.routes is not None
     assert part.routes.tolist() == [[[0, 1]], [[2, 7]], [[3, 4]]]
 

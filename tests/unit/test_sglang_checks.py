@@ -133,6 +133,15 @@ def test_options_that_the_run_sets_are_refused_with_the_reason(options: Ask) -> 
     assert options({"attention_backend": "triton"}, {"attention_backend"}) == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["delete_ckpt_after_loading", "config", "nnodes", "ssl_keyfile", "smg_grpc_mode", "json_model_override_args"],
+)
+def test_options_with_which_a_run_hangs_or_loses_its_model_are_refused(options: Ask, name: str) -> None:
+    ((rule, fix),) = options({name: "1"}, {name})
+    assert (rule, fix.partition(":")[0]) == ("sglang-option-reserved", f"drop --sglang-{name.replace('_', '-')}")
+
+
 def test_options_the_installed_sglang_lacks_are_refused(options: Ask) -> None:
     assert options({"atention_backend": "triton"}, {"attention_backend", "log_level"}) == [
         ("sglang-option-unknown", "use --sglang-attention-backend")

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from relax_cli.backends.megatron.weight_buckets import Bucket
 
 
+Decode = Callable[[list[int]], str]
+"""Text of token ids, special tokens included."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn; one record for all requests of a call."""
@@ -42,6 +46,18 @@ class SamplingParams:
         assert 0 < self.top_p <= 1, self.top_p
         assert self.top_k >= -1, self.top_k
         assert all(self.stop), "an empty stop string matches everywhere"
+
+    @property
+    def stop_window(self) -> int:
+        """How many of the newest tokens complete a stop string, if any do."""
+        # A token is at least a byte of text; the margin is for ids that decode to nothing.
+        return max(len(end.encode()) for end in self.stop) + 8
+
+    def has_stop(self, tokens: list[int], decode: Decode | None) -> bool:
+        """Whether a stop string is in the text of these tokens."""
+        assert decode is not None, "stop strings need a decoder"
+        text = decode(tokens)
+        return any(end in text for end in self.stop)
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,11 @@ def sglang_gpus_per_engine(sglang: SglangSection, parallel: ParallelSection) -> 
 
 @rule("sglang-option-reserved", THEME, option="--sglang-options")
 def sglang_option_reserved(sglang: SglangSection) -> Found:
-    """The run sets this option of its servers itself. The fix says which option of relax to use."""
+    """The run sets this option of its servers itself, or cannot use servers that have it. The fix says why, or which
+    option of relax to use."""
     for name in sglang.sglang_options:
         if name in RESERVED:
-            typed, message = flag(f"sglang_{name}"), f"the run sets {flag(name)} of its servers itself"
+            typed, message = flag(f"sglang_{name}"), f"servers of the run cannot be given {flag(name)}"
             yield Finding(message, f"drop {typed}: {RESERVED[name]}", typed)
 
 

@@ -20,6 +20,11 @@ Kind = Literal[
     "mixed",  # weights changed in the middle of the response
     "missing_log_prob",
     "null_log_prob",
+    "positive_log_prob",
+    "long_log_prob",
+    "not_a_number",  # what a server calls logits that are not finite
+    "other_prompt",
+    "past_stop",
     "other_tokens",
     "foreign_token",
     "empty",

@@ -46,6 +46,17 @@ def _spoil(answer: dict[str, Any], meta: dict[str, Any], kind: str) -> None:
         triples.pop()
     elif kind == "null_log_prob":
         triples[-1][0] = None
+    elif kind == "positive_log_prob":
+        triples[-1][0] = 0.4
+    elif kind == "long_log_prob":
+        triples[-1][0] = -(10**400)
+    elif kind == "not_a_number":
+        meta["finish_reason"] = {"type": "stop", "matched": "NaN happened"}
+    elif kind == "other_prompt":
+        meta["prompt_tokens"] += 1
+    elif kind == "past_stop":
+        answer["output_ids"] = [8, 9]
+        meta["output_token_logprobs"] = [[-1.0, 8, None], [-1.0, 9, None]]
     elif kind == "other_tokens":
         triples[0][1] += 1
     elif kind == "foreign_token":

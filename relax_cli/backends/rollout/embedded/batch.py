@@ -5,7 +5,6 @@ Legend: `B` rows, `T` new tokens, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from relax_cli.backends.rollout.embedded.decoder import Decoder
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix
 from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
-from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
+from relax_cli.backends.rollout.protocol import Decode, Generation, Request, SamplingParams
 
 # Steps are computed for a multiple of so many rows: each new size costs oneDNN milliseconds to make kernels for.
 ROW_STEP = 8
@@ -29,7 +28,7 @@ class Batch:
         cache: KVCache,
         sampling: SamplingParams,
         limit: int,
-        decode: Callable[[list[int]], str] | None,
+        decode: Decode | None,
     ) -> None:
         """`limit`: most new tokens of any request; `decode`: needed where there are stop strings."""
         self.cache = cache
@@ -142,12 +141,8 @@ class Batch:
         if not self._sampling.stop:
             return stopped_B
         rows = zip(self._requests, self._tokens_BT, self._counts_B.tolist(), strict=False)
-        responses = [[*request.begun, *tokens[:count].tolist()] for request, tokens, count in rows]
-        complete_B = torch.tensor([self._ends_with_stop(response) for response in responses])
+        newest = [
+            [*request.begun, *tokens[:count].tolist()][-self._sampling.stop_window :] for request, tokens, count in rows
+        ]
+        complete_B = torch.tensor([self._sampling.has_stop(tokens, self._decode) for tokens in newest])
         return complete_B if stopped_B is None else stopped_B | complete_B
-
-    def _ends_with_stop(self, response: list[int]) -> bool:
-        assert self._decode is not None, "stop strings need a decoder"
-        # A token is at least a byte of text; the margin is for ids that decode to nothing.
-        text = self._decode(response[-max(len(end.encode()) for end in self._sampling.stop) - 8 :])
-        return any(end in text for end in self._sampling.stop)

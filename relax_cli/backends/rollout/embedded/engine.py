@@ -13,7 +13,7 @@ from relax_cli.backends.rollout.embedded.batch import Batch
 from relax_cli.backends.rollout.embedded.decoder import Decoder
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix, in_blocks
 from relax_cli.backends.rollout.prompts import check_prompts
-from relax_cli.backends.rollout.protocol import Ended, Generation, Opening, Request, SamplingParams, Then
+from relax_cli.backends.rollout.protocol import Decode, Ended, Generation, Opening, Request, SamplingParams, Then
 from relax_cli.config.placement import KV_CACHE_BYTES, MOST_ROWS
 from relax_cli.models.hf import HfWeights
 from relax_cli.models.spec import ModelSpec, read_spec
@@ -41,7 +41,7 @@ class EmbeddedEngine:
         self,
         model_folder: Path,
         *,
-        decode: Callable[[list[int]], str] | None,
+        decode: Decode | None,
         max_batch_size: int = MOST_ROWS,
     ) -> None:
         """Load `config.json` and the safetensors files of `model_folder`.

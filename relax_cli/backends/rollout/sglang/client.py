@@ -139,7 +139,7 @@ class SglangClient:
         if content and reply.headers.get_content_type() == "application/json":
             try:
                 content = json.loads(data)
-            except ValueError as fault:
+            except (ValueError, RecursionError) as fault:
                 raise self._fault(ReplyFault, path, "answered with broken JSON", content[:200]) from fault
         if reply.status >= 400:
             error = self._fault(StatusFault, path, f"answered {reply.status}", error_detail(content))

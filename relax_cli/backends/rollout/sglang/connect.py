@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from relax_cli.backends.rollout.protocol import Decode
 from relax_cli.backends.rollout.sglang.client import (
     API_KEY,
     CONTROL_SECONDS,
@@ -54,12 +55,14 @@ def open_engine(
     run_dir: Path,
     rank: int,
     workers: int,
+    decode: Decode | None = None,
     host: str = "127.0.0.1",
     environment: Mapping[str, str] = os.environ,
 ) -> SglangEngine:
     """The engine of rollout worker `rank` of `workers`: its own server, or its share of the external ones.
 
     Args:
+        decode: see `EmbeddedEngine`.
         host: this machine's address for the actor, where servers of the run listen.
         environment: of a server that is started.
 
@@ -102,6 +105,7 @@ def open_engine(
             release_memory=release_memory,
         ),
         servers=servers,
+        decode=decode,
         experts=spec if isinstance(spec, MoeSpec) else None,
     )
 
@@ -138,7 +142,8 @@ def _attach(address: str, spec: ModelSpec, *, routes: bool) -> WeightTarget:
         if fault.status in (401, 403):
             raise _unreachable(address, "wants an API key", got, KEY_FIX) from fault
         raise _unreachable(address, "does not answer", got) from fault
-    if not isinstance(model, dict) or not isinstance(server, dict):
+    size = server.get("tp_size", 1) if isinstance(server, dict) else None
+    if not isinstance(model, dict) or type(size) is not int or size < 1:
         raise _unreachable(address, "is no SGLang server: something else listens there", str(model)[:80])
     folder, ours = folder_of(model), {"family": spec.family}
     # Servers before model_type was added to their answer say nothing of it.
@@ -156,7 +161,7 @@ def _attach(address: str, spec: ModelSpec, *, routes: bool) -> WeightTarget:
         raise EnvironmentFault(OTHER_MODEL(what, where=where, got=got, expected=expected, fix=fix))
     if routes and server.get("enable_return_routed_experts") is False:
         raise EnvironmentFault(no_routes(address, "enable_return_routed_experts false"))
-    return WeightTarget(address, node_of(address), None, int(server.get("tp_size") or 1))
+    return WeightTarget(address, node_of(address), None, size)
 
 
 def _unreachable(address: str, what: str, got: str, fix: str = "") -> EnvironmentFault:

@@ -19,7 +19,16 @@ from functools import partial
 from typing import Any
 
 from relax_cli.backends.rollout.prompts import check_prompts
-from relax_cli.backends.rollout.protocol import Ended, Generation, Opening, Request, SamplingParams, ServerDied, Then
+from relax_cli.backends.rollout.protocol import (
+    Decode,
+    Ended,
+    Generation,
+    Opening,
+    Request,
+    SamplingParams,
+    ServerDied,
+    Then,
+)
 from relax_cli.backends.rollout.sglang.client import (
     CancelledFault,
     ConnectionFault,
@@ -97,6 +106,7 @@ class SglangEngine:
         max_prompt: int | None = None,
         options: EngineOptions,
         servers: Sequence[LocalServer] = (),
+        decode: Decode | None = None,
         experts: MoeSpec | None = None,
     ) -> None:
         """
@@ -116,6 +126,7 @@ class SglangEngine:
         self._vocab_size = vocab_size
         self._max_positions = max_positions
         self._max_prompt = max_positions if max_prompt is None else max_prompt
+        self._decode = decode
         self._experts = experts
         self._request_numbers = itertools.count()
         self._memory = ServerMemory(self.clients, self._tell)
@@ -278,9 +289,10 @@ class SglangEngine:
                 self._pause(batch, fruitless, most=ABORT_SECONDS)
             part = self._ask(client, batch, index, request, tokens)
             if part.finish_reason != "abort":
-                return Generation(
+                done = Generation(
                     tokens + part.tokens, log_probs + part.log_probs, part.finish_reason, routes=part.routes
                 )
+                return self._cut(done, request, batch.sampling)
             batch.aborts[client.address] += 1
             fruitless += 1
             if seamless and len(tokens) + len(part.tokens) <= most_begun:
@@ -290,6 +302,17 @@ class SglangEngine:
         fix = "let nothing else abort requests on this server, or raise its memory: --sglang-mem-fraction-static"
         where, got = f"http://{client.address}/generate", f"{ABORT_TRIES} aborts"
         raise RunError(ABORTED(what, where=where, got=got, expected="a complete response", fix=fix))
+
+    def _cut(self, done: Generation, request: Request, sampling: SamplingParams) -> Generation:
+        """The response up to its first stop string. A server looks for one in as many tokens as it is usually spelt
+        with, and does not see other spellings."""
+        if not sampling.stop or not sampling.has_stop(done.tokens[:-1], self._decode):
+            return done
+        window, most = sampling.stop_window, len(done.tokens)
+        counts = (n for n in range(1, most) if sampling.has_stop(done.tokens[max(0, n - window) : n], self._decode))
+        count = next(counts, most)
+        routes = None if done.routes is None else done.routes[: len(request.prompt_tokens) + count - 1]
+        return Generation(done.tokens[:count], done.log_probs[:count], "stop", routes=routes)
 
     def _ask(self, client: SglangClient, batch: _Batch, index: int, request: Request, begun: list[int]) -> Part:
         """Request what follows the tokens that have `begun` a response; again where the connection broke."""
@@ -310,11 +333,12 @@ class SglangEngine:
                 return read_part(
                     reply,
                     sample=sample,
+                    prompt=len(tokens),
                     max_new_tokens=limit,
+                    sampling=sampling,
                     vocab_size=self._vocab_size,
                     version=self.weight_version,
-                    stop_token_ids=sampling.stop_token_ids,
-                    routes=(self._experts, len(tokens)) if self._experts and sampling.routes else None,
+                    experts=self._experts if sampling.routes else None,
                 )
             except (CancelledFault, DeadlineFault):
                 client.abort(rid, ENDING_SECONDS)

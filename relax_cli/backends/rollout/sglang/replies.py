@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,16 @@ NO_ROUTES = declare(
 )
 
 
+PLAIN_SAMPLING = {
+    **{"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+    **{"min_new_tokens": 0, "ignore_eos": False, "n": 1},
+    **dict.fromkeys(("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")),
+}
+"""Settings that must be off. What a request leaves out comes from a server's `--preferred-sampling-params`."""
+MOST_LOG_PROB = 1e-3
+"""A log-probability is at most 0, but for rounding."""
+
+
 @dataclass(frozen=True)
 class Part:
     """What one reply adds to a response."""
@@ -67,7 +78,8 @@ def generate_payload(
         "rid": rid,
         "input_ids": list(tokens),
         "return_logprob": True,
-        "sampling_params": {
+        "sampling_params": PLAIN_SAMPLING
+        | {
             "max_new_tokens": max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -86,19 +98,20 @@ def read_part(
     reply: Any,
     *,
     sample: str,
+    prompt: int,
     max_new_tokens: int,
+    sampling: SamplingParams,
     vocab_size: int,
     version: str,
-    stop_token_ids: Sequence[int] = (),
-    routes: tuple[MoeSpec, int] | None = None,
+    experts: MoeSpec | None = None,
 ) -> Part:
     """The tokens of a reply, once nothing about them is in doubt.
 
     Args:
         sample: how errors name the sample.
+        prompt: how many tokens were sent.
         version: the weights that must have sampled every token.
-        stop_token_ids: an aborted reply that ends with one of them is complete, as is one of full length.
-        routes: where they were requested, the model that has the experts, and how many tokens the prompt has.
+        experts: the model that has them, where routes were requested.
 
     Raises:
         RunError: the reply contradicts itself, the request or the version.
@@ -110,11 +123,18 @@ def read_part(
         raise _bad_reply(sample, "it has no finish reason that is known", str(reason))
     tokens, triples = reply.get("output_ids") or [], meta.get("output_token_logprobs") or []
     ended: Literal["stop", "length", "abort"] = kind
-    wrong = _contradiction(tokens, triples, max_new_tokens, vocab_size)
+    wrong = _contradiction(tokens, triples, max_new_tokens, vocab_size, sampling.stop_token_ids)
+    matched = reason.get("matched")
+    if isinstance(matched, str) and matched not in sampling.stop:
+        # A stop string is also what a server says of logits that are not numbers.
+        wrong = wrong or ("it ended for a reason that was not requested", matched)
+    if (taken := meta.get("prompt_tokens", prompt)) != prompt:
+        wrong = wrong or (f"it answers another prompt than that of {prompt} tokens", f"{taken} prompt tokens")
     if kind == "abort":
         # Nothing of an aborted response is needed: tokens that do not add up are left out.
         tokens, triples = ([], []) if wrong else (tokens, triples)
-        if tokens and tokens[-1] in stop_token_ids:
+        # It may be complete all the same.
+        if tokens and tokens[-1] in sampling.stop_token_ids:
             ended = "stop"
         elif len(tokens) == max_new_tokens:
             ended = "length"
@@ -135,10 +155,9 @@ def read_part(
         fix = "let nothing else update or restart this server; resume the run with the command it printed"
         raise RunError(STALE_WEIGHTS(what, where="meta_info.weight_version", got=got, expected=version, fix=fix))
     log_probs = [float(triple[0]) for triple in triples]
-    if routes is None or ended == "abort":
+    if experts is None or ended == "abort":
         return Part(list(tokens), log_probs, ended)
-    model, prompt = routes
-    return Part(list(tokens), log_probs, ended, _read_routes(meta, sample, model, prompt + len(tokens) - 1))
+    return Part(list(tokens), log_probs, ended, _read_routes(meta, sample, experts, prompt + len(tokens) - 1))
 
 
 def _read_routes(meta: dict[str, Any], sample: str, model: MoeSpec, positions: int) -> NDArray[np.int16]:
@@ -167,12 +186,16 @@ def no_routes(where: str, got: str) -> Problem:
     return NO_ROUTES(what, where=where, got=got, expected="the experts of every token", fix=fix)
 
 
-def _contradiction(tokens: Any, triples: Any, limit: int, vocab_size: int) -> tuple[str, str] | None:
+def _contradiction(
+    tokens: Any, triples: Any, limit: int, vocab_size: int, stop_token_ids: Sequence[int]
+) -> tuple[str, str] | None:
     """What is wrong with token ids and log-probabilities, and where it shows."""
     if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < vocab_size for t in tokens):
         return "its token ids are not in the vocabulary", str(tokens)[:100]
     if len(tokens) > limit:
         return f"it has more than the {limit} requested tokens", f"{len(tokens)} tokens"
+    if stops := set(tokens[:-1]).intersection(stop_token_ids):
+        return "it continues after a stop token", f"token {min(stops)}"
     if not isinstance(triples, list) or not all(isinstance(t, list) and len(t) >= 2 for t in triples):
         return "its log-probabilities are not pairs of a number and a token", str(triples)[:100]
     if len(triples) != len(tokens):
@@ -181,8 +204,8 @@ def _contradiction(tokens: Any, triples: Any, limit: int, vocab_size: int) -> tu
         return "the log-probabilities belong to other tokens", str([triple[1] for triple in triples])[:100]
     values = [triple[0] for triple in triples]
     # JSON has no infinities: such a value arrives as null.
-    bad = [value for value in values if type(value) not in (int, float) or not math.isfinite(value)]
-    return ("a log-probability is not finite", str(bad[0])) if bad else None
+    bad = [v for v in values if type(v) not in (int, float) or not -1e9 < v <= MOST_LOG_PROB]
+    return ("a log-probability is not a finite number below 0", str(bad[0])[:100]) if bad else None
 
 
 def folder_of(model_info: Any) -> Path | None:
@@ -192,7 +215,7 @@ def folder_of(model_info: Any) -> Path | None:
     """
     told = [model_info.get(key) for key in ("model_path", "tokenizer_path")] if isinstance(model_info, dict) else []
     folders = [Path(path) for path in told if isinstance(path, str)]
-    return next((folder for folder in folders if (folder / CONFIG_FILE).is_file()), None)
+    return next((folder for folder in folders if os.path.isfile(folder / CONFIG_FILE)), None)
 
 
 def check_served(client: SglangClient, version: str) -> None:

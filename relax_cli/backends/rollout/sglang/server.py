@@ -115,7 +115,9 @@ class LocalServer:
         self._choose_port()
         self._command = command
         self.log_file = log_file
-        self._environment = dict(environment)
+        # A server's first request is one to itself, which a proxy would take elsewhere.
+        direct = ",".join(filter(None, (environment.get("no_proxy", environment.get("NO_PROXY")), host)))
+        self._environment = {**environment, "no_proxy": direct, "NO_PROXY": direct}
         self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
