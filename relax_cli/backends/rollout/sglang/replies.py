@@ -118,13 +118,12 @@ def read_part(
     """
     meta = reply.get("meta_info") if isinstance(reply, dict) else None
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
-    kind = reason.get("type") if isinstance(reason, dict) else None
+    kind, matched = (reason.get(key) if isinstance(reason, dict) else None for key in ("type", "matched"))
     if not isinstance(meta, dict) or kind not in ("stop", "length", "abort"):
         raise _bad_reply(sample, "it has no finish reason that is known", str(reason))
     tokens, triples = reply.get("output_ids") or [], meta.get("output_token_logprobs") or []
     ended: Literal["stop", "length", "abort"] = kind
     wrong = _contradiction(tokens, triples, max_new_tokens, vocab_size, sampling.stop_token_ids)
-    matched = reason.get("matched")
     if isinstance(matched, str) and matched not in sampling.stop:
         # A stop string is also what a server says of logits that are not numbers.
         wrong = wrong or ("it ended for a reason that was not requested", matched)
