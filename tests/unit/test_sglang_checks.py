@@ -137,7 +137,7 @@ def test_options_that_the_run_sets_are_refused_with_the_reason(options: Ask) -> 
     "name",
     ["delete_ckpt_after_loading", "config", "nnodes", "ssl_keyfile", "smg_grpc_mode", "json_model_override_args"],
 )
-def test_options_with_which_a_run_hangs_or_loses_its_model_are_refused(options: Ask, name: str) -> None:
+def test_options_that_hang_a_run_or_cost_its_model_are_refused(options: Ask, name: str) -> None:
     ((rule, fix),) = options({name: "1"}, {name})
     assert (rule, fix.partition(":")[0]) == ("sglang-option-reserved", f"drop --sglang-{name.replace('_', '-')}")
 
