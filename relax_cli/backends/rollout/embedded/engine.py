@@ -76,7 +76,8 @@ class EmbeddedEngine:
         )
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See `LoadingEngine.load_weights`."""
+        """Replace all weights; `named` yields Hugging Face names and tensors, which are copied, not kept.
+        Raises RunError: a name is unknown, missing or given twice, or a shape is wrong."""
         self.decoder.load(named)
         self.weight_version = version
 

@@ -95,7 +95,7 @@ AS_LOADED = "default"
 
 
 class SglangEngine:
-    """See `ServerEngine`. Weights are sent to the servers by the actor, not through this engine."""
+    """See `RolloutEngine`. Weights are sent to the servers by the actor, not through this engine."""
 
     def __init__(
         self,
@@ -193,11 +193,11 @@ class SglangEngine:
 
     @property
     def needs_weights(self) -> bool:
-        """See `ServerEngine.needs_weights`."""
+        """Whether weights have to be sent before anything is generated: a sleeping server does not keep them."""
         return self._memory.lacks_weights
 
     def weights_updated(self, version: int) -> None:
-        """See `ServerEngine.weights_updated`."""
+        """The weights `version` have been sent to every server. Raises RunError: one does not serve them."""
         for client in self.clients:
             check_served(client, str(version))
         self.weight_version = str(version)
@@ -223,7 +223,7 @@ class SglangEngine:
             log.warning("%s", fault)
 
     def wake_for_weights(self) -> None:
-        """Take back the memory of the weights alone, so that they can be updated."""
+        """Take back the memory of the weights alone, so that they can be updated; `wake` or `sleep` follows."""
         self._memory.resume("weights")
 
     def wake(self) -> None:
@@ -231,7 +231,8 @@ class SglangEngine:
         self._memory.resume("weights", "kv_cache")
 
     def revive(self) -> int:
-        """See `ServerEngine.revive`. Raises RunError: a server does not come up again."""
+        """After a failure: start again what has ended, and sleep; how many were started. They need new weights.
+        Raises RunError: a server does not come up again."""
         dead = [server for server in self.servers if server.ends_within(REVIVE_SECONDS)]
         for server in dead:
             log.warning("starting SGLang server %s again; its last lines were:\n%s", server.address, server.tail())
@@ -245,7 +246,7 @@ class SglangEngine:
         return len(dead)
 
     def close(self) -> None:
-        """End the servers that this engine owns."""
+        """End the servers that this engine owns; safe to call twice."""
         for server in self.servers:
             server.stop()
 
