@@ -35,3 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs first, formulas last."""
     items.sort(key=lambda item: SLOWEST_FIRST.index(item.path.relative_to(Path(__file__).parent).parts[0]))
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model, data and recipe of three steps; nobody changes it."""
+    from tests.support.quickstart import small_task
+
+    return small_task(tmp_path_factory.mktemp("task") / "quickstart")

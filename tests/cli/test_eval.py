@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_cli.quickstart.task import prepare
 from tests.support.cli_app import Invoke
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("task") / "quickstart"
-    prepare(folder, seed=1, steps=3)
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_cli.quickstart.task import prepare
 from tests.support.fault_runs import Folders, Zygote, arguments
-
-
-@pytest.fixture(scope="session")
-def fault_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model, data and recipe."""
-    folder = tmp_path_factory.mktemp("faults") / "task"
-    prepare(folder, seed=1, steps=3)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -28,10 +19,10 @@ def zygote() -> Iterator[Zygote]:
 
 
 @pytest.fixture(scope="session")
-def straight(zygote: Zygote, fault_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def straight(zygote: Zygote, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """The run that nothing disturbed."""
     folders = Folders(tmp_path_factory.mktemp("straight"))
     (folders.root / "started").touch()
-    ended = zygote.run(folders.root, arguments(fault_task, folders))
+    ended = zygote.run(folders.root, arguments(task, folders))
     assert ended.code == 0, ended.err
     return folders

@@ -79,11 +79,11 @@ def small_disk(tmp_path: Path) -> Iterator[Folders]:
     [*((part, []) for part in PARTS), *((part, ["--async-save"]) for part in ("actor-shards", "critic-relax-json"))],
 )
 def test_a_full_disk_in_a_save_keeps_the_previous_pair(
-    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders, part: str, options: list[str]
+    zygote: Zygote, task: Path, straight: Folders, small_disk: Folders, part: str, options: list[str]
 ) -> None:
     keep_one = ["--keep-checkpoints", "1", "--on-save-error", "continue", *options]
     fault = (f"fill {small_disk.root / 'saves' / 'filler'}", *PARTS[part])
-    ended = zygote.run(small_disk.root, arguments(fault_task, small_disk, *keep_one, "--num-rollout", "3"), fault=fault)
+    ended = zygote.run(small_disk.root, arguments(task, small_disk, *keep_one, "--num-rollout", "3"), fault=fault)
     assert ended.code == 0, ended.err
     (warning,) = [line for line in ended.err.splitlines() if "is not saved" in line]
     assert "warning: iteration 2 is not saved" in warning
@@ -101,10 +101,10 @@ def test_a_full_disk_in_a_save_keeps_the_previous_pair(
     ],
 )
 def test_a_broken_disk_in_a_save_ends_with_the_previous_pair(
-    zygote: Zygote, fault_task: Path, tmp_path: Path, part: str, options: list[str]
+    zygote: Zygote, task: Path, tmp_path: Path, part: str, options: list[str]
 ) -> None:
     folders = Folders(tmp_path)
-    argv = arguments(fault_task, folders, "--num-rollout", "3", *options)
+    argv = arguments(task, folders, "--num-rollout", "3", *options)
     ended = zygote.run(tmp_path, argv, fault=("eio", *PARTS[part]))
     assert_four_parts(ended, folders, "Input/output error")
     assert_pair(folders, 1)
@@ -112,11 +112,11 @@ def test_a_broken_disk_in_a_save_ends_with_the_previous_pair(
 
 @pytest.mark.parametrize("asked", ["stop", "continue"])
 def test_a_disk_that_stays_full_ends_the_run_or_goes_on_as_asked(
-    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders, asked: str
+    zygote: Zygote, task: Path, straight: Folders, small_disk: Folders, asked: str
 ) -> None:
     fault = (f"stay-full {small_disk.root / 'saves' / 'filler'}", "critic/.iter_0000002.tmp/__0_0.distcp", 1)
     options = ["--keep-checkpoints", "1", "--on-save-error", asked, "--num-rollout", "4"]
-    ended = zygote.run(small_disk.root, arguments(fault_task, small_disk, *options), fault=fault)
+    ended = zygote.run(small_disk.root, arguments(task, small_disk, *options), fault=fault)
     assert_pair(small_disk, 1)
     free = os.statvfs(small_disk.actor)
     assert free.f_bfree * free.f_bsize > 5e6, "the half that was written gave its room back"
@@ -131,9 +131,9 @@ def test_a_disk_that_stays_full_ends_the_run_or_goes_on_as_asked(
         assert "Saved     iteration 1" in ended.out
 
 
-def test_lost_write_permission_ends_with_the_previous_pair(zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
+def test_lost_write_permission_ends_with_the_previous_pair(zygote: Zygote, task: Path, tmp_path: Path) -> None:
     folders = Folders(tmp_path)
-    zygote.start(tmp_path, arguments(fault_task, folders, "--num-rollout", "1000"), ordinary=True)
+    zygote.start(tmp_path, arguments(task, folders, "--num-rollout", "1000"), ordinary=True)
     zygote.wait_for((folders.critic / layout.TRACKER_FILE).exists)
     folders.critic.chmod(0o555)
     ended = zygote.wait(tmp_path)
@@ -144,26 +144,24 @@ def test_lost_write_permission_ends_with_the_previous_pair(zygote: Zygote, fault
     assert report.decision.iteration in (last - 1, last)
 
 
-def test_unwritable_folders_are_refused_before_anything_starts(
-    zygote: Zygote, fault_task: Path, tmp_path: Path
-) -> None:
+def test_unwritable_folders_are_refused_before_anything_starts(zygote: Zygote, task: Path, tmp_path: Path) -> None:
     folders = Folders(tmp_path)
     (tmp_path / "saves").mkdir()
     (tmp_path / "saves").chmod(0o555)
-    ended = zygote.run(tmp_path, arguments(fault_task, folders), ordinary=True)
+    ended = zygote.run(tmp_path, arguments(task, folders), ordinary=True)
     assert ended.code == 2, ended.err
     assert "[folder-read-only]" in ended.err
     assert not folders.run.exists()
 
 
 def test_a_full_run_folder_ends_the_run_clearly_and_it_resumes(
-    zygote: Zygote, fault_task: Path, straight: Folders, small_disk: Folders, tmp_path_factory: pytest.TempPathFactory
+    zygote: Zygote, task: Path, straight: Folders, small_disk: Folders, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folders = Folders(tmp_path_factory.mktemp("on-another-disk"))
     run_dir, filler = small_disk.root / "saves" / "run", small_disk.root / "saves" / "filler"
     moved = ["--run-dir", str(run_dir), "--num-rollout", "3", "--keep-checkpoints", "1"]
     fault = (f"stay-full {filler}", "run/rollouts/.step_000002", 1)
-    ended = zygote.run(folders.root, arguments(fault_task, folders, *moved), fault=fault)
+    ended = zygote.run(folders.root, arguments(task, folders, *moved), fault=fault)
     assert ended.code == 1, ended.err
     assert "Traceback" not in ended.err
     assert "No space left on device" in ended.err
@@ -171,7 +169,7 @@ def test_a_full_run_folder_ends_the_run_clearly_and_it_resumes(
     assert f"--load {folders.actor}" in ended.err
     assert_pair(folders, 1)
     filler.unlink()
-    assert zygote.run(folders.root, arguments(fault_task, folders, *moved)).code == 0
+    assert zygote.run(folders.root, arguments(task, folders, *moved)).code == 0
     assert_pair(folders, 3)
 
 
@@ -185,10 +183,10 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_that_failed_before_its_first_step_starts_again(
-    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, place: str
+    zygote: Zygote, task: Path, straight: Folders, tmp_path: Path, place: str
 ) -> None:
     folders = Folders(tmp_path)
-    argv = arguments(fault_task, folders, "--num-rollout", "1")[:-6]
+    argv = arguments(task, folders, "--num-rollout", "1")[:-6]
     argv += ["--num-rollout", "1"]
     ended = zygote.run(tmp_path, argv, fault=("eio", PLACES[place], 1))
     assert ended.code == 1, ended.err
@@ -200,9 +198,9 @@ def test_a_run_that_failed_before_its_first_step_starts_again(
     assert folders.metrics() == straight.metrics()[:1]
 
 
-def test_a_run_folder_that_goes_away_is_named_with_a_way_on(zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
+def test_a_run_folder_that_goes_away_is_named_with_a_way_on(zygote: Zygote, task: Path, tmp_path: Path) -> None:
     folders = Folders(tmp_path)
-    argv = arguments(fault_task, folders, "--num-rollout", "3")
+    argv = arguments(task, folders, "--num-rollout", "3")
     ended = zygote.run(tmp_path, argv, fault=(f"move {folders.run}", "run/rollouts/.step_000002", 1))
     assert ended.code == 1, ended.err
     assert "[run-folder-failed]" in ended.err
@@ -221,11 +219,11 @@ def test_a_run_folder_that_goes_away_is_named_with_a_way_on(zygote: Zygote, faul
     ],
 )
 def test_a_save_folder_that_goes_away_is_not_called_intact(
-    zygote: Zygote, fault_task: Path, tmp_path: Path, moved: str, place: str
+    zygote: Zygote, task: Path, tmp_path: Path, moved: str, place: str
 ) -> None:
     folders = Folders(tmp_path)
     gone = folders.actor if moved == "actor" else folders.critic
-    ended = zygote.run(tmp_path, arguments(fault_task, folders, "--num-rollout", "3"), fault=(f"move {gone}", place, 1))
+    ended = zygote.run(tmp_path, arguments(task, folders, "--num-rollout", "3"), fault=(f"move {gone}", place, 1))
     assert ended.code == 1, ended.err
     assert "bug" not in ended.err
     assert "intact" not in ended.err

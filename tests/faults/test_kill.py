@@ -75,27 +75,27 @@ INSTANTS = {
 @pytest.mark.parametrize("options", [[], ["--async-save"]], ids=["", "async"])
 @pytest.mark.parametrize("instant", INSTANTS)
 def test_a_kill_at_an_instant_of_its_own(
-    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, instant: str, options: list[str]
+    zygote: Zygote, task: Path, straight: Folders, tmp_path: Path, instant: str, options: list[str]
 ) -> None:
     where, number, iteration = INSTANTS[instant]
     folders = Folders(tmp_path)
-    ended = zygote.run(tmp_path, arguments(fault_task, folders, *options), fault=("kill", where, number))
+    ended = zygote.run(tmp_path, arguments(task, folders, *options), fault=("kill", where, number))
     assert ended.code == -signal.SIGKILL
     assert assert_resumable(folders, instant) == iteration
-    assert zygote.run(tmp_path, arguments(fault_task, folders, *options)).code == 0
+    assert zygote.run(tmp_path, arguments(task, folders, *options)).code == 0
     assert_equal(folders, straight, [instant])
 
 
 def test_thirty_kills_lose_no_finished_step_and_change_no_number(
-    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path
+    zygote: Zygote, task: Path, straight: Folders, tmp_path: Path
 ) -> None:
-    campaign(zygote, fault_task, straight, tmp_path, kills=30, seed=1)
+    campaign(zygote, task, straight, tmp_path, kills=30, seed=1)
 
 
 def test_kills_while_a_thread_writes_lose_no_finished_step(
-    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path
+    zygote: Zygote, task: Path, straight: Folders, tmp_path: Path
 ) -> None:
-    campaign(zygote, fault_task, straight, tmp_path, "--async-save", kills=8, seed=1)
+    campaign(zygote, task, straight, tmp_path, "--async-save", kills=8, seed=1)
 
 
 @pytest.mark.slow
@@ -103,13 +103,13 @@ def test_kills_while_a_thread_writes_lose_no_finished_step(
 @pytest.mark.parametrize("options", [[], ["--async-save"]], ids=["", "async"])
 @pytest.mark.parametrize("seed", range(2, 7))
 def test_forty_more_kills(
-    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, seed: int, options: list[str]
+    zygote: Zygote, task: Path, straight: Folders, tmp_path: Path, seed: int, options: list[str]
 ) -> None:
-    campaign(zygote, fault_task, straight, tmp_path, *options, kills=40, seed=seed)
+    campaign(zygote, task, straight, tmp_path, *options, kills=40, seed=seed)
 
 
 def test_what_a_kill_after_the_last_save_left_is_finished(
-    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path
+    zygote: Zygote, task: Path, straight: Folders, tmp_path: Path
 ) -> None:
     folders = Folders(tmp_path)
     shutil.copytree(straight.run, folders.run)
@@ -117,8 +117,8 @@ def test_what_a_kill_after_the_last_save_left_is_finished(
     # Between the two trackers; one old checkpoint half removed, another not yet.
     layout.write_tracker(folders.critic, STEPS - 1)
     layout.iteration_folder(folders.actor, 1).rename(folders.actor / ".iter_0000001.tmp-old")
-    heldout = ["--eval-prompt-data", f"heldout={fault_task}/data/heldout.jsonl", "--keep-checkpoints", "2"]
-    ended = zygote.run(tmp_path, [*arguments(fault_task, folders), *heldout])
+    heldout = ["--eval-prompt-data", f"heldout={task}/data/heldout.jsonl", "--keep-checkpoints", "2"]
+    ended = zygote.run(tmp_path, [*arguments(task, folders), *heldout])
     assert ended.code == 0, ended.err
     assert "Held-out set `heldout`" in ended.err + ended.out
     assert "0 steps" in ended.err + ended.out

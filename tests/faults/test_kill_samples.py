@@ -23,12 +23,12 @@ During the second of a fault the other threads go on: a pair that does not wait 
 
 
 def test_kills_while_samples_are_written_change_no_number(
-    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path
+    zygote: Zygote, task: Path, straight: Folders, tmp_path: Path
 ) -> None:
     folders = Folders(tmp_path)
     expected = straight.samples()
     for instant, (fault, iteration) in KILLS.items():
-        ended = zygote.run(tmp_path, arguments(fault_task, folders), fault=fault)
+        ended = zygote.run(tmp_path, arguments(task, folders), fault=fault)
         assert ended.code == -signal.SIGKILL, (instant, ended.err)
         assert assert_resumable(folders, instant) == iteration
         files = sample_files(folders.run)
@@ -36,7 +36,7 @@ def test_kills_while_samples_are_written_change_no_number(
         for step, paths in files.items():
             assert len(read_samples(paths)) == len(expected[step - 1]), (instant, "every named file is whole")
         assert folders.samples()[:iteration] == expected[:iteration], instant
-    assert zygote.run(tmp_path, arguments(fault_task, folders)).code == 0
+    assert zygote.run(tmp_path, arguments(task, folders)).code == 0
     assert [record["step"] for record in folders.metrics()] == list(range(1, STEPS + 1))
     assert folders.metrics() == straight.metrics()
     assert folders.samples() == expected

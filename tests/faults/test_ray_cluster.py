@@ -91,10 +91,10 @@ def test_a_plugin_that_one_node_lacks_is_named(cluster: Cluster, tmp_path: Path)
 
 
 @pytest.mark.timeout(900)
-def test_a_run_outlives_the_nodes_it_is_on(cluster: Cluster, zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
+def test_a_run_outlives_the_nodes_it_is_on(cluster: Cluster, zygote: Zygote, task: Path, tmp_path: Path) -> None:
     straight, folders = Folders(tmp_path / "straight"), Folders(tmp_path / "lost")
-    assert zygote.run(straight.root, arguments(fault_task, straight, *STEPS)).code == 0
-    argv = arguments(fault_task, folders, *STEPS, "--launcher", "ray", "--max-restarts", "2")
+    assert zygote.run(straight.root, arguments(task, straight, *STEPS)).code == 0
+    argv = arguments(task, folders, *STEPS, "--launcher", "ray", "--max-restarts", "2")
     folders.root.mkdir()
     with (folders.root / "err").open("w") as err, (folders.root / "out").open("w") as out:
         process = subprocess.Popen(

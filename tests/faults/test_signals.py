@@ -27,10 +27,10 @@ def saved(folders: Folders) -> int | str | None:
     ("name", "options"), [*((name, ["--save-interval", "5"]) for name in CODES), ("SIGTERM", ["--async-save"])]
 )
 def test_a_signal_saves_the_step_and_the_printed_command_resumes(
-    zygote: Zygote, fault_task: Path, straight: Folders, tmp_path: Path, name: str, options: list[str]
+    zygote: Zygote, task: Path, straight: Folders, tmp_path: Path, name: str, options: list[str]
 ) -> None:
     folders = Folders(tmp_path)
-    ended = zygote.run(tmp_path, arguments(fault_task, folders, *options), fault=(name, *THIRD_STEP))
+    ended = zygote.run(tmp_path, arguments(task, folders, *options), fault=(name, *THIRD_STEP))
     assert ended.code == CODES[name], ended.err
     assert "finishing step 3, then saving" in ended.err
     assert "Traceback" not in ended.err
@@ -49,10 +49,10 @@ SECOND_SAVE = {"shards": ("actor/.iter_0000002.tmp/__0_0.distcp", 1), "tracker":
     ("part", "options", "finished"), [("shards", [], 2), ("tracker", [], 2), ("shards", ["--async-save"], 3)]
 )
 def test_ctrl_c_during_a_save_lets_the_save_finish(
-    zygote: Zygote, fault_task: Path, tmp_path: Path, part: str, options: list[str], finished: int
+    zygote: Zygote, task: Path, tmp_path: Path, part: str, options: list[str], finished: int
 ) -> None:
     folders = Folders(tmp_path)
-    ended = zygote.run(tmp_path, arguments(fault_task, folders, *options), fault=("SIGINT", *SECOND_SAVE[part]))
+    ended = zygote.run(tmp_path, arguments(task, folders, *options), fault=("SIGINT", *SECOND_SAVE[part]))
     assert ended.code == 130, ended.err
     assert saved(folders) == len(folders.metrics())
     # The third step may have begun while the thread opened the file.
@@ -61,10 +61,10 @@ def test_ctrl_c_during_a_save_lets_the_save_finish(
     assert ended.err.count("; Ctrl-C again stops now") == 1
 
 
-def test_a_signal_while_the_run_is_starting_stops_it_at_once(zygote: Zygote, fault_task: Path, tmp_path: Path) -> None:
+def test_a_signal_while_the_run_is_starting_stops_it_at_once(zygote: Zygote, task: Path, tmp_path: Path) -> None:
     for name, code in CODES.items():
         folders = Folders(tmp_path / name)
-        ended = zygote.run(folders.root, arguments(fault_task, folders), fault=(name, "run/rollouts", 1))
+        ended = zygote.run(folders.root, arguments(task, folders), fault=(name, "run/rollouts", 1))
         assert ended.code == code, ended.err
         assert "Traceback" not in ended.err
         assert saved(folders) is None
@@ -76,10 +76,10 @@ def test_a_signal_while_the_run_is_starting_stops_it_at_once(zygote: Zygote, fau
     [("SIGINT,SIGINT", 130, 2), ("SIGTERM,SIGINT", 130, 2), ("SIGTERM,SIGTERM", 143, 3), ("SIGINT,SIGTERM", 130, 3)],
 )
 def test_a_second_ctrl_c_stops_at_once_a_second_sigterm_not(
-    zygote: Zygote, fault_task: Path, tmp_path: Path, names: str, code: int, finished: int
+    zygote: Zygote, task: Path, tmp_path: Path, names: str, code: int, finished: int
 ) -> None:
     folders = Folders(tmp_path)
-    ended = zygote.run(tmp_path, arguments(fault_task, folders), fault=(names, *THIRD_STEP))
+    ended = zygote.run(tmp_path, arguments(task, folders), fault=(names, *THIRD_STEP))
     assert ended.code == code, ended.err
     assert saved(folders) == len(folders.metrics()) == finished
     assert ("stopping now" in ended.err) == (finished == 2)
@@ -87,12 +87,10 @@ def test_a_second_ctrl_c_stops_at_once_a_second_sigterm_not(
     assert "Traceback" not in ended.err
 
 
-def test_without_a_save_folder_the_screen_says_nothing_is_kept(
-    zygote: Zygote, fault_task: Path, tmp_path: Path
-) -> None:
+def test_without_a_save_folder_the_screen_says_nothing_is_kept(zygote: Zygote, task: Path, tmp_path: Path) -> None:
     folders = Folders(tmp_path)
     unsaved = ["--set", "checkpoint.save=null", "--set", "critic.critic_save=null"]
-    argv = arguments(fault_task, folders)
+    argv = arguments(task, folders)
     for option in ("--save", "--critic-save", "--load", "--critic-load", "--save-interval"):
         at = argv.index(option)
         del argv[at : at + 2]
@@ -103,18 +101,16 @@ def test_without_a_save_folder_the_screen_says_nothing_is_kept(
     assert "Nothing was saved: add --save DIR" in ended.out
 
 
-def test_a_run_whose_folders_another_run_is_writing_is_refused(
-    zygote: Zygote, fault_task: Path, tmp_path: Path
-) -> None:
+def test_a_run_whose_folders_another_run_is_writing_is_refused(zygote: Zygote, task: Path, tmp_path: Path) -> None:
     first, second = Folders(tmp_path / "first"), Folders(tmp_path / "second")
     endless = ["--num-rollout", "100000", "--keep-checkpoints", "2"]
-    pid = zygote.start(first.root, arguments(fault_task, first, *endless))
+    pid = zygote.start(first.root, arguments(task, first, *endless))
     other = Zygote()
     try:
         zygote.wait_for((first.critic / layout.TRACKER_FILE).exists)
         for option, argv in (
-            ("--run-dir", arguments(fault_task, second, *endless, "--run-dir", str(first.run))),
-            ("--critic-save", arguments(fault_task, first, *endless, "--run-dir", str(second.run))),
+            ("--run-dir", arguments(task, second, *endless, "--run-dir", str(first.run))),
+            ("--critic-save", arguments(task, first, *endless, "--run-dir", str(second.run))),
         ):
             ended = other.run(second.root, argv)
             assert ended.code == 2, ended.err

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import deployed, train
 
 GROUPS = ("batch.rollout_batch_size=8", "batch.n_samples_per_prompt=4", "batch.num_rollout=1")
@@ -20,14 +19,6 @@ FORWARDS = (
 PPO = ("batch.rollout_batch_size=32", "critic.num_critic_only_steps=0", "batch.num_rollout=1")
 NOT_COMPARED = ("time", "seconds", "memory", "tokens_per_second", "logprob_diff/max")
 """Parts of names of what is measured, and of the largest rounding error, which is nothing but rounding."""
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model and data."""
-    folder = tmp_path_factory.mktemp("task") / "quickstart"
-    prepare(folder, seed=1, steps=2)
-    return folder
 
 
 def budget(tokens: int, packed: bool) -> tuple[str, ...]:

@@ -12,21 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from relax_cli.errors import RunError
-from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import deployed, train
 
 GROUPS = ("batch.rollout_batch_size=8", "batch.n_samples_per_prompt=4", "batch.micro_batch_size=8")
 ONE_STEP = (*GROUPS, "batch.num_steps_per_rollout=1")
 KL = ("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_type=k3", "algorithm.kl_coef=0.2")
 PPO = ("batch.rollout_batch_size=16", "batch.micro_batch_size=8", "critic.num_critic_only_steps=0")
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model and data."""
-    folder = tmp_path_factory.mktemp("task") / "quickstart"
-    prepare(folder, seed=1, steps=2)
-    return folder
 
 
 def group_advantages(scores: list[float]) -> list[float]:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from relax_cli.checkpoint import layout
-from relax_cli.quickstart.task import prepare
 from relax_cli.tracking.run_files import Evaluation, read_evaluations, read_samples
 from tests.support.cli_runs import read_metrics
 from tests.support.fault_runs import Ended, Folders, Zygote, arguments
+from tests.support.quickstart import small_task
 
 pytestmark = pytest.mark.timeout(300)
 KEPT = "eval/one/reward/mean"
@@ -22,8 +22,7 @@ KEPT = "eval/one/reward/mean"
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's task with two small held-out sets."""
-    folder = tmp_path_factory.mktemp("task") / "quickstart"
-    prepare(folder, seed=1, steps=3)
+    folder = small_task(tmp_path_factory.mktemp("task") / "quickstart")
     rows = (folder / "data/heldout.jsonl").read_text().splitlines(keepends=True)
     (folder / "data/one.jsonl").write_text("".join(rows[:40]))
     (folder / "data/two.jsonl").write_text("".join(rows[40:50]))

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_cli.cli.app import build_app
-from relax_cli.quickstart.task import prepare
 from relax_cli.roles.sample_files import SampleWriter, read_samples, sample_files
 from tests.support.local_runs import train
+from tests.support.quickstart import small_task
 
 WORDS = ["batch.rollout_batch_size=16", "batch.micro_batch_size=8", "algorithm.normalize_advantages=true"]
 
@@ -25,7 +25,7 @@ WORDS = ["batch.rollout_batch_size=16", "batch.micro_batch_size=8", "algorithm.n
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two steps each of an estimator with and without a critic; without it, the second trains what the first began."""
     folder = tmp_path_factory.mktemp("replay")
-    prepare(folder / "task", seed=1, steps=3)
+    small_task(folder / "task")
     groups = ["batch.n_samples_per_prompt=4", "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1"]
     ppo = ["critic.num_critic_only_steps=1"]
     carried = ["rollout.partial_rollout=true", "rollout.partial_rollout_len=1", "batch.over_sampling_batch_size=24"]
@@ -58,6 +58,18 @@ def test_a_step_is_the_same_again(runs: dict[str, Path], name: str, step: str, e
     assert any(0 in sample.get("weight_versions", [1]) for sample in samples) is (name == "grpo")
     assert {key for key, stage in stages.items() if stage["status"] == "same"} == expected
     assert {stage["status"] for key, stage in stages.items() if key not in expected} <= {"not replayed"}
+
+
+def test_what_is_said_of_carried_tokens(runs: dict[str, Path]) -> None:
+    lines = (runs["grpo"] / "metrics.jsonl").read_text().splitlines()
+    for updates, (metrics, path) in enumerate(
+        zip(map(json.loads, lines), sample_files(runs["grpo"]).values(), strict=True)
+    ):
+        ages = [updates - version for sample in read_samples(path) for version in sample["weight_versions"]]
+        assert (min(ages), max(ages)) == (0, updates)
+        assert metrics["partial/staleness/mean"] == pytest.approx(sum(ages) / len(ages))
+        # Those of other weights than the newest are left out.
+        assert metrics["train_rollout_logprob_diff/max"] < 1e-4
 
 
 def in_config(section: str, key: str, value: Any) -> Callable[[Path], None]:

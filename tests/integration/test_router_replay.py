@@ -15,8 +15,8 @@ from relax_cli.backends.megatron.micro_batch import MicroBatch, ModelOutput
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.protocol import Generation, Request, SamplingParams
 from relax_cli.models.hf import HfWeights
-from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import train as train_locally
+from tests.support.quickstart import small_task
 from tests.support.tiny_models import on_ranks, save_experts_for_task, save_tiny_model
 from tests.support.training_runs import ROWS, Run, build, micro_batches, routes, train
 
@@ -166,7 +166,7 @@ def as_batch(requests: list[Request], generations: list[Generation], *, routed: 
 
 @pytest.mark.parametrize("more", [(), ("algorithm.use_rollout_logprobs=false",)])
 def test_a_run_replays_what_its_engine_chose(more: tuple[str, ...], tmp_path: Path) -> None:
-    prepare(tmp_path / "task", seed=1, steps=3)
+    small_task(tmp_path / "task")
     model = save_experts_for_task(tmp_path / "model", num_experts=16)
     words = (f"model.hf_checkpoint={model}", "batch.rollout_batch_size=16", "batch.micro_batch_size=8", *more)
     recipe, words = ("tiny-grpo-cpu", words) if more else ("tiny-ppo-cpu", (*words, "critic.num_critic_only_steps=0"))

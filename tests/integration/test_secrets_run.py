@@ -20,9 +20,9 @@ from relax_cli.engine.summary import closing_lines
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
-from relax_cli.quickstart.task import prepare
 from relax_cli.roles.sample_files import read_samples, sample_files
 from tests.support.local_runs import SMALL
+from tests.support.quickstart import small_task
 
 SECRET = "hunter2-xyzzy"
 
@@ -57,7 +57,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def test_a_reward_servers_password_is_in_no_file_or_screen(
     port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare(tmp_path / "task", seed=1, steps=1)
+    small_task(tmp_path / "task")
     url = f"http://me:{SECRET}@127.0.0.1:{port}/right?token={SECRET}"
     words = [
         *SMALL, "batch.rollout_batch_size=4", "batch.n_samples_per_prompt=2", "batch.num_rollout=1",

@@ -18,7 +18,7 @@ from relax_cli.engine.simulate import simulate
 from relax_cli.models.packages import default_cache_dir, resolve_model
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
-from relax_cli.quickstart.task import prepare
+from tests.support.quickstart import small_task
 from tests.support.real_step import ENVIRONMENT
 from tests.support.smollm2 import needs_smollm2
 from tests.support.tiny_models import save_experts_for_task
@@ -37,7 +37,7 @@ STAGES = ("parallel.pipeline_model_parallel_size=2", *with_reference(2))
 
 def checked(folder: Path, recipe: str, *overrides: str) -> CheckedRun:
     """A recipe on the quickstart's files."""
-    prepare(folder, seed=1, steps=2)
+    small_task(folder)
     run = check_run(load_plugins(), Layers([recipe], {"TINY_DIR": str(folder)}, overrides))
     assert not run.errors
     return run

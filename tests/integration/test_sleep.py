@@ -21,8 +21,9 @@ from relax_cli.engine.trainer import Trainer
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_run import check_run
-from relax_cli.quickstart.task import prepare
+from tests.support.cli_runs import without_times
 from tests.support.local_runs import train
+from tests.support.quickstart import small_task
 
 
 class Quiet:
@@ -46,7 +47,7 @@ MODEL_ROLES = ("rollout", "critic", "actor")
 @pytest.fixture
 def session(tmp_path: Path) -> Any:
     """A local session of the quickstart task, two steps, the first of them critic-only."""
-    prepare(tmp_path / "q", seed=1, steps=2)
+    small_task(tmp_path / "q", steps=2)
     plugins = load_plugins()
     small = ["batch.rollout_batch_size=8", "batch.micro_batch_size=4", "critic.num_critic_only_steps=1"]
     flags = {"launcher": "local"}
@@ -112,13 +113,6 @@ def test_at_most_one_model_role_is_awake_at_any_call_of_a_run(session: Any, monk
     assert not any(role.awake for role in roles.values())
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> Path:
-    """The files of the quickstart task."""
-    prepare(tmp_path / "task", seed=1, steps=2)
-    return tmp_path / "task"
-
-
 def test_a_run_whose_models_sleep_outside_memory_is_the_same(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,11 +131,4 @@ def test_a_run_whose_models_sleep_outside_memory_is_the_same(
     assert len(parked) > 6
     assert min(parked) > 1 << 20
     assert leaving.samples == staying.samples
-    for one, other in zip(leaving.metrics, staying.metrics, strict=True):
-        assert without_times(one) == without_times(other)
-
-
-def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What must not depend on how long things took."""
-    times = {"time", "phase_seconds", "step_seconds", "tokens_per_second", "rollout/tokens_per_second", "memory_gb"}
-    return {name: value for name, value in metrics.items() if name not in times}
+    assert without_times(leaving.metrics) == without_times(staying.metrics)

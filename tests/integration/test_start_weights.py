@@ -19,20 +19,11 @@ from relax_cli.backends.megatron import checkpointing
 from relax_cli.checkpoint import layout
 from relax_cli.errors import ResumeError
 from relax_cli.plugin.launch_plan import LoadFrom
-from relax_cli.quickstart.task import prepare
 from tests.support.checkpoints import decide_resume
 from tests.support.cli_runs import without_times
 from tests.support.local_runs import Finished, train
 from tests.support.tiny_models import on_ranks, save_tiny_model
 from tests.support.training_runs import ROWS, Run, build, micro_batches
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model, data and recipe."""
-    folder = tmp_path_factory.mktemp("task") / "quickstart"
-    prepare(folder, seed=1, steps=3)
-    return folder
 
 
 @pytest.fixture(scope="module")

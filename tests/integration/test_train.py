@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from relax_cli.quickstart.task import prepare
 from relax_cli.roles.sample_files import read_samples, sample_files
-from tests.support.cli_runs import Metrics, read_metrics, start, train, without_times
+from tests.support.cli_runs import Metrics, read_metrics, start, train, wait_for, without_times
 from tests.support.local_runs import train_small
+from tests.support.quickstart import small_task
 
 STEPS = 4
 
@@ -37,9 +34,7 @@ class Interrupted:
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's model, data and recipe."""
-    folder = tmp_path_factory.mktemp("task") / "quickstart"
-    prepare(folder, seed=1, steps=STEPS)
-    return folder
+    return small_task(tmp_path_factory.mktemp("task") / "quickstart", steps=STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +70,10 @@ def interrupted(task: Path, out: Path, number: signal.Signals, *options: str) ->
 
 @pytest.fixture(scope="module")
 def ray_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
-    """With Ray until SIGTERM."""
-    return interrupted(task, tmp_path_factory.mktemp("ray"), signal.SIGTERM)
-
-
-@pytest.fixture(scope="module")
-def overlapped_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
-    """With Ray and overlapping updates until Ctrl-C."""
+    """With Ray and overlapping updates until SIGTERM. A run on Ray that Ctrl-C ends is in test_network.py, one whose
+    updates do not overlap in tests/faults/test_kill_ray.py."""
     options = ["--overlap-updates", "--threads-per-rank", "1"]
-    return interrupted(task, tmp_path_factory.mktemp("overlapped"), signal.SIGINT, *options)
-
-
-def test_ray_and_local_launchers_give_identical_metrics(local_run: Path, ray_run: Interrupted) -> None:
-    assert [m["step"] for m in read_metrics(local_run)] == [1, 2, 3, 4]
-    assert read_metrics(ray_run.out)[:3] == read_metrics(local_run)[:3]
+    return interrupted(task, tmp_path_factory.mktemp("ray"), signal.SIGTERM, *options)
 
 
 def test_the_same_seed_gives_the_same_metrics_another_seed_not(
@@ -133,20 +118,21 @@ def test_samples_have_token_ids_and_per_token_numbers(local_run: Path) -> None:
 def test_four_steps_equal_two_and_two_resumed(local_run: Path, split_run: tuple[list[Metrics], list[Metrics]]) -> None:
     _, resumed = split_run
     assert resumed == read_metrics(local_run)
+    assert [step["step"] for step in resumed] == [1, 2, 3, 4]
 
 
-def test_overlapped_updates_change_no_number(task: Path, overlapped_run: Interrupted, tmp_path: Path) -> None:
+def test_ray_and_overlapped_updates_change_no_number(task: Path, ray_run: Interrupted, tmp_path: Path) -> None:
     in_turn = train_small(task, tmp_path, "parallel.threads_per_rank=1", "batch.num_rollout=3")
-    assert read_metrics(overlapped_run.out)[:3] == without_times(in_turn.metrics)
+    assert read_metrics(ray_run.out)[:3] == without_times(in_turn.metrics)
 
 
-@pytest.mark.parametrize("how", ["ray, SIGTERM", "ray, SIGINT", "local, SIGTERM", "local, SIGINT"])
+@pytest.mark.parametrize("how", ["ray, SIGTERM", "local, SIGTERM", "local, SIGINT"])
 def test_an_interrupted_run_saves_its_step_and_leaves_no_process(
     task: Path, tmp_path: Path, how: str, request: pytest.FixtureRequest
 ) -> None:
     launcher, name = how.split(", ")
     if launcher == "ray":
-        run: Interrupted = request.getfixturevalue("ray_run" if name == "SIGTERM" else "overlapped_run")
+        run: Interrupted = request.getfixturevalue("ray_run")
     else:
         run = interrupted(task, tmp_path, signal.Signals[name], "--launcher", "local")
     assert run.code == {"SIGINT": 130, "SIGTERM": 143}[name], run.stderr
@@ -173,15 +159,6 @@ def test_ctrl_c_while_starting_ends_fast_and_leaves_no_process(task: Path, tmp_p
     assert "Traceback" not in err
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
-
-
-def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait until `ready`, as long as the run goes on."""
-    deadline = time.monotonic() + 240
-    while not ready():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_folder_in_use_and_a_wrong_resource_are_refused_early(task: Path, local_run: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command
 from relax_cli.config.schema import SglangSection
 from relax_cli.config.sglang_options import as_arguments, installed_options
 from relax_cli.errors import EnvironmentFault, RunError
-from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import Finished, train
 from tests.support.processes import started_by
 from tests.support.tiny_models import save_experts_for_task, save_tiny_model
@@ -58,14 +57,6 @@ def environment() -> Iterator[None]:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         patch.delenv("RELAX_SGLANG_PYTHON")
         yield
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model and data."""
-    folder = tmp_path_factory.mktemp("task") / "quickstart"
-    prepare(folder, seed=1, steps=3)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from relax_cli.engine.evaluate import evaluate
 from relax_cli.errors import RunError
 from relax_cli.plugin.manager import load_plugins
 from relax_cli.preflight.check_eval import check_evaluation
-from relax_cli.quickstart.task import prepare
 from tests.support.local_runs import Finished, train
 from tests.support.processes import started_by
 from tests.support.sglang.fake_package import write_package
@@ -33,14 +32,6 @@ SMALL = (
 )
 CLOCK = ("time", "seconds", "tokens_per_second", "memory")
 SLEEPS = ("parallel.offload_rollout=true", "eval.eval_interval=1")
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model and data."""
-    folder = tmp_path_factory.mktemp("task") / "quickstart"
-    prepare(folder, seed=1, steps=3)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,15 @@ def train(task: Path, out: Path, *options: str) -> list[Metrics]:
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return read_metrics(out)
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str], pause: float = 0.02) -> None:
+    """Wait until `ready`, as long as the run goes on."""
+    deadline = time.monotonic() + 240
+    while not ready():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(pause)
 
 
 def read_metrics(out: Path) -> list[Metrics]:

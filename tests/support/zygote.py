@@ -33,6 +33,8 @@ FILE_EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir
 
 def preload() -> None:
     """Import what every run of the local launcher needs; nothing of it computes."""
+    import transformers.models.auto.tokenization_auto  # noqa: F401
+
     import relax_cli.backends.megatron.trainer
     import relax_cli.backends.rollout.embedded.engine
     import relax_cli.cli.app
@@ -50,6 +52,8 @@ def preload() -> None:
 def main() -> None:
     """Serve until the end of stdin."""
     preload()
+    # What a killed process has written, the system keeps; what a lost machine keeps is tested in test_durability.py.
+    os.fsync = lambda _: None  # type: ignore[assignment]
     signal.signal(signal.SIGCHLD, lambda *_: None)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -216,12 +216,14 @@ def test_after_a_failure_no_part_is_sampled_twice() -> None:
         assert counts[0] == counts[1]
 
 
-def test_a_lower_limit_ends_what_is_longer() -> None:
-    groups = [BegunGroup(0, 5, [Begun([1] * 12, [-1.0] * 12, [0] * 12), Begun([1], [-1.0], [0], "stop")])]
+@pytest.mark.parametrize("length", [LONGEST, LONGEST + 1])
+def test_a_lower_limit_ends_what_is_as_long(length: int) -> None:
+    begun = Begun([1] * length, [-1.0] * length, [0] * length)
+    groups = [BegunGroup(0, 5, [begun, Begun([1], [-1.0], [0], "stop")])]
     worker = Worker(0, 1, config())
     worker.carry(groups)
     (group,) = worker.advance(3, 0, []).complete
-    assert (group.place, group.tokens, worker.asked) == (0, 13, [])
+    assert (group.place, group.tokens, worker.asked) == (0, length + 1, [])
     assert groups[0].responses[0].finish_reason == "length"
 
 

@@ -229,7 +229,7 @@ class Quiet:
 def trained(rewards: list[tuple[float, float]], disk: Disk, watcher: Any, **checkpoint: Any) -> Trainer:
     """The trainer after one rollout for each (lowest, highest) reward."""
     role = Recorded("actor", disk)
-    section = CheckpointSection(save="actor", save_interval=1, **checkpoint)
+    section = CheckpointSection(**{"save": "actor", "save_interval": 1, **checkpoint})
     config = Config(batch=BatchSection(num_rollout=len(rewards)), checkpoint=section, run=RunSection(run_dir="run"))
     session = cast(Session, SimpleNamespace(roles=Roles.of({"rollout": role, "actor": role})))
     stop = StopRequest(lambda _: None)
@@ -240,6 +240,16 @@ def trained(rewards: list[tuple[float, float]], disk: Disk, watcher: Any, **chec
         record = StepRecord(number, lambda _: None, metrics | counts, {"rollout": 1.0})
         trainer._end_step(record, time.perf_counter())
     return trainer
+
+
+@pytest.mark.parametrize(("interval", "saved"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5]), (None, [5])])
+def test_a_run_saves_at_its_interval_and_at_its_end(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, interval: int | None, saved: list[int]
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(folders, "rotate", lambda _, current, *rest: found.append(current))
+    trained([(0.0, 1.0)] * 5, disk, Quiet(), save_interval=interval)
+    assert found == saved
 
 
 @pytest.mark.parametrize("dies_after", [2, 3, None])
@@ -259,6 +269,16 @@ def test_the_last_pair_of_a_living_policy_is_kept(
     assert [f"iteration {alive - 1} was saved before" in warning for warning in watcher.warnings] == [True] * (
         alive < 6
     )
+
+
+def test_one_checkpoint_is_the_newest_however_dead(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    protected: list[Any] = []
+    monkeypatch.setattr(folders, "rotate", lambda _, current, keep, kept: protected.extend(kept))
+    watcher = Quiet()
+    trained([(0.0, 1.0)] * 2 + [(0.0, 0.0)] * 4, disk, watcher, keep_checkpoints=1)
+    assert protected == []
+    assert watcher.warnings
+    assert not any("saved before" in warning for warning in watcher.warnings)
 
 
 class Full:
