@@ -129,7 +129,7 @@ VICTIMS = {
 
 
 @pytest.mark.parametrize("running", [["--max-restarts", "1", "--async-save"]], indirect=True)
-def test_a_worker_killed_after_a_restart_is_named_with_the_resume_command(
+def test_a_worker_killed_after_a_restart_is_named(
     zygote: Zygote,
     task: Path,
     running: tuple[subprocess.Popen[str], Folders],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +22,6 @@ from tests.support.page_commands import (
     unmarked_commands,
     warm_relax,
 )
-from tests.support.quickstart import small_task
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -51,8 +51,12 @@ PREPARATIONS = {"first-run.md": short_quickstart, "looking.md": short_quickstart
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `relax quickstart --prepare-only` writes, with less data."""
-    return small_task(tmp_path_factory.mktemp("pages") / "quickstart", steps=40)
+    """What `relax quickstart --prepare-only` writes."""
+    folder = tmp_path_factory.mktemp("pages")
+    subprocess.run(
+        [sys.executable, "-m", "relax_cli", "quickstart", "--prepare-only"], cwd=folder, check=True, timeout=120
+    )
+    return folder / "quickstart"
 
 
 @pytest.fixture(scope="module")
