@@ -153,6 +153,20 @@ def test_kl_coef_reduces_rewards_before_groups_are_compared(kl_run: Any) -> None
     assert max(map(abs, penalties)) > 1e-3
 
 
+def equal_rewards(folder: Path) -> tuple[str, str]:
+    """Equal rewards in every group: no advantage, so that only the other terms of the loss move the policy."""
+    (folder / "one.py").write_text("def one(samples):\n    return [1.0 for _ in samples]\n")
+    return "reward.rm_type=null", f"reward.custom_rm_path={folder}/one.py:one"
+
+
+def test_the_entropy_bonus_makes_the_policy_less_certain(task: Path, tmp_path: Path) -> None:
+    bonus = ("algorithm.entropy_coef=1.0", "optimizer.lr=1e-3")
+    with deployed(task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, *equal_rewards(tmp_path), *bonus) as (_, roles):
+        roles["rollout"].generate(0)
+        entropy = [roles["actor"].train(0)["entropy"] for _ in range(3)]
+    assert entropy[0] + 1e-3 < entropy[1] < entropy[2] - 1e-3
+
+
 def test_the_kl_loss_pulls_towards_the_model_of_ref_load(task: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
@@ -160,9 +174,7 @@ def test_the_kl_loss_pulls_towards_the_model_of_ref_load(task: Path, tmp_path: P
         for parameter in model.parameters():
             parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(tmp_path / "other")
-    # Equal rewards in every group: no advantage, so that only the KL loss moves the policy.
-    quiet = ("reward.rm_type=null", f"reward.custom_rm_path={tmp_path}/one.py:one", f"model.ref_load={tmp_path}/other")
-    (tmp_path / "one.py").write_text("def one(samples):\n    return [1.0 for _ in samples]\n")
+    quiet = (*equal_rewards(tmp_path), f"model.ref_load={tmp_path}/other")
     loss = ("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=1.0", "algorithm.kl_loss_type=k2")
     with deployed(task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, *quiet, *loss) as (_, roles):
         roles["rollout"].generate(0)

@@ -10,18 +10,20 @@ import pytest
 import torch
 
 from relax_cli.algorithms.gae import gae
+from relax_cli.backends.megatron import parallel
 from relax_cli.config.schema import AlgorithmSection, BatchSection, Config, CriticSection
 from relax_cli.config.section import GaeOptions, GroupOptions
 from relax_cli.errors import RunError
 from relax_cli.plugin.graph import RoleSpec, base_graph, completed
 from relax_cli.plugin.manager import load_plugins
+from relax_cli.plugin.records import EstimatorMath
 from relax_cli.preflight.plan import optimizer_steps
-from relax_cli.roles.actor import check_gap
+from relax_cli.roles.actor import check_gap, policy_loss_per_token
 from relax_cli.roles.advantages import advantage_inputs, finished_advantages, kl_penalty
 from relax_cli.roles.batching import Columns
-from relax_cli.roles.critic import with_end_state
+from relax_cli.roles.critic import explained_variance, with_end_state
 from relax_cli.roles.rollout import EVAL_STREAM, sample_seed
-from relax_cli.roles.training import summarise
+from relax_cli.roles.training import RolloutShare, summarise
 
 LENGTHS = (3, 1, 5, 2, 4, 130, 129)
 
@@ -203,6 +205,28 @@ def test_the_end_state_adds_a_token_outside_the_sample() -> None:
     assert longer["tokens"][0].numel() == 4
     assert int(longer["response_lens"][0]) == 3
     assert data["tokens"][0].numel() == 3
+
+
+def test_explained_variance_is_that_of_the_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "all_reduce", list)
+    returns, values = torch.tensor([1.0, 2.0, 4.0, 9.0]), torch.tensor([3.0, 3.0, 7.0, 5.0])
+    columns = {"returns": {0: returns}, "values": {0: values}, "response_mask": {0: torch.tensor([1, 1, 1, 0])}}
+    found = explained_variance(RolloutShare(0, columns, [[0]], [3.0]))
+    trained, residuals = returns[:3], (returns - values)[:3]
+    assert found["explained_variance"] == pytest.approx(float(1 - residuals.var() / trained.var()), abs=1e-6)
+    assert found["values/mean"] == pytest.approx(13 / 3)
+    assert found["returns/mean"] == pytest.approx(7 / 3)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.25, 0.5), (0.75, 0.75), (3.0, 2.0)])
+def test_tis_weights_stay_within_their_clips(ratio: float, weight: float) -> None:
+    estimator = load_plugins().estimator("grpo")
+    old, mask = torch.full((1, 2), -1.0), torch.tensor([[True, False]])
+    fields = {"old_log_probs": old, "rollout_log_probs": old - math.log(ratio), "advantages": torch.ones(1, 2)}
+    section = AlgorithmSection(use_tis=True, tis_clip_low=0.5, tis_clip=2.0)
+    loss, watched = policy_loss_per_token(EstimatorMath(estimator), estimator.options(), section, old, fields, mask)
+    assert watched["tis_weight"][0, 0] == pytest.approx(weight)
+    assert loss.tolist() == [[pytest.approx(-weight), 0.0]]
 
 
 # -- service graph ---------------------------------------------------------------------------------

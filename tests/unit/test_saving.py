@@ -24,6 +24,7 @@ from relax_cli.engine.trainer import Trainer
 from relax_cli.errors import Problem, RunError
 from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.tracking.run_files import MetricsWriter
+from tests.support import checkpoints
 
 Calls = list[tuple[str, str]]
 FOLDER_STEPS = ("commit", "publish", "rotate", "withdraw")
@@ -360,3 +361,10 @@ def test_a_pair_whose_samples_cannot_be_written_is_taken_back(disk: Disk) -> Non
     with pytest.raises(RunError, match="writing failed"):
         trained([(0.0, 1.0)], disk, Quiet())
     assert [name for _, name in disk.calls] == ["write", "commit", "finish_dump", "withdraw"]
+
+
+def test_a_withdrawn_save_leaves_the_one_before(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, "actor", 1, 2, 3)
+    layout.write_tracker(tmp_path, 3)
+    folders.withdraw(tmp_path, 3)
+    assert layout.read_tracker(tmp_path).iteration == 2
