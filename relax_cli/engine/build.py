@@ -218,7 +218,7 @@ class RoleBuilder:
         return device if is_shared else replace(device, shared_memory=False)
 
     def _actor(self, context: RoleContext) -> Any:
-        from relax_cli.backends.rollout.sglang.weights import SendOptions
+        from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
         from relax_cli.roles.actor import ActorRole
 
         options = SendOptions(
@@ -229,7 +229,7 @@ class RoleBuilder:
             template=self.spec.model_folder,
         )
         model = self._trained("policy")
-        return ActorRole(model, context, options)
+        return ActorRole(model, context, lambda targets, device: WeightSender(targets, device, options))
 
     def _rollout_engine(self, tokenizer: Any, samplings: Mapping[str, SamplingParams]) -> RolloutEngine:
         config, spec = self.config, self.spec

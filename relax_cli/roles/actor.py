@@ -15,7 +15,7 @@ from relax_cli.algorithms.surrogate import tis_weight
 from relax_cli.algorithms.types import LossInputs
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
-from relax_cli.backends.rollout.sglang.weights import SendOptions, WeightSender
+from relax_cli.backends.rollout.protocol import OpenSender, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.schema import AlgorithmSection, Section
 from relax_cli.errors import RunError, problem_kind
@@ -32,14 +32,14 @@ class ActorRole(TrainingRole):
 
     name = "actor"
 
-    def __init__(self, model: TrainableModel, context: RoleContext, sending: SendOptions) -> None:
+    def __init__(self, model: TrainableModel, context: RoleContext, open_sender: OpenSender) -> None:
         super().__init__(model, context, save_dir=context.config.checkpoint.save)
         self.math = EstimatorMath(context.estimator)
         self.own_advantages = self.math.advantages if "advantages" in context.spec.writes else None
         self.judged = [*FIELDS, *(name for name in context.spec.reads if name == TOKEN_REWARDS)]
         self.versions = [name for name in context.spec.reads if name == WEIGHT_VERSIONS]
         self.routes = [name for name in context.spec.reads if name == ROUTES]
-        self.sending = sending
+        self.open_sender = open_sender
         self.sender: WeightSender | None = None
         self.begun: RolloutShare | None = None
 
@@ -73,7 +73,7 @@ class ActorRole(TrainingRole):
         Raises RunError: a server did not take them; names it and how far it got."""
         assert self.awake, "weights are on the device only while the actor is awake"
         if self.sender is None:
-            self.sender = WeightSender(targets, self.model.device, self.sending)
+            self.sender = self.open_sender(targets, self.model.device)
         assert self.sender.targets == tuple(targets), "servers do not change during a run"
         self.sender.send(self.model.hf_buckets, version)
 

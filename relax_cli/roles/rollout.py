@@ -10,9 +10,14 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
-from relax_cli.backends.rollout.protocol import Generation, Request, RolloutEngine, SamplingParams
-from relax_cli.backends.rollout.sglang.engine import SglangEngine
+from relax_cli.backends.rollout.protocol import (
+    Generation,
+    LoadingEngine,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    ServerEngine,
+)
 from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.config.held_out import section_of_set
 from relax_cli.data.envs.load import EnvFactory
@@ -111,22 +116,22 @@ class RolloutRole:
 
     def weight_targets(self) -> list[WeightTarget]:
         """Servers that the actor sends its weights to; none where they come through `load_weights`."""
-        return list(self.engine.targets) if isinstance(self.engine, SglangEngine) else []
+        return list(self.engine.targets) if isinstance(self.engine, ServerEngine) else []
 
     def needs_weights(self) -> bool:
         """Whether weights have to be published before this worker generates."""
-        return isinstance(self.engine, SglangEngine) and self.engine.needs_weights
+        return isinstance(self.engine, ServerEngine) and self.engine.needs_weights
 
     def weights_updated(self, version: int) -> None:
         self._servers.weights_updated(version)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        assert isinstance(self.engine, EmbeddedEngine), "weights are sent to the engine's servers"
+        assert isinstance(self.engine, LoadingEngine), "weights are sent to the engine's servers"
         self.engine.load_weights(named, version)
 
     @property
-    def _servers(self) -> SglangEngine:
-        assert isinstance(self.engine, SglangEngine), "the engine has no servers"
+    def _servers(self) -> ServerEngine:
+        assert isinstance(self.engine, ServerEngine), "the engine has no servers"
         return self.engine
 
     def generate(self, rollout_id: int) -> dict[str, Spread]:
@@ -268,7 +273,7 @@ class RolloutRole:
 
     def close(self) -> None:
         try:
-            if isinstance(self.engine, SglangEngine):
+            if isinstance(self.engine, ServerEngine):
                 self.engine.close()
         finally:
             self.judge.close()

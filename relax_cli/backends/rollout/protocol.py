@@ -1,17 +1,22 @@
-"""What the roles ask of both rollout engines: `EmbeddedEngine` and `SglangEngine`."""
+"""What the roles need of a rollout engine. An engine also implements one of `LoadingEngine` and `ServerEngine`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from relax_cli.backends.rollout.targets import WeightTarget
 from relax_cli.errors import RunError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
+
+    from relax_cli.backends.device import Device
+    from relax_cli.backends.megatron.weight_buckets import Bucket
 
 
 Decode = Callable[[list[int]], str]
@@ -141,9 +146,59 @@ class RolloutEngine(Protocol):
         """Be ready to generate."""
 
 
+@runtime_checkable
+class LoadingEngine(RolloutEngine, Protocol):
+    """An engine inside the worker, which takes new weights itself."""
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights; `named` yields Hugging Face names and tensors, which are copied, not kept.
+        Raises RunError: a name is unknown, missing or given twice, or a shape is wrong."""
+
+
+@runtime_checkable
+class ServerEngine(RolloutEngine, Protocol):
+    """An engine that generates on servers, to which the actor sends new weights."""
+
+    @property
+    def targets(self) -> Sequence[WeightTarget]:
+        """The servers."""
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether weights have to be sent before anything is generated: a sleeping server does not keep them."""
+
+    def weights_updated(self, version: int) -> None:
+        """The weights `version` have been sent to every target. Raises RunError: one does not serve them."""
+
+    def wake_for_weights(self) -> None:
+        """Be ready to take new weights, with as little memory as that needs; `wake` or `sleep` follows."""
+
+    def revive(self) -> int:
+        """After a failure: start again what has ended, and sleep; how many were started. They need new weights."""
+
+    def close(self) -> None:
+        """End every process that belongs to the engine; safe to call twice."""
+
+
 class ServerDied(RunError):
     """A server of this run ended by itself while it was in use."""
 
 
 class WeightsNotSent(RunError):
     """New weights did not reach a server, which has a mixture of old and new ones now."""
+
+
+class WeightSender(Protocol):
+    """Sends the actor's weights to the same servers again and again; one instance per rank of the actor."""
+
+    @property
+    def targets(self) -> Sequence[WeightTarget]:
+        """The servers."""
+
+    def send(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> None:
+        """Replace the weights of every server; iterating over `buckets(most_bytes)` is a collective of all ranks.
+        Raises RunError: names the server and the bucket; that server's weights are a mixture now."""
+
+
+OpenSender = Callable[[Sequence[WeightTarget], "Device"], WeightSender]
+"""How a rank of the actor reaches the servers; all ranks call it."""

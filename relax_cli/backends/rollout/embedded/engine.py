@@ -76,8 +76,7 @@ class EmbeddedEngine:
         )
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights; `named` yields Hugging Face names and tensors, which are copied, not kept.
-        Raises RunError: a name is unknown, missing or given twice, or a shape is wrong."""
+        """See `LoadingEngine.load_weights`."""
         self.decoder.load(named)
         self.weight_version = version
 

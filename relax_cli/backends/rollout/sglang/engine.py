@@ -95,7 +95,7 @@ AS_LOADED = "default"
 
 
 class SglangEngine:
-    """See `RolloutEngine`. Weights are sent to the servers by the actor, not through this engine."""
+    """See `ServerEngine`. Weights are sent to the servers by the actor, not through this engine."""
 
     def __init__(
         self,
@@ -193,11 +193,11 @@ class SglangEngine:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether weights have to be sent before anything is generated: a sleeping server does not keep them."""
+        """See `ServerEngine.needs_weights`."""
         return self._memory.lacks_weights
 
     def weights_updated(self, version: int) -> None:
-        """The weights `version` have been sent to every server. Raises RunError: one does not serve them."""
+        """See `ServerEngine.weights_updated`."""
         for client in self.clients:
             check_served(client, str(version))
         self.weight_version = str(version)
@@ -223,7 +223,7 @@ class SglangEngine:
             log.warning("%s", fault)
 
     def wake_for_weights(self) -> None:
-        """Take back the memory of the weights alone, so that they can be updated; `wake` or `sleep` follows."""
+        """Take back the memory of the weights alone, so that they can be updated."""
         self._memory.resume("weights")
 
     def wake(self) -> None:
@@ -231,8 +231,7 @@ class SglangEngine:
         self._memory.resume("weights", "kv_cache")
 
     def revive(self) -> int:
-        """After a failure: start again what has ended, and sleep; how many were started. They need new weights.
-        Raises RunError: a server does not come up again."""
+        """See `ServerEngine.revive`. Raises RunError: a server does not come up again."""
         dead = [server for server in self.servers if server.ends_within(REVIVE_SECONDS)]
         for server in dead:
             log.warning("starting SGLang server %s again; its last lines were:\n%s", server.address, server.tail())
@@ -246,7 +245,7 @@ class SglangEngine:
         return len(dead)
 
     def close(self) -> None:
-        """End the servers that this engine owns; safe to call twice."""
+        """End the servers that this engine owns."""
         for server in self.servers:
             server.stop()
 

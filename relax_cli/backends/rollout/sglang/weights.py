@@ -102,8 +102,7 @@ class WeightSender:
         self._remove_folder()  # of a run that was killed
 
     def send(self, buckets: Callable[[int], Iterator[Bucket]], version: int) -> None:
-        """Replace the weights of every server; iterating over `buckets(most_bytes)` is a collective of all ranks.
-        Raises RunError: names the server and the bucket; that server's weights are a mixture now."""
+        """See `protocol.WeightSender`."""
         self._version = str(version)
         if "disk" in self.chosen.values():
             self._send_by_disk(self._with_compared_names(buckets))
