@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +55,10 @@ def load_config(*recipes: str | Path, **options: Any) -> Config:
     """The configuration of a run as `relax train` would use it, without looking at model and data files.
 
     Raises:
-        ConfigError: a value cannot be read, or an option does not exist; has every such problem.
+        ConfigError: a recipe, a name or a value cannot be read; has every problem.
     """
     checked = check_run(*_layers(recipes, options), skip_files=True)
-    if checked.unread:
+    if not checked.is_read:
         raise ConfigError(checked.problems)
     return checked.config
 
@@ -75,14 +76,17 @@ def check(*recipes: str | Path, here: bool = True, **options: Any) -> CheckedRun
 
 
 def train(*recipes: str | Path, progress: bool = True, **options: Any) -> Result:
-    """Check a run, then train. Call it in the main thread: it takes Ctrl-C and SIGTERM as `relax train` does.
+    """Check a run, then train. It takes Ctrl-C and SIGTERM as `relax train` does.
 
     Args:
         progress: show it on stderr.
 
     Raises:
         RelaxError: the run may not start, or it failed; its `problems` say why.
+        RuntimeError: this is not the main thread, which alone gets signals.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("api.train belongs in the main thread; start another process to train next to something")
     from rich.console import Console
 
     from relax_cli.engine.run import train_with_restarts
@@ -112,5 +116,12 @@ def _layers(recipes: Iterable[str | Path], options: Mapping[str, Any]) -> tuple[
     known = options_by_name(config_model(plugins.estimators().values()))
     if problems := [unknown_option(flag(name), [flag(n) for n in known]) for name in options if name not in known]:
         raise ConfigError(problems)
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    return plugins, Layers([str(recipe) for recipe in recipes], os.environ, (), flags)
+    flags = {name: _plain(value) for name, value in options.items()}
+    return plugins, Layers([str(Path(recipe)) for recipe in recipes], os.environ, (), flags)
+
+
+def _plain(value: Any) -> Any:
+    """A value in the types of YAML: paths are texts, numbers of numpy and torch Python's own."""
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value.tolist() if hasattr(value, "tolist") else value

@@ -79,7 +79,7 @@ def as_text(checked: CheckedRun, *, show_origin: bool, problems_last: bool = Fal
 def show(plugins: Plugins, layers: Layers, output: Output) -> None:
     """Print a configuration with its origins: JSON, or YAML that is a recipe again."""
     checked = check_run(plugins, layers, skip_files=True)
-    if checked.unread:
+    if not checked.is_read:
         raise ConfigError(checked.problems)
     data = checked.dump()
     changes = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -182,7 +183,7 @@ def find_recipe(name: str) -> Path:
     bundled = bundled_recipes()
     if name in bundled:
         return bundled[name]
-    path = Path(name)
+    path = Path(os.path.expanduser(name))
     if path.is_file():
         return path
     guess = nearest(name, bundled)

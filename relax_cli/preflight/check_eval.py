@@ -58,4 +58,4 @@ def check_evaluation(
     own = [p for p in problems if p.option in options and p.id not in ("eval-data-unused", "eval-option-unused")]
     seen = tuple(shown(own, resolved, is_strict=bool(known(lambda: config.run.strict))))
     words, origins, changes = command_words(layers, type(config)), resolved.origins, resolved.changes
-    return CheckedRun(config, origins, changes, seen, words, inputs, unread=resolved.unread)
+    return CheckedRun(config, origins, changes, seen, words, inputs)

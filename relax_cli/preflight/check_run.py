@@ -54,8 +54,8 @@ class CheckedRun:
     start: ResumeReport | None = None
     """Where the run starts; None where that was not looked at."""
     plan: Plan | None = None
-    unread: frozenset[str] = frozenset()
-    """Options whose value is not known, because it has a problem."""
+    is_read: bool = True
+    """Whether the configuration is what was given: every recipe, name and value could be read."""
 
     @property
     def errors(self) -> tuple[Problem, ...]:
@@ -145,8 +145,8 @@ def check_run(
         problems = [*start.problems, *problems, *start.warnings]
     in_order = tuple(sorted(dict.fromkeys(problems), key=lambda p: p.severity != "error"))
     notes, made = shown(notes, resolved, is_strict=False), (*resolved.changes, *changes)
-    words, origins, unread = command_words(layers, type(config)), resolved.origins, resolved.unread
-    return CheckedRun(config, origins, made, in_order, words, inputs, tuple(notes), graph, start, plan, unread)
+    words, origins, is_read = command_words(layers, type(config)), resolved.origins, resolved.is_read
+    return CheckedRun(config, origins, made, in_order, words, inputs, tuple(notes), graph, start, plan, is_read)
 
 
 def _graph(plugins: Plugins, config: Config) -> tuple[ServiceGraph | None, tuple[Problem, ...]]:

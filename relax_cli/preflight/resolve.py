@@ -41,6 +41,8 @@ class Resolved:
     problems: tuple[Problem, ...]
     unread: frozenset[str]
     """Options whose value is not known, because it has a problem; to look at one raises `UnreadOption`."""
+    is_read: bool
+    """Whether every layer could be read as a whole."""
 
     def locate(self, problem: Problem) -> Problem:
         """The problem with the origin of the option it blames."""
@@ -72,7 +74,8 @@ def resolve(
         problems += found
     with contextlib.suppress(UnreadOption):
         problems += unused_options(given, origins, plugins.estimators())
-    return Resolved(given, config, origins, tuple(map(_shown, changes)), tuple(problems), loaded.unread)
+    is_read = all(problem.severity == "warning" for problem in loaded.problems)
+    return Resolved(given, config, origins, tuple(map(_shown, changes)), tuple(problems), loaded.unread, is_read)
 
 
 def _with_group_size(config: Config, plugins: Plugins, origins: dict[str, str]) -> Config:

@@ -114,6 +114,18 @@ def test_a_number_that_is_none_is_refused_like_any_other_problem(invoke: Invoke)
     assert result.stderr.count("[invalid-value]") == 3
 
 
+@pytest.mark.parametrize(
+    "words", [["--recipe", "no-such"], ["--recipe", "typo.yaml"], ["--set", "optimizer.lrr=1"], ["--set", "lr"]]
+)
+def test_what_cannot_be_read_is_not_shown_as_defaults(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("typo.yaml").write_text("optimizer: {lrr: 1}\n")
+    shown = invoke("train", *words, "--show-config")
+    assert (shown.exit_code, shown.stdout) == (2, "")
+
+
 def test_ppo_switches_kl_off_with_a_warning_strict_an_error(invoke: Invoke) -> None:
     kl = ("train", *PPO, "--use-kl-loss", "--kl-coef", "0.1")
     assert invoke(*kl).stderr.count("warning: ") == 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import runpy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from relax_cli import api
@@ -56,6 +58,9 @@ def test_options_are_those_of_the_command_line(tmp_path: Path, monkeypatch: pyte
     assert config.critic.critic_save == "ck-critic"
     assert config.parallel.resource["actor"] == (1, 2)
     assert api.load_config("tiny-ppo-cpu", rm_type="null").reward.rm_type is None
+    numbers = api.load_config(lr=np.float64(0.5), num_rollout=np.int64(3), prompt_data=[Path("a"), "b"])
+    assert (numbers.optimizer.lr, numbers.batch.num_rollout) == (0.5, 3)
+    assert numbers.data.prompt_data == ("a", "b")
 
 
 def test_what_is_wrong_comes_with_its_fix() -> None:
@@ -65,4 +70,15 @@ def test_what_is_wrong_comes_with_its_fix() -> None:
     with pytest.raises(ConfigError) as caught:
         api.load_config(num_rollout="many")
     assert "invalid-value" in {problem.id for problem in caught.value.problems}
+    with pytest.raises(ConfigError, match="no-such-recipe"):
+        api.load_config("no-such-recipe")
+    for wrong in (["tiny-ppo-cpu"], {"lr": 1}, None):
+        with pytest.raises(TypeError):
+            api.load_config(wrong)  # type: ignore[arg-type]
+
+
+def test_another_thread_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool, pytest.raises(RuntimeError, match="main thread"):
+        pool.submit(api.train, "tiny-ppo-cpu", run_dir=tmp_path / "run").result()
+    assert not (tmp_path / "run").exists()
     assert "reward-missing" in {problem.id for problem in api.check(here=False).errors}
