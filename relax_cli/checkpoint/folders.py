@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
-from relax_cli.errors import RunError, problem_kind
+from relax_cli.errors import RunError, problem_kind, way_out
 
 STORAGE_FAILED = problem_kind(
     "storage-failed",
@@ -78,7 +78,7 @@ def rotate(save_dir: Path, current: int, keep: int | None, protected: Collection
 def storage_failed(error: BaseException, where: Path) -> RunError:
     """What to say when a checkpoint could not be written."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    fix = "make room or repair the permissions of the folder; the previous checkpoint is intact"
+    fix = way_out(reason) or "make room or repair the permissions of the folder; the previous checkpoint is intact"
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         fix = "leave the save folder where it is during a run; something removed or renamed it, or a part of it"
     return RunError(STORAGE_FAILED(f"writing the checkpoint failed: {reason}", fix=fix, where=str(where)))

@@ -20,7 +20,16 @@ import typer
 from typer.core import TyperGroup
 
 from relax_cli.cli.console import Output, command_of, is_debug
-from relax_cli.errors import MACHINE_THEME, ExitCode, Problem, RelaxError, RunError, Terminated, problem_kind
+from relax_cli.errors import (
+    MACHINE_THEME,
+    ExitCode,
+    Problem,
+    RelaxError,
+    RunError,
+    Terminated,
+    limit_fault,
+    problem_kind,
+)
 from relax_cli.plugin.stdout import stdout_as_stderr
 
 if TYPE_CHECKING:
@@ -145,9 +154,17 @@ class RelaxGroup(TyperGroup):
             # click raises its own exceptions: this is code of a plugin or a reward, or of a library.
             _output(ctx).fail(RunError(_code_exited(end)))
             raise typer.Exit(ExitCode.FAILED) from end
-        except KeyboardInterrupt as error:
-            _output(ctx).note("interrupted before the first step finished; all processes have exited")
-            raise typer.Exit(ExitCode.INTERRUPTED) from error
+        except (KeyboardInterrupt, Terminated) as end:
+            is_ctrl_c = isinstance(end, KeyboardInterrupt)
+            how = "interrupted" if is_ctrl_c else "ended by a signal"
+            _output(ctx).note(f"{how} before the first step finished; all processes have exited")
+            raise typer.Exit(ExitCode.INTERRUPTED if is_ctrl_c else ExitCode.TERMINATED) from end
+        except Exception as error:
+            fault = limit_fault(error)
+            if fault is None:
+                raise
+            _output(ctx).fail(fault)
+            raise typer.Exit(ExitCode.FAILED) from error
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """The list of sub-commands, without importing them."""
@@ -226,6 +243,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except OSError as error:
         fault = RunError(_refused(error))
         fault.__cause__ = error
+        fault.__notes__ = list(getattr(error, "__notes__", ()))
         Output().fail(fault)
     except Exception as error:  # noqa: BLE001 - the last frame: whatever is left is our bug, and is shown as one
         _bug(error)
@@ -295,3 +313,5 @@ def _bug(error: Exception) -> None:
     else:
         output.note("  where     inside relax: this is a bug, not your doing")
         output.note("  fix       run the command again with RELAX_DEBUG=1 to see the traceback, and report it")
+    for note in getattr(error, "__notes__", ()):
+        output.note(note)

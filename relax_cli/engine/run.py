@@ -24,7 +24,7 @@ from relax_cli.engine.sampling import sampling_of
 from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import STOP_SIGNALS, StopRequest, undisguised_stop
 from relax_cli.engine.trainer import Recorder, RunReport, Trainer
-from relax_cli.errors import ProcessLost, RelaxError, Terminated
+from relax_cli.errors import ProcessLost, Terminated
 from relax_cli.plugin.graph import TOKEN_REWARDS, WEIGHT_VERSIONS, ServiceGraph
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
@@ -170,7 +170,7 @@ def run_trainer(trainer: Trainer, run_dir: Path, stop: StopRequest, checked: Che
         return stop.requested_stop
     except (KeyboardInterrupt, Terminated) as now:
         return now
-    except RelaxError as error:
+    except Exception as error:
         for line in resume_lines(trainer.config, resume_command(trainer.config, checked, trainer.report)):
             error.add_note(line)
         raise

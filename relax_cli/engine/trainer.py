@@ -143,7 +143,7 @@ class Trainer:
             self._run()
         except ProcessLost:
             raise
-        except (RelaxError, OSError):
+        except Exception:
             with suppress(RelaxError):
                 self.saver.outlast()
                 self._publish()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from relax_cli.errors import RunError, problem_kind
+from relax_cli.errors import RunError, problem_kind, way_out
 
 RUN_FOLDER_FAILED = problem_kind(
     "run-folder-failed",
@@ -42,6 +42,7 @@ def run_folder_errors(run_dir: Path) -> Iterator[None]:
                 expected="a folder that stays where it is" if gone else "a disk with room that can be written",
                 fix="leave the folder of a running run in place; start or resume the run again"
                 if gone
-                else f"make room or repair the disk (df -h -i {run_dir}), then start or resume the run again",
+                else way_out(str(error))
+                or f"make room or repair the disk (df -h -i {run_dir}), then start or resume the run again",
             )
         ) from error

@@ -82,6 +82,35 @@ def test_help_is_shown_wherever_it_is_asked_for(invoke: Invoke, words: list[str]
     assert (shown.exit_code, shown.stdout.startswith("Usage:")) == (0, True)
 
 
+def with_note(error: Exception) -> Exception:
+    error.add_note("Resume with this")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (OSError(24, "Too many open files", "f"), "ulimit -n"),
+        (OSError(27, "File too large"), "ulimit -f"),
+        (MemoryError(), "--micro-batch-size"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp]\nDefaultCPUAllocator: not enough memory"), "--micro-batch-size"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "--micro-batch-size"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (RuntimeError("anything else"), "report it"),
+        (OSError(28, "No space left on device"), "see to the disk"),
+    ],
+)
+def test_a_limit_of_the_machine_is_no_bug_of_ours(
+    error: Exception, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("relax_cli.cli.recipes.bundled_recipes", raising(with_note(error)))
+    assert main(["recipes", "list"]) == 1
+    shown = capsys.readouterr().err
+    assert fix in shown
+    assert ("this is a bug" in shown) == (fix == "report it")
+    assert "Resume with this" in shown, "what a run adds to its failure"
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("oops"), RunError(PROBLEM)])
 def test_relax_debug_shows_the_traceback(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -67,6 +67,7 @@ def test_a_signal_while_the_run_is_starting_stops_it_at_once(zygote: Zygote, tas
         ended = zygote.run(folders.root, arguments(task, folders), fault=(name, "run/rollouts", 1))
         assert ended.code == code, ended.err
         assert "Traceback" not in ended.err
+        assert "before the first step finished; all processes have exited" in ended.err
         assert saved(folders) is None
         assert not (folders.run / "metrics.jsonl").read_text()
 

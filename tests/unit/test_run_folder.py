@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relax_cli.config.layers import Layers
 from relax_cli.engine import run_folder
-from relax_cli.engine.run import prepare_run, start_notes
+from relax_cli.engine.run import prepare_run, run_trainer, start_notes
 from relax_cli.engine.run_folder import new_run_folder, run_record
+from relax_cli.engine.stopping import StopRequest
+from relax_cli.engine.trainer import RunReport
 from relax_cli.errors import ConfigError
 from relax_cli.plugin.manager import Plugins, load_plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run
@@ -73,6 +76,22 @@ def test_a_secret_of_the_record_has_to_be_given_again(
     again = check(plugins, str(path))
     assert [(p.id, p.option) for p in again.errors] == [("recipe-secret", "--rm-url")]
     assert check(plugins, str(path), rm_url="http://h/j").errors == ()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), RuntimeError("CUDA out of memory")])
+def test_any_failure_of_a_run_says_how_to_resume_it(plugins: Plugins, tmp_path: Path, error: Exception) -> None:
+    checked = check(plugins, "tiny-ppo-cpu", run_dir="r", load="a", critic_load="b")
+
+    class Failing:
+        config, report = prepare_run(checked)[0], RunReport(first=3)
+
+        def run(self) -> None:
+            raise error
+
+    trainer: Any = Failing()
+    with pytest.raises(type(error)) as caught:
+        run_trainer(trainer, tmp_path, StopRequest(print), checked)
+    assert "--load a" in caught.value.__notes__[-1]
 
 
 def test_a_run_that_saves_nothing_says_so_at_its_start(plugins: Plugins) -> None:

@@ -24,7 +24,7 @@ from relax_cli.engine.imports import MEGATRON, ROLLOUT, import_quickly
 from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.watch import WORKER_FAILED, ProcessWatch, Whereabouts, children_named
 from relax_cli.engine.session import Call, Ranks, Result, Role, recorded
-from relax_cli.errors import RelaxError, RunError
+from relax_cli.errors import RelaxError, RunError, way_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,13 +175,14 @@ class RayRanks(Ranks[Role]):
             # The connection to a process that died may break before Ray knows of its death.
             self.watch.settle(f"`{doing}` of {self.name}")
             log, reason = log_of(self.run_dir, self.name, rank), str(error.cause) or repr(error.cause)
+            advice = way_out(reason)
             raise RunError(
                 WORKER_FAILED(
                     f"rank {rank} of {self.name} failed in `{doing}`",
                     where=str(log),
                     got=reason.splitlines()[0][:300],
                     expected="the call to return",
-                    fix=f"tail -n 40 {log}",
+                    fix=f"{advice}; tail -n 40 {log}" if advice else f"tail -n 40 {log}",
                 )
             ) from error
         except ray.exceptions.RayError as error:
