@@ -13,7 +13,6 @@ from relax_cli.config.schema import Config
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
 from relax_cli.engine.sampling import PartialSampling
-from relax_cli.engine.session import RolloutGroup
 from relax_cli.roles.carried import Begun, BegunGroup, from_arrays, to_arrays
 from relax_cli.roles.judging import Judged, Sampled
 from relax_cli.roles.pool import Pool, Progress, Work, renumbered
@@ -102,7 +101,7 @@ class Run:
 
     def __init__(self, workers: int, *, saved: dict[str, Any] | None = None, **batch: Any) -> None:
         self.ranks = Workers(workers, config(**batch))
-        self.rollout = RolloutGroup(self.ranks)
+        self.rollout = self.ranks
         carried = from_arrays(saved["sampling"], SIZE) if saved else []
         self.rollout.carry(carried)
         drawn = saved["prompts_drawn"] if saved else 0

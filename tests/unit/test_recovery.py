@@ -43,7 +43,7 @@ class FakeSession(Session):
     """A session of rollout workers alone."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self.roles = Roles.of({"rollout": rollout, "actor": rollout})
+        self.roles = Roles(rollout=rollout, actor=rollout)
         self.asked = rollout.asked
 
     def publish_weights(self, version: int) -> None:
