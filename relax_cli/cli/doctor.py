@@ -35,6 +35,7 @@ from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.machine import (
     NVIDIA_SMI_SECONDS,
     gpu_count,
+    ray_address,
     ray_temp_folder,
     ray_temp_trouble,
     total_memory,
@@ -325,7 +326,7 @@ def _limits(has_gpu: bool) -> Iterator[Check]:
 
 
 def _ray() -> Iterator[Check]:
-    if address := os.environ.get("RAY_ADDRESS"):
+    if address := ray_address():
         fix = "unset RAY_ADDRESS, to run on this machine alone"
         yield Check("Ray cluster", "note", f"runs join the one at {address}", fix)
     elif trouble := ray_temp_trouble():

@@ -57,6 +57,12 @@ def ray_temp_folder() -> Path:
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
 
 
+def ray_address() -> str:
+    """The cluster that a run on Ray joins; empty where it starts a Ray of its own."""
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    return "" if address == "local" else address
+
+
 def ray_temp_trouble() -> str:
     """Why Ray cannot start with its temporary folder; empty where it can."""
     folder = ray_temp_folder()
@@ -116,7 +122,7 @@ class Machine:
     shared_memory: int | None = field(default_factory=free_shared_memory)
     gpu_memory: Callable[[], int | None] = smallest_gpu
     """Bytes of its smallest GPU, read only where a run uses GPUs."""
-    ray_address: str = field(default_factory=lambda: os.environ.get("RAY_ADDRESS", ""))
+    ray_address: str = field(default_factory=ray_address)
     """A cluster that the run would join: its GPUs and memory are not those of this machine."""
     sandbox_fault: Callable[[], str] = sandbox_fault
     """Why programs cannot be judged on it, found out only where a run does so."""

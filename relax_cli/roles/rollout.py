@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 from torch import Tensor
@@ -161,7 +161,9 @@ class RolloutRole:
 
         section = self.config.rollout
         work = Work(
-            prompt=lambda row: (self.prompts[row], self._encode(self.prompts[row])),
+            prompt=lru_cache(self.config.prompts_per_round)(
+                lambda row: (self.prompts[row], self._encode(self.prompts[row]))
+            ),
             seed=partial(sample_seed, section.rollout_seed, POOL_STREAM),
             generate=lambda requests: self.engine.generate(requests, self.samplings[""]),
             judge=judge,
@@ -299,7 +301,8 @@ class RolloutRole:
         ]
         if isinstance(self.judge, Episodes):
             return self.judge(self.engine, jobs, sampling)
-        tokens = [self._encode(job.prompt) for job in jobs]
+        encoded = {place: self._encode(prompts[place]) for place in range(first, last)}
+        tokens = [encoded[job.group - offset] for job in jobs]
         requests = [Request(tuple(ids), job.seed(), job.prompt.source) for job, ids in zip(jobs, tokens, strict=True)]
 
         def sampled(place: int, generation: Generation) -> Sampled:

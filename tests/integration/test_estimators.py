@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from relax_cli.data.tokenise import encode_prompt
 from relax_cli.errors import RunError
 from tests.support.local_runs import deployed, train
 
@@ -328,11 +329,17 @@ def test_a_rank_that_is_alone_reads_every_value_once(
         assert [list(names) for _, _, names in read] == [["advantages"]], "the rest was read when the actor began"
 
 
-def test_cut_prompts_keep_their_end(task: Path, tmp_path: Path) -> None:
+def test_cut_prompts_keep_their_end_and_are_encoded_once(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut = ("rollout.rollout_max_prompt_len=3", "rollout.overlong_prompts=truncate-left")
-    with deployed(task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, *cut) as (_, roles):
+    encoded = []
+    with deployed(task, tmp_path / "run", "tiny-grpo-cpu", *ONE_STEP, *cut) as (config, roles):
         rollout = roles["rollout"]
+        encode = lambda *given, **how: encoded.append(given[1]) or encode_prompt(*given, **how)  # noqa: E731
+        monkeypatch.setattr("relax_cli.roles.rollout.encode_prompt", encode)
         rollout.generate(0)
+        assert len(encoded) == config.batch.rollout_batch_size < len(rollout.judged)
         for sample in rollout.judged:
             assert rollout.tokenizer.decode(sample.prompt_tokens) == sample.prompt.content[-3:]
 

@@ -123,6 +123,21 @@ def test_a_cluster_that_refuses_is_named(tmp_path: Path, listening: str, monkeyp
     assert [address for address, _ in init.asked] == [listening] * 2
 
 
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [(SystemExit(1), "ray status --address"), (ValueError("Invalid Ray address"), "export RAY_ADDRESS=HOST:PORT")],
+)
+def test_what_answers_need_not_be_ray(
+    error: Any, fix: str, tmp_path: Path, listening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", listening)
+    fake(monkeypatch, error)
+    for call in calls(tmp_path):
+        with pytest.raises(EnvironmentFault) as caught:
+            call()
+        assert fix in problem_of(caught).fix
+
+
 def test_ray_is_not_asked_where_nothing_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would go on trying for minutes."""
     init = fake(monkeypatch, None)
@@ -135,18 +150,20 @@ def test_ray_is_not_asked_where_nothing_listens(tmp_path: Path, monkeypatch: pyt
     assert init.asked == []
 
 
-@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:1", "LISTENING"])
+@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:1", "LISTENING", " LISTENING\n"])
 def test_other_addresses_are_left_to_ray(
     address: str, listening: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = listening if address == "LISTENING" else address
+    address = address.replace("LISTENING", listening)
     monkeypatch.setenv("RAY_ADDRESS", address)
     init = fake(monkeypatch, None)
     start_ray(plan_of(tmp_path))
-    assert [asked for asked, _ in init.asked] == [address]
+    assert [asked for asked, _ in init.asked] == [address.strip()]
 
 
-def test_a_ray_that_starts_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["", "local"])
+def test_a_ray_that_starts_is_used(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
     init = fake(monkeypatch, None)
     before = signal.getsignal(signal.SIGTERM)
     start_ray(plan_of(tmp_path))

@@ -6,7 +6,9 @@ whose firewalls complain, and is what a run on one machine needs anywhere.
 
 import os
 
+from relax_cli.preflight.machine import ray_address
+
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
-if not os.environ.get("RAY_ADDRESS"):
+if not ray_address():
     os.environ.setdefault(LOOPBACK_SWITCH, "0")

@@ -21,7 +21,7 @@ from relax_cli.engine.ray.queue_keys import refuse_second_queue
 from relax_cli.errors import MACHINE_THEME, EnvironmentFault, Problem, RunError, problem_kind, problem_kinds
 from relax_cli.models.files import weight_bytes
 from relax_cli.plugin.launch_plan import LaunchPlan
-from relax_cli.preflight.machine import ray_temp_folder
+from relax_cli.preflight.machine import ray_address, ray_temp_folder
 from relax_cli.preflight.rules.resources import ray_cpus
 
 CONNECTING_SECONDS = 20.0
@@ -58,7 +58,7 @@ CAUSES = {
 """What Ray says in its different troubles, and what helps."""
 
 
-def start_failed(address: str | None, error: Exception) -> Problem:
+def start_failed(address: str, error: BaseException) -> Problem:
     """The problem of a Ray that did not start, by its cause; its address is `local` or that of a cluster."""
     local, folder, said = address == "local", ray_temp_folder(), f"{type(error).__name__}: {error}"
     known = [advice for cause, advice in CAUSES.items() if re.search(cause, said)]
@@ -68,6 +68,8 @@ def start_failed(address: str | None, error: Exception) -> Problem:
         fix = known[0].format(folder=folder)
     elif local:
         fix = "end what keeps this machine busy and start again; `ray stop` ends every Ray that you left running here"
+    elif isinstance(error, ValueError):
+        fix = "export RAY_ADDRESS=HOST:PORT as `ray start --head` prints it, or unset RAY_ADDRESS"
     else:
         fix = f"ray status --address {address} shows whether it runs; unset RAY_ADDRESS starts a Ray of the run's own"
     if local:
@@ -90,8 +92,7 @@ def start_ray(plan: LaunchPlan) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Every worker has an environment of its own, so those that Ray starts in advance are never used.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
+    if address := ray_address():
         _init_ray(address)
         return
     given = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
@@ -121,8 +122,8 @@ def start_ray(plan: LaunchPlan) -> None:
         )
 
 
-def _init_ray(address: str | None, **options: Any) -> None:
-    host, _, port = (address or "").rpartition(":")
+def _init_ray(address: str, **options: Any) -> None:
+    host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
         # Where nothing listens Ray would keep trying for minutes.
         try:
@@ -133,8 +134,8 @@ def _init_ray(address: str | None, **options: Any) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", **options)
-    except Exception as error:
-        # Ray raises bare Exceptions where a process of it is slow to start.
+    except (Exception, SystemExit) as error:
+        # Ray raises bare Exceptions where a process of it is slow to start, and exits where a server is not Ray's.
         raise EnvironmentFault(start_failed(address, error)) from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -142,7 +143,7 @@ def _init_ray(address: str | None, **options: Any) -> None:
 
 def cluster_gpus() -> int:
     """GPUs of the cluster that RAY_ADDRESS names, free or not. Raises EnvironmentFault: there is no such cluster."""
-    _init_ray(os.environ.get("RAY_ADDRESS"))
+    _init_ray(ray_address())
     try:
         return int(ray.cluster_resources().get("GPU", 0))
     finally:
