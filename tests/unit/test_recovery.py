@@ -14,6 +14,10 @@ from relax_cli.errors import Problem, RunError
 DIED = ServerDied(Problem(id="sglang-server-died", message="ended", fix="look"))
 
 
+def generate(rollout: Ranks[Any]) -> list[Any]:
+    return rollout.all(lambda worker: worker.generate(7))
+
+
 class Rollout(Ranks[Any]):
     """Writes down what it is asked, and fails as told."""
 
@@ -59,7 +63,7 @@ class FakeSession(Session):
 def run(*failures: Exception) -> tuple[Rollout, Callable[[], tuple[list[Any], int]]]:
     """A rollout that fails so often, and the call."""
     rollout = Rollout(list(failures))
-    return rollout, lambda: FakeSession(rollout).with_revival(7, lambda r: r.generate(7))
+    return rollout, lambda: FakeSession(rollout).with_revival(7, generate)
 
 
 def test_without_a_failure_nothing_else_happens() -> None:
@@ -70,7 +74,7 @@ def test_without_a_failure_nothing_else_happens() -> None:
 
 def test_weights_given_up_in_sleep_are_published_again() -> None:
     rollout = Rollout([], needs_weights=True)
-    FakeSession(rollout).with_revival(7, lambda r: r.generate(7))
+    FakeSession(rollout).with_revival(7, generate)
     assert rollout.asked == ["publish 7", "wake", "generate 7", "sleep"]
 
 
