@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 import ray
 
+from relax_cli.config.schema import Config
 from relax_cli.engine import imports
 from relax_cli.engine.ray.launch import Place, in_order, server_places
 from relax_cli.engine.ray.queue_keys import QueueKeys
@@ -205,8 +206,7 @@ def timed_step(session: Session, rollout_id: int) -> tuple[float, float, float, 
         session,
         rollout_id,
         sampling=Sampling(),
-        critic_only_steps=0,
-        overlap_updates=False,
+        config=Config(),
         dump_fields=(),
         starts_phase=lambda name: None,
     )

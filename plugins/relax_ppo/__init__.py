@@ -75,6 +75,6 @@ def relax_launch(plan: LaunchPlan) -> Any:
     """Start the colocated workers of a PPO run."""
     if plan.config.algorithm.advantage_estimator != "ppo":
         return None
-    from relax_cli.engine.ray.launch import launch_colocated
+    from relax_cli.engine.ray.launch import RaySession
 
-    return launch_colocated(plan)
+    return RaySession(plan)

@@ -253,9 +253,9 @@ def launch(plugins: Plugins, plan: LaunchPlan) -> Session:
         assert isinstance(launched, Session), "relax_launch returns a Session"
         return launched
     plan.status("starting Ray")  # The import takes a good part of it.
-    from relax_cli.engine.ray.launch import launch_colocated
+    from relax_cli.engine.ray.launch import RaySession
 
-    return launch_colocated(plan)
+    return RaySession(plan)
 
 
 @contextmanager

@@ -87,15 +87,11 @@ def _number(gpu: str) -> tuple[int, str]:
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
-def launch_colocated(plan: LaunchPlan) -> Session:
-    """Start Ray, TransferQueue and all role workers; returns once every worker is built and asleep."""
-    return RaySession(plan)
-
-
 class RaySession(Session):
     """Owns Ray (unless it was there before), TransferQueue and the workers."""
 
     def __init__(self, plan: LaunchPlan) -> None:
+        """Start Ray, TransferQueue and all role workers; returns once every worker is built and asleep."""
         self.owns_ray = not ray.is_initialized()
         self.queue_keys = QueueKeys.new()
         self.guardian: Guardian | None = None
