@@ -133,7 +133,8 @@ def why_unusable(folder: Path, iteration: int, role: str, *, deep: bool = False)
     if not checkpoint.is_dir():
         return f"the {role} has none"
     try:
-        meta, found = layout.read_meta(checkpoint), layout.damages(checkpoint, deep=deep)
+        meta = layout.read_meta(checkpoint)
+        found = layout.damages(checkpoint, deep=deep or meta.is_hashed_soon)
     except ResumeError as error:
         return f"the {role}'s is damaged: {error.problems[0].message}"
     if meta.role != role:

@@ -55,8 +55,8 @@ OTHER_DATA = declare(
 )
 DATA_ORDER = declare(
     "resume-data-order",
-    "A warning: `--rollout-batch-size`, `--rollout-seed`, `--dynamic-sampling`, `--partial-rollout` or `--curriculum` "
-    "is not that of the checkpoint, so prompts of the current epoch will be repeated or left out.",
+    "A warning: `--rollout-batch-size`, `--rollout-seed`, `--shuffle`, `--dynamic-sampling`, `--partial-rollout` or "
+    "`--curriculum` is not that of the checkpoint, so prompts of the current epoch will be repeated or left out.",
     severity="warning",
 )
 OTHER_GROUPS = declare(
@@ -117,6 +117,7 @@ def identify(config: Config, model_folder: Path | None, prompts: int | None = No
             "reference": scrubbed(name or config.model.hf_checkpoint),
         },
         "prompts": prompts,
+        "shuffle": config.data.shuffle,
         **({"curriculum": curriculum} if curriculum else {}),
         "seeds": {"seed": config.run.seed, "rollout_seed": config.rollout.rollout_seed},
     }
@@ -305,6 +306,8 @@ def _other_order(config: Config, meta: CheckpointMeta, where: Path) -> Iterator[
         other.append((f"--rollout-batch-size {size}", f"--rollout-batch-size {seen // meta.iteration}"))
     if (saved_seed := meta.seeds.get("rollout_seed", seed)) != seed:
         other.append((f"--rollout-seed {seed}", f"--rollout-seed {saved_seed}"))
+    if (shuffled := saved.get("shuffle", config.data.shuffle)) is not config.data.shuffle:
+        other.append(("--no-shuffle", "--shuffle") if shuffled else ("--shuffle", "--no-shuffle"))
     if other:
         now, then = (" ".join(words) for words in zip(*other, strict=True))
         yield DATA_ORDER(

@@ -43,6 +43,8 @@ FORMAT_VERSION = 2
 """Format 1 kept the random state as a pickled object among the shards; no release wrote it."""
 
 MOST_META_BYTES = 64 << 20
+MOST_HASHED_BYTES = 4 << 30
+"""Of one checkpoint: a second or two."""
 MOST_TRACKER_BYTES = 4096
 
 Iteration: TypeAlias = int | Literal["release"] | None
@@ -177,6 +179,11 @@ class CheckpointMeta:
     format_version: int = FORMAT_VERSION
 
     @property
+    def is_hashed_soon(self) -> bool:
+        """Whether its files are so small that their hashes are compared whenever it is chosen."""
+        return sum(entry.size for entry in self.files) <= MOST_HASHED_BYTES
+
+    @property
     def save(self) -> tuple[str, str | None]:
         """What tells one save of one run from all others; both halves of a pair have it."""
         return self.config_hash, self.extra.get("save_id")
@@ -196,6 +203,7 @@ class KnownExtra(TypedDict, total=False):
     model_shape: dict[str, Any] | None
     origin: dict[str, str | None]
     prompts: NonNegativeInt | None
+    shuffle: bool
     curriculum: str
     prompts_in_flight: PositiveInt
     carried_samples_per_prompt: PositiveInt
@@ -264,19 +272,23 @@ def damages(folder: Path, *, deep: bool = False) -> list[str]:
     Raises ResumeError: `relax.json` itself cannot be used."""
     entries = read_meta(folder).files
     found = strays(folder)
-    compares = deep and not found
-    for entry in entries:
-        path = folder / entry.path
-        try:
-            if not path.is_file():
-                found.append(f"{entry.path} is missing")
-            elif (size := path.stat().st_size) != entry.size:
-                found.append(f"{entry.path} has {size} bytes instead of {entry.size}")
-            elif compares and sha256_of(path) != entry.sha256:
-                found.append(f"{entry.path} has changed since it was written")
-        except OSError as error:
-            found.append(f"{entry.path} cannot be read: {error.strerror}")
-    return found
+    damaged = (damage_of(folder, entry, deep=deep and not found) for entry in entries)
+    return [*found, *filter(None, damaged)]
+
+
+def damage_of(folder: Path, entry: FileEntry, *, deep: bool) -> str | None:
+    """What is wrong with one file of a checkpoint; see `damages`."""
+    path = folder / entry.path
+    try:
+        if not path.is_file():
+            return f"{entry.path} is missing"
+        if (size := path.stat().st_size) != entry.size:
+            return f"{entry.path} has {size} bytes instead of {entry.size}"
+        if deep and sha256_of(path) != entry.sha256:
+            return f"{entry.path} has changed since it was written"
+    except OSError as error:
+        return f"{entry.path} cannot be read: {error.strerror}"
+    return None
 
 
 def strays(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -39,6 +39,11 @@ PAIR_MISMATCH = declare(
     "resume-pair-mismatch",
     "Actor and critic would not resume from one point: their iterations differ, one has no checkpoint, or different "
     "runs saved them. `relax checkpoint align` goes back to the newest iteration that both have.",
+)
+NOT_NEWEST = declare(
+    "resume-not-newest",
+    "A warning: the tracker names an older checkpoint than the newest complete one, which the run will replace.",
+    severity="warning",
 )
 SAVE_IN_USE = declare("save-in-use", "The folder contains the checkpoints of another run, which would be overwritten.")
 RUN_DIR_IN_USE = declare(
@@ -144,7 +149,8 @@ def examine_resume(
         sides.append(replace(critic, problem=_loss(actor, critic) or critic.problem))
         sides = list(_as_a_pair(*sides, deep=deep))
     decision, problems = _decide(sides[0], sides[1] if has_critic else None, critic_init_from_actor)
-    return ResumeReport(decision, tuple(sides), tuple(_with_way_back(problems, *sides, deep=deep)))
+    warnings = tuple(_newer(sides)) if decision.verdict == "resume" else ()
+    return ResumeReport(decision, tuple(sides), tuple(_with_way_back(problems, *sides, deep=deep)), warnings)
 
 
 def was_saved_beside_a_critic(load: str) -> bool:
@@ -249,6 +255,23 @@ def _mismatch(actor: Side, critic: Side) -> Problem:
         expected="the same iteration of both",
         fix=fix,
     )
+
+
+def _newer(sides: Sequence[Side]) -> Iterator[Problem]:
+    """The warning that the tracker does not name the newest checkpoint that all sides have."""
+    chosen, folders = sides[0].iteration, [side.folder for side in sides if side.folder is not None]
+    assert chosen is not None, "it is resumed"
+    for iteration in reversed(layout.list_iterations(folders[0])):
+        if iteration > chosen and all(layout.is_complete(layout.iteration_folder(at, iteration)) for at in folders):
+            yield NOT_NEWEST(
+                f"the run resumes from iteration {chosen}, which the tracker names, and will replace newer checkpoints",
+                option=sides[0].option,
+                where=str(folders[0]),
+                got=f"the tracker names {chosen}",
+                expected=f"the newest complete one, iteration {iteration}",
+                fix=align.go_back(iteration, folders[0], folders[1] if len(folders) > 1 else None),
+            )
+            return
 
 
 def _with_way_back(problems: list[Problem], actor: Side, critic: Side | None = None, *, deep: bool) -> list[Problem]:

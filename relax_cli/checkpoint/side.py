@@ -86,6 +86,9 @@ def _inspect(side: Side, path: Path, deep: bool, may_be_new: bool) -> Side:
     if tracker.problem is not None:
         return _unusable(side, tracker.problem)
     if tracker.iteration is None:
+        # A kill in the first save leaves one without a tracker.
+        if may_be_new and len(found := layout.list_iterations(path)) > 1:
+            return _unusable(side, f"{layout.TRACKER_FILE} is missing, and there are {len(found)} checkpoints")
         if may_be_new and not is_one_checkpoint(path):
             return side
         problem = not_a_save_folder(side.option, path, side.role) if path.exists() else _missing(side.option, path)
@@ -108,7 +111,8 @@ def with_state(side: Side, checkpoint: Path, deep: bool) -> Side:
     """The side with `relax.json` of `checkpoint`, or with the reason why it cannot be loaded as this role's."""
     side = replace(side, checkpoint=checkpoint)
     try:
-        meta, found = layout.read_meta(checkpoint), layout.damages(checkpoint, deep=deep)
+        meta = layout.read_meta(checkpoint)
+        found = layout.damages(checkpoint, deep=deep or meta.is_hashed_soon)
     except ResumeError as error:
         return replace(side, problem=error.problems[0])
     side = replace(side, meta=meta)

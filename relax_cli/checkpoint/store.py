@@ -24,7 +24,8 @@ from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.folders import disk_errors
 from relax_cli.checkpoint.layout import CheckpointMeta, FileEntry
 from relax_cli.checkpoint.sampling_state import write_sampling
-from relax_cli.errors import RunError
+from relax_cli.checkpoint.side import UNREADABLE
+from relax_cli.errors import ResumeError, RunError
 
 T = TypeVar("T")
 
@@ -103,17 +104,34 @@ def prepare(
 def load(model: Saveable, folder: Path) -> CheckpointMeta:
     """Restore a model from a checkpoint folder. Every rank calls this. Random generators belong to ranks, so they are
     restored only at the parallel layout of the checkpoint; nothing a run computes depends on them.
-    Raises ResumeError: `relax.json` is unusable, or the shards do not fit this model or cannot be read."""
+    Raises ResumeError: `relax.json` is unusable, a file has changed, or the shards do not fit this model."""
     meta = layout.read_meta(folder)
+    share = meta.files[rank() :: world_size()]
+    damages = gather([layout.damage_of(folder, entry, deep=True) for entry in share])
+    if damaged := next((damage for found in damages for damage in found if damage), None):
+        problem = UNREADABLE(
+            f"the {meta.role}'s checkpoint is damaged: {damaged}",
+            option="--critic-load" if meta.role == "critic" else "--load",
+            where=str(folder),
+            got=damaged,
+            expected="every file as it was written",
+            fix="relax checkpoint check-resume --deep with this run's --load and --critic-load says how to go back",
+        )
+        raise ResumeError(problem)
     model.load(folder)
     if meta.parallel == model.parallel_layout() and len(meta.random_state) == world_size():
-        model.restore_random_state(meta.random_state[dist.get_rank() if dist.is_initialized() else 0])
+        model.restore_random_state(meta.random_state[rank()])
     return meta
+
+
+def rank() -> int:
+    """This process among the ranks of its role."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_first_rank() -> bool:
     """Whether this process is the one that writes what a role has once."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank() == 0
 
 
 def world_size(group: Group = None) -> int:

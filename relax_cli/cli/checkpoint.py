@@ -88,6 +88,7 @@ def check_resume(
     best = None if folder is None else layout.read_best(folder)
     data = as_json(report, model, best)
     output.result(data, as_text(report, data, best, fits=not misfits))
+    output.warn(*report.warnings)
     if not report.problems:
         return ExitCode.OK
     if not output.is_json:

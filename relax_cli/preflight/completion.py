@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from relax_cli.checkpoint.layout import TRACKER_FILE
+from relax_cli.checkpoint.layout import TRACKER_FILE, list_iterations
 from relax_cli.config.schema import Config
 from relax_cli.plugin.records import Change
 
@@ -89,6 +89,6 @@ def counts_from_zero(run_dir: Path) -> bool:
 
 
 def has_checkpoints(folder: str) -> bool:
-    """Whether a save folder has a tracker that says something."""
+    """Whether a save folder has a tracker that says something, or more than a kill in the first save leaves."""
     tracker = Path(folder) / TRACKER_FILE
-    return tracker.is_file() and tracker.stat().st_size > 0
+    return (tracker.is_file() and tracker.stat().st_size > 0) or len(list_iterations(Path(folder))) > 1

@@ -179,6 +179,9 @@ def test_damage_is_found(qwen3: Path, tmp_path: Path) -> None:
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert layout.damages(folder) == []
     assert layout.damages(folder, deep=True) == [f"{shard.name} has changed since it was written"]
+    with pytest.raises(ResumeError, match="has changed since it was written") as caught:
+        store.load(build(Run("policy", qwen3)), folder)
+    assert caught.value.problems[0].id == "resume-unreadable"
     shard.write_bytes(content[:-1])
     assert not layout.is_complete(folder)
     shard.unlink()

@@ -253,7 +253,51 @@ def test_a_cut_or_missing_file_is_refused(pair: tuple[str, str], name: str, dama
     assert name in problem.message
 
 
-def test_one_flipped_bit_is_refused_by_a_deep_check(pair: tuple[str, str]) -> None:
+@pytest.fixture
+def longer(tmp_path: Path) -> tuple[Path, Path]:
+    """The save folders of a pair at iterations 2 and 3."""
+    folders = tmp_path / "a", tmp_path / "c"
+    for role, folder in zip(("actor", "critic"), folders, strict=True):
+        save(folder, role, 2, 3)
+    return folders
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_lost_trackers_do_not_start_a_run_from_nothing(longer: tuple[Path, Path], at: int) -> None:
+    """One checkpoint alone may be what a kill in the first save left."""
+    (longer[at] / layout.TRACKER_FILE).unlink()
+    problem = refusal(*map(str, longer))
+    assert (problem.id, problem.where) == ("resume-unreadable", str(longer[at]))
+    assert problem.fix.startswith("relax checkpoint align")
+    first = longer[0].parent / "first"
+    save(first, "actor", 1)
+    (first / layout.TRACKER_FILE).unlink()
+    assert decide_resume(str(first), None, has_critic=False, save=str(first)).verdict == "cold-start"
+
+
+def test_newer_checkpoints_than_the_trackers_are_said(longer: tuple[Path, Path]) -> None:
+    folders = [str(folder) for folder in longer]
+    assert examine_resume(*folders, has_critic=True).warnings == ()
+    for folder in longer:
+        layout.write_tracker(folder, 2)
+    report = examine_resume(*folders, has_critic=True)
+    (warning,) = report.warnings
+    assert (report.decision.iteration, warning.id) == (2, "resume-not-newest")
+    assert warning.expected.endswith("iteration 3")
+    (longer[1] / "iter_0000003/__0_0.distcp").unlink()
+    assert examine_resume(*folders, has_critic=True).warnings == (), "half a pair is none"
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_files_of_another_iteration_are_refused(longer: tuple[Path, Path], name: str) -> None:
+    (longer[0] / "iter_0000003" / name).write_bytes((longer[0] / "iter_0000002" / name).read_bytes())
+    problem = refusal(*map(str, longer))
+    assert problem.message.endswith(f"{name} has changed since it was written")
+    assert problem.expected.endswith("iteration 2")
+
+
+def test_hashes_of_a_large_checkpoint_need_a_deep_check(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "MOST_HASHED_BYTES", 0)
     shard = Path(pair[1]) / "iter_0000003/__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[3] ^= 4
