@@ -237,7 +237,8 @@ def test_the_length_may_come_from_epochs(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "values"), [("batch", {"rollout_batch_size": 16}), ("rollout", {"rollout_seed": 7})]
+    ("section", "values"),
+    [("batch", {"rollout_batch_size": 16}), ("rollout", {"rollout_seed": 7}), ("data", {"shuffle": False})],
 )
 def test_reordered_prompts_are_a_warning_strictly_an_error(
     config: Config, section: str, values: dict[str, Any]
@@ -247,7 +248,10 @@ def test_reordered_prompts_are_a_warning_strictly_an_error(
     assert report.decision.verdict == "resume"
     (warning,) = report.warnings
     (name,) = values
-    assert (warning.id, warning.option) == ("resume-data-order", "--" + name.replace("_", "-"))
+    assert (warning.id, warning.option) == (
+        "resume-data-order",
+        "--" + {"shuffle": "no-shuffle"}.get(name, name.replace("_", "-")),
+    )
     assert any("repeated or left out" in note for note in report.notes("a"))
     assert refused_id(changed(other, run={"strict": True})) == "resume-data-order"
 
