@@ -9,6 +9,7 @@ import io
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from relax_cli.backends.megatron import checkpointing, random_state
 from relax_cli.checkpoint import folders, layout, safe_load, store
 from relax_cli.errors import ResumeError
+from tests.support.checkpoints import describe_files
 from tests.support.tiny_models import save_tiny_model
 from tests.support.training_runs import META, Run, build
 
@@ -96,6 +98,12 @@ def plant(folder: Path, name: str, value: Any) -> None:
     write_metadata(folder, metadata)
 
 
+def load_rehashed(model: Any, folder: Path) -> None:
+    """Load a checkpoint whose hashes are right: who plants code writes these as well."""
+    layout.write_meta(folder, replace(layout.read_meta(folder), files=describe_files(folder)))
+    store.load(model, folder)
+
+
 PLANTS = [in_common, in_common_as_an_old_pickle, as_metadata, inside_metadata, in_a_shard]
 
 
@@ -106,7 +114,7 @@ def test_a_planted_file_is_refused_and_has_not_run(
     marker = tmp_path / "it ran"
     plant_it(checkpoint, Exploit(marker))
     with pytest.raises(ResumeError) as caught:
-        store.load(model, checkpoint)
+        load_rehashed(model, checkpoint)
     assert caught.value.problems[0].id == "checkpoint-unsafe"
     assert not marker.exists()
 
@@ -169,7 +177,7 @@ def test_metadata_may_not_name_files_outside(path: str, model: Any, checkpoint: 
         place.relative_path = path
     write_metadata(checkpoint, metadata)
     with pytest.raises(ResumeError, match="outside the checkpoint"):
-        store.load(model, checkpoint)
+        load_rehashed(model, checkpoint)
 
 
 @pytest.mark.parametrize("name", ["common.pt", ".metadata", "metadata.json", "__0_0.distcp"])
@@ -187,7 +195,7 @@ def test_links_out_of_the_folder_are_refused(name: str, model: Any, checkpoint: 
 def test_garbage_is_refused(name: str, content: bytes, model: Any, checkpoint: Path) -> None:
     (checkpoint / name).write_bytes(content)
     with pytest.raises(ResumeError):
-        store.load(model, checkpoint)
+        load_rehashed(model, checkpoint)
 
 
 def test_a_class_in_metadata_cannot_be_changed_for_later_loads(checkpoint: Path) -> None:
