@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
+from relax_cli.checkpoint.side import Side, with_state
 from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 
 declare = problem_kinds("Folders and checkpoints")
@@ -132,16 +133,12 @@ def why_unusable(folder: Path, iteration: int, role: str, *, deep: bool = False)
     checkpoint = layout.iteration_folder(folder, iteration)
     if not checkpoint.is_dir():
         return f"the {role} has none"
-    try:
-        meta = layout.read_meta(checkpoint)
-        found = layout.damages(checkpoint, deep=deep or meta.is_hashed_soon)
-    except ResumeError as error:
-        return f"the {role}'s is damaged: {error.problems[0].message}"
-    if meta.role != role:
-        return f"the {role}'s folder contains a checkpoint of the {meta.role}"
-    if meta.iteration != iteration:
-        return f"the {role}'s says that it is of iteration {meta.iteration}"
-    return f"the {role}'s is damaged: {found[0]}" if found else None
+    side = with_state(Side(role, "", folder, iteration), checkpoint, deep)
+    if side.problem is None:
+        return None
+    if side.meta is not None and side.meta.role != role:
+        return f"the {role}'s folder contains a checkpoint of the {side.meta.role}"
+    return f"the {role}'s is damaged: {side.problem.got}"
 
 
 def require_folder(option: str, folder: Path) -> None:

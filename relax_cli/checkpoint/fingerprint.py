@@ -76,6 +76,17 @@ OTHER_BASE = declare(
     option="--hf-checkpoint",
 )
 
+FOLDERS = {
+    "tokenizer": (
+        OTHER_TOKENIZER,
+        "hf_checkpoint",
+        "the tokenizer is another, so token ids mean other texts than before",
+    ),
+    "reference": (OTHER_REFERENCE, "reference", "the KL terms will compare with other weights than before"),
+    "base": (OTHER_BASE, "hf_checkpoint", "the adapters were trained on other weights"),
+}
+"""What is known by the fingerprint of a folder, where the folder's name is recorded, and what a difference means."""
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")
 """Files that decide which ids a text becomes, and how chat messages are rendered."""
 TOKENIZER_KEYS = ("chat_template", "bos_token", "eos_token", "add_bos_token", "add_eos_token", "add_prefix_space")
@@ -201,12 +212,11 @@ def differences(config: Config, run: Identity, meta: CheckpointMeta, where: Path
     Warnings are about the order of the data and the reference, errors about everything else."""
     yield from _other_estimator(run, meta, where)
     yield from _other_model(run, meta, where)
+    yield from _other_folders(run, meta, where)
     yield from _other_dataset(run, meta, where)
     yield from _other_order(config, meta, where)
     yield from _other_groups(config, meta, where)
-    yield from _other_reference(run, meta, where)
     yield from _other_adapters(run, meta, where)
-    yield from _other_base(run, meta, where)
 
 
 def folder_differences(folder: Path, meta: CheckpointMeta, where: Path, given: str) -> Iterator[Problem]:
@@ -218,7 +228,7 @@ def folder_differences(folder: Path, meta: CheckpointMeta, where: Path, given: s
         "origin": {"hf_checkpoint": given},
     }
     yield from _other_model(run, meta, where)
-    yield from _other_base(run, meta, where)
+    yield from _other_folders(run, meta, where)
 
 
 def _other(run: Identity, meta: CheckpointMeta, part: str) -> tuple[str, str] | None:
@@ -264,14 +274,19 @@ def _other_model(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[P
             expected=", ".join(f"{name} {saved_shape[name]}" for name in other),
             fix=fix,
         )
-    if tokenizers := _other(run, meta, "tokenizer"):
-        yield OTHER_TOKENIZER(
-            "the checkpoint was trained with another tokenizer: its token ids mean other texts",
-            where=str(where),
-            got=f"tokenizer {tokenizers[0][:12]} in {given}",
-            expected=f"tokenizer {tokenizers[1][:12]}",
-            fix=fix,
-        )
+
+
+def _other_folders(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
+    for part, (kind, place, message) in FOLDERS.items():
+        if found := _other(run, meta, part):
+            given, original = run["origin"][place], meta.recorded("origin", place)
+            yield kind(
+                message,
+                where=str(where),
+                got=f"{part} {found[0][:12]} in {given}",
+                expected=f"{part} {found[1][:12]}" + (f" in {original}" if original else ""),
+                fix=_as_before(kind.option, original, given, "with the folder as it was"),
+            )
 
 
 def _other_dataset(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
@@ -328,18 +343,6 @@ def _other_groups(config: Config, meta: CheckpointMeta, where: Path) -> Iterator
         yield OTHER_GROUPS(what, where=str(where), got=str(now), expected=str(saved), fix=fix)
 
 
-def _other_reference(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
-    if found := _other(run, meta, "reference"):
-        given, original = run["origin"]["reference"], meta.recorded("origin", "reference")
-        yield OTHER_REFERENCE(
-            "the KL terms will compare with other weights than before",
-            where=str(where),
-            got=f"{given} ({found[0][:12]})",
-            expected=f"{original or 'the reference of the run'} ({found[1][:12]})",
-            fix=_as_before("--ref-load", original, given, "with the folder as it was"),
-        )
-
-
 def _other_adapters(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
     saved, now = adapters_in(meta), lora_from_meta(run["adapters"].get(meta.role))
     if saved != now:
@@ -359,18 +362,6 @@ def _lora_options(rank: str, lora: Lora | None) -> str:
         return f"{rank} 0"
     targets = " ".join(f"--lora-targets {target}" for target in lora.targets)
     return f"{rank} {lora.rank} --lora-alpha {lora.alpha:g} {targets}"
-
-
-def _other_base(run: Identity, meta: CheckpointMeta, where: Path) -> Iterator[Problem]:
-    if found := _other(run, meta, "base"):
-        given, original = run["origin"]["hf_checkpoint"], meta.recorded("origin", "hf_checkpoint")
-        yield OTHER_BASE(
-            "the adapters were trained on other weights",
-            where=str(where),
-            got=f"weights {found[0][:12]} in {given}",
-            expected=f"weights {found[1][:12]}",
-            fix=_as_before("--hf-checkpoint", original, given, "with the folder as it was"),
-        )
 
 
 def _hash(value: object) -> str:

@@ -18,6 +18,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
 """The limit of the safetensors library."""
+LFS_POINTER = int.from_bytes(b"version ", "little")
 TYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Types that weights may have, and the bytes of a number."""
 EXPONENTS = {"F32": 0x7F80_0000, "BF16": 0x7F80, "F16": 0x7C00}
@@ -78,7 +79,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if not single.exists() and not index.exists():
         what = f"the model folder has no {SINGLE_FILE}"
         fix = f"put {SINGLE_FILE}, or shards and {INDEX_FILE}, into {folder}"
-        got = ", ".join(sorted(path.name for path in folder.glob("*.safetensors"))[:SHOWN]) or str(folder)
+        others = (path.name for kind in ("safetensors", "bin", "pt", "gguf") for path in folder.glob(f"*.{kind}"))
+        got = ", ".join(sorted(others)[:SHOWN]) or str(folder)
         raise ConfigError(MISSING(what, fix=fix, got=got, expected=f"{SINGLE_FILE} or {INDEX_FILE}"))
     if not index.exists():
         return _header(single)
@@ -90,6 +92,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for tensor, file in files.items():
         if tensor not in headers[file]:
             raise unreadable(folder / file, f"{INDEX_FILE} places {tensor} in it, but it does not exist")
+        if other := next((name for name, found in headers.items() if tensor in found and name != file), None):
+            raise unreadable(index, f"{tensor} is in {file} and {other}, and programs differ in which they load")
     return {tensor: headers[file][tensor] for tensor, file in files.items()}
 
 
@@ -212,6 +216,8 @@ def _header(path: Path) -> dict[str, Stored]:
         size = check_regular(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            if length == LFS_POINTER:
+                raise ValueError("it is a pointer of Git LFS, not the file: run git lfs pull in the folder")
             if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
                 raise ValueError("it is cut short, or not a safetensors file")
             header = json.loads(file.read(length))
@@ -220,7 +226,11 @@ def _header(path: Path) -> dict[str, Stored]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = str(error) if isinstance(error, OSError | ValueError) else f"its header is damaged ({error})"
         raise unreadable(path, reason) from error
-    end = max((tensor.start + tensor.size for tensor in found.values()), default=8 + length)
+    end = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda item: (item[1].start, item[1].size)):
+        if tensor.start != end:
+            raise unreadable(path, f"its header is damaged: {name} does not begin where the tensor before it ends")
+        end += tensor.size
     if end != size:
         raise unreadable(path, f"it has {size:,} bytes, its header describes {end:,}")
     return found

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import relax_cli
@@ -318,7 +318,8 @@ def entry(shape: list[Any], offsets: list[Any], dtype: str = "F32") -> dict[str,
         raw(b"[" * 100_000), raw(entry([2], [0, 8]), b"1234"), raw(entry([2], [0, 8]), b"1" * 12),
         raw(entry([3], [0, 8]), b"1" * 8), raw(entry([-2], [0, 8]), b"1" * 8), raw(entry([2], [8, 0]), b""),
         raw(entry(["a"], [0, 8]), b"1" * 8), raw({"x": {"dtype": "F32"}}), raw({"x": 3}),
-        raw(entry([2], [0]), b"1" * 8),
+        raw(entry([2], [0]), b"1" * 8), raw(entry([2], [8, 16]), b"1" * 16),
+        raw(entry([2], [0, 8]) | {"y": entry([2], [0, 8])["x"]}, b"1" * 8),
     ],
 )  # fmt: skip
 def test_damaged_or_hostile_weights_are_a_named_problem(tmp_path: Path, make: Callable[[Path], None]) -> None:
@@ -373,6 +374,13 @@ def _index_is_no_map(folder: Path, files: dict[str, str]) -> str:
     return "weight_map"
 
 
+def _in_two_shards(folder: Path, files: dict[str, str]) -> str:
+    name, file = next(iter(files.items()))
+    other = next(other for other in files.values() if other != file)
+    save_file(load_file(folder / other) | {name: load_file(folder / file)[name] * 2}, folder / other)
+    return f"{name} is in {file} and {other}"
+
+
 def _both_kinds(folder: Path, files: dict[str, str]) -> str:
     save_file({"x": torch.zeros(1)}, folder / SINGLE_FILE)
     return SINGLE_FILE
@@ -380,7 +388,15 @@ def _both_kinds(folder: Path, files: dict[str, str]) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [_missing_shard, _index_names_nothing, _index_is_wrong, _index_leaves_the_folder, _index_is_no_map, _both_kinds],
+    [
+        _missing_shard,
+        _index_names_nothing,
+        _index_is_wrong,
+        _index_leaves_the_folder,
+        _index_is_no_map,
+        _in_two_shards,
+        _both_kinds,
+    ],
 )
 def test_an_index_that_does_not_fit_is_refused(folder: Path, damage: Callable[[Path, dict[str, str]], str]) -> None:
     weights = dict(HfWeights(folder))
@@ -389,6 +405,12 @@ def test_an_index_that_does_not_fit_is_refused(folder: Path, damage: Callable[[P
     (problem,) = weight_problems(folder, read_spec(folder))
     assert problem.id == "model-weights-unreadable"
     assert named in problem.message
+
+
+def test_a_pointer_of_git_lfs_is_called_one(folder: Path) -> None:
+    (folder / SINGLE_FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2108000\n")
+    (problem,) = weight_problems(folder, read_spec(folder))
+    assert (problem.id, "git lfs pull" in problem.message) == ("model-weights-unreadable", True)
 
 
 def test_weights_under_another_file_name_are_not_found(folder: Path) -> None:
