@@ -156,7 +156,7 @@ class SyntheticSession(Session):
         for rank, place in enumerate(ray.get([worker.join.remote(keys) for worker in self.workers])):
             watch.add(f"rank {rank}", place)
         of_role = dict.fromkeys(("rollout", "critic", "actor"), self.workers) | {"advantages": self.workers[:1]}
-        self.roles = Roles(**{name: RayRanks(name, ranks, folder, watch) for name, ranks in of_role.items()})
+        self.roles = Roles.of({name: RayRanks(name, ranks, folder, watch) for name, ranks in of_role.items()})
 
     def copy_weights(self, version: int) -> None:
         """No weights."""

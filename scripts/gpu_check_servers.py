@@ -35,7 +35,7 @@ from relax_cli.config.layers import Layers
 from relax_cli.config.schema import Config
 from relax_cli.engine.run import closing, launch, prepare_run
 from relax_cli.engine.run_folder import claimed, written_folders
-from relax_cli.engine.session import Session, awake
+from relax_cli.engine.session import Session
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Recorder, Trainer
 from relax_cli.plugin.launch_plan import LaunchPlan
@@ -149,18 +149,18 @@ def publish(check: Check) -> dict[str, Any]:
 def gap(check: Check) -> dict[str, Any]:
     """Servers sample greedily, and the actor, which has the same weights, scores the same tokens."""
     roles = check.session.roles
-    with awake(roles.rollout):
-        roles.rollout.all(lambda rollout: rollout.generate(FIRST_ROLLOUT))
+    with roles.rollout.awake():
+        roles.rollout.generate(FIRST_ROLLOUT)
 
     def score(actor: ActorRole) -> None:
         share = actor.fetch_share(FIRST_ROLLOUT, ())
         actor.write(share, {"ref_log_probs": actor.answers(share, lambda output: output.log_probs_BT)})
 
-    with awake(roles.actor):
-        roles.actor.all(score)
-    roles.rollout.all(lambda rollout: rollout.dump(FIRST_ROLLOUT, ["ref_log_probs"]))
-    roles.rollout.all(lambda rollout: rollout.finish_dump())
-    roles.rollout.on(0, lambda rollout: rollout.clear(FIRST_ROLLOUT))
+    with roles.actor.awake():
+        roles.actor.ranks.all(score)
+    roles.rollout.dump(FIRST_ROLLOUT, ["ref_log_probs"])
+    roles.rollout.finish_dump()
+    roles.rollout.clear(FIRST_ROLLOUT)
     (paths,) = sample_files(Path(check.config.run.run_dir or "")).values()
     samples = list(read_samples(paths))
     gaps = [abs(a - b) for s in samples for a, b in zip(s["log_probs"], s["ref_log_probs"], strict=True)]
@@ -177,10 +177,10 @@ def sleep(check: Check) -> dict[str, Any]:
         check.session.publish_weights(0)
     rollout = check.session.roles.rollout
     with timed(seconds, "wake"):
-        rollout.all(lambda role: role.wake())
+        rollout.ranks.all(lambda role: role.wake())
     free["awake"] = free_memory(check)
     with timed(seconds, "sleep"):
-        rollout.all(lambda role: role.sleep())
+        rollout.ranks.all(lambda role: role.sleep())
     free["asleep again"] = free_memory(check)
     for before, after in zip(free["awake"], free["asleep again"], strict=True):
         assert after > 2 * before, f"a sleeping server leaves {after} of a GPU's bytes free, an awake one {before}"

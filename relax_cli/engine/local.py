@@ -11,7 +11,7 @@ from typing import Any
 from relax_cli.backends.ports import free_port
 from relax_cli.engine.build import RoleBuilder, cpu_environment, worker_specs
 from relax_cli.engine.imports import LOCAL, import_quickly
-from relax_cli.engine.session import Ranks, Result, Role, Roles, Session, awake
+from relax_cli.engine.session import Ranks, Result, Role, Roles, Session
 from relax_cli.plugin.launch_plan import LaunchPlan
 
 
@@ -52,17 +52,17 @@ class LocalSession(Session):
             (spec,) = worker_specs(plan, name)
             os.environ.update(cpu_environment(spec.threads))
             built[name] = LocalRanks(name, RoleBuilder(replace(spec, master_port=port)).build(queue))
-        self.roles = Roles(**built)
+        self.roles = Roles.of(built)
 
     def copy_weights(self, version: int) -> None:
-        with awake(self.roles.actor):
-            named = self.roles.actor.on(0, lambda actor: actor.export_weights())
+        with self.roles.actor.awake():
+            named = self.roles.actor.ranks.on(0, lambda actor: actor.export_weights())
         assert named is not None, "the first rank has all weights"
-        with awake(self.roles.rollout):
-            self.roles.rollout.all(lambda rollout: rollout.load_weights(named.items(), version))
+        with self.roles.rollout.awake():
+            self.roles.rollout.ranks.all(lambda rollout: rollout.load_weights(named.items(), version))
 
     def close(self) -> None:
         from relax_cli.backends.megatron import parallel
 
-        self.roles.rollout.all(lambda rollout: rollout.close())
+        self.roles.rollout.ranks.all(lambda rollout: rollout.close())
         parallel.shutdown()

@@ -10,14 +10,13 @@ from relax_cli.checkpoint.resume import ResumeReport
 from relax_cli.checkpoint.sampling_state import Arrays, read_sampling, sampling_unreadable
 from relax_cli.config.schema import Config
 from relax_cli.data.curriculum import RowHistory, WeightedRows, load_curriculum
-from relax_cli.engine.session import Ranks
+from relax_cli.engine.session import RolloutGroup
 from relax_cli.plugin.records import Curriculum
 from relax_cli.roles.carried import from_arrays, to_arrays
 from relax_cli.roles.spread import Spread
 
 if TYPE_CHECKING:
     from relax_cli.roles.pool import DrawnGroup
-    from relax_cli.roles.rollout import RolloutRole
 
 Shares = list[dict[str, Spread]]
 
@@ -25,14 +24,14 @@ Shares = list[dict[str, Spread]]
 class Sampling:
     """Every rollout draws `--rollout-batch-size` prompts and keeps all."""
 
-    def generate(self, rollout: Ranks[RolloutRole], rollout_id: int) -> Shares:
+    def generate(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
         """The spreads of every worker's share, once the samples are queued; can be called again after a failure."""
-        return rollout.all(lambda worker: worker.generate(rollout_id))
+        return rollout.generate(rollout_id)
 
     def finish(self) -> None:
         """The rollout has been trained on."""
 
-    def position(self, rollout: Ranks[RolloutRole]) -> dict[str, Any]:
+    def position(self, rollout: RolloutGroup) -> dict[str, Any]:
         """Numbers, and arrays as `sampling`, that a checkpoint keeps besides the number of rollouts."""
         return {}
 
@@ -58,20 +57,21 @@ class DrawnSampling(Sampling):
         self._judged_now: list[tuple[int, DrawnGroup]] = []
         self._drawn_now = 0
 
-    def generate(self, rollout: Ranks[RolloutRole], rollout_id: int) -> Shares:
-        wanted = self.batch.rollout_batch_size
+    def generate(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
+        wanted, size = self.batch.rollout_batch_size, self.size
         drawn: list[tuple[int, DrawnGroup]] = []
         rounds = 0
         while rounds < self.most_rounds and sum(group.has_signal for _, group in drawn) < wanted:
-            drawn += self._draw(rollout, rollout_id, rounds * self.size)
+            rows = self._rows(rollout, rollout_id, rounds * size, size)
+            groups = rollout.draw(rollout_id, rounds * size, rows)
+            drawn += [(rows[group.place - rounds * size], group) for group in groups]
             rounds += 1
         self._judged_now, self._drawn_now = drawn, len(drawn)
         with_signal = [group.place for _, group in drawn if group.has_signal]
         without = [group.place for _, group in drawn if not group.has_signal]
         chosen = with_signal[:wanted]
         filled = without[: wanted - len(chosen)]
-        kept = sorted(chosen + filled)
-        shares = rollout.all(lambda worker: worker.keep(rollout_id, kept))
+        shares = rollout.keep(rollout_id, sorted(chosen + filled))
         counts = self._curriculum_metrics()
         if self.batch.dynamic_sampling:
             counts |= {
@@ -83,15 +83,9 @@ class DrawnSampling(Sampling):
             }
         return [*shares, {name: Spread.of([value]) for name, value in counts.items()}]
 
-    def _draw(self, rollout: Ranks[RolloutRole], rollout_id: int, offset: int) -> list[tuple[int, DrawnGroup]]:
-        """One round, and the row of the data of each group."""
-        rows = self._rows(rollout, rollout_id, offset, self.size)
-        groups = rollout.gather(lambda worker: worker.draw(rollout_id, offset, rows))
-        return [(rows[group.place - offset], group) for group in groups]
-
-    def _rows(self, rollout: Ranks[RolloutRole], rollout_id: int, offset: int, count: int) -> list[int]:
+    def _rows(self, rollout: RolloutGroup, rollout_id: int, offset: int, count: int) -> list[int]:
         if self.curriculum is None:
-            return rollout.on(0, lambda worker: worker.places(self.drawn + offset, count))
+            return rollout.places(self.drawn + offset, count)
         return self.curriculum.rows(rollout_id, offset, count)
 
     def _curriculum_metrics(self) -> dict[str, float]:
@@ -112,7 +106,7 @@ class DrawnSampling(Sampling):
             visited = [(row, group.reward) for row, group in self._judged_now]
             self.curriculum.history = self.curriculum.history.after(visited)
 
-    def position(self, rollout: Ranks[RolloutRole]) -> dict[str, Any]:
+    def position(self, rollout: RolloutGroup) -> dict[str, Any]:
         kept: dict[str, Any] = {"prompts_drawn": self.drawn} if self.batch.dynamic_sampling else {}
         if self.curriculum is not None:
             history = self.curriculum.history
@@ -137,7 +131,7 @@ class PartialSampling(DrawnSampling):
         self.in_flight = list(in_flight)
         self._left: list[tuple[int, int]] = []
 
-    def generate(self, rollout: Ranks[RolloutRole], rollout_id: int) -> Shares:
+    def generate(self, rollout: RolloutGroup, rollout_id: int) -> Shares:
         wanted, most = self.batch.rollout_batch_size, self.most_rounds * self.size
         prompts, drawn, parts, tokens = list(self.in_flight), 0, 0, 0
         complete: list[DrawnGroup] = []
@@ -149,8 +143,9 @@ class PartialSampling(DrawnSampling):
             rows = self._rows(rollout, rollout_id, drawn, count) if count else []
             begun = [(self.drawn + drawn + i, row) for i, row in enumerate(rows)]
             prompts, drawn = prompts + begun, drawn + count
-            groups, grown = _advanced(rollout, rollout_id, parts, begun)
-            parts, tokens = parts + 1, tokens + grown
+            progress = rollout.advance(rollout_id, parts, begun)
+            parts, tokens = parts + 1, tokens + sum(share.tokens for share in progress)
+            groups = sorted((g for share in progress for g in share.complete), key=lambda group: group.place)
             dropped = [g for g in groups if self.batch.dynamic_sampling and not g.has_signal]
             complete = [g for g in groups if g not in dropped]
             can_begin = drawn < most and len(prompts) - len(dropped) < self.size
@@ -163,8 +158,7 @@ class PartialSampling(DrawnSampling):
         self._judged_now = [(row_of[place], group) for place, group in sorted(leaving.items())]
         self._drawn_now = drawn
         self._left = [(place, row) for place, row in prompts if place not in leaving]
-        kept, lost = sorted(g.place for g in [*chosen, *filled]), [g.place for g in dropped]
-        shares = rollout.all(lambda worker: worker.keep(rollout_id, kept, lost))
+        shares = rollout.keep(rollout_id, sorted(g.place for g in [*chosen, *filled]), [g.place for g in dropped])
         counts = self._curriculum_metrics() | {
             "partial/parts": parts,
             "partial/carried_prompts": len(self._left),
@@ -182,24 +176,15 @@ class PartialSampling(DrawnSampling):
         super().finish()
         self.in_flight = self._left
 
-    def position(self, rollout: Ranks[RolloutRole]) -> dict[str, Any]:
+    def position(self, rollout: RolloutGroup) -> dict[str, Any]:
         kept = super().position(rollout)
-        arrays = kept.get("sampling", {}) | to_arrays(rollout.gather(lambda worker: worker.carried()))
+        arrays = kept.get("sampling", {}) | to_arrays(rollout.carried())
         counts = {"prompts_in_flight": self.size, "carried_samples_per_prompt": self.batch.n_samples_per_prompt}
         return kept | counts | {"prompts_drawn": self.drawn, "sampling": arrays}
 
 
-def _advanced(
-    rollout: Ranks[RolloutRole], rollout_id: int, part: int, begun: Sequence[tuple[int, int]]
-) -> tuple[list[DrawnGroup], int]:
-    """All complete prompts in the order in which they were drawn, and the tokens of this part."""
-    progress = rollout.all(lambda worker: worker.advance(rollout_id, part, begun))
-    complete = (group for share in progress for group in share.complete)
-    return sorted(complete, key=lambda group: group.place), sum(share.tokens for share in progress)
-
-
 def sampling_of(
-    config: Config, rollout: Ranks[RolloutRole], start: ResumeReport, curriculums: Mapping[str, Curriculum]
+    config: Config, rollout: RolloutGroup, start: ResumeReport, curriculums: Mapping[str, Curriculum]
 ) -> Sampling:
     """How a run draws its prompts, continued from the checkpoint that it starts from.
     Raises ConfigError: the curriculum does not load. Raises ResumeError: what the checkpoint says of it is damaged."""
@@ -213,7 +198,7 @@ def sampling_of(
     try:
         curriculum = None
         if name is not None:
-            mixture = rollout.on(0, lambda worker: worker.mixture())
+            mixture = rollout.mixture()
             history = RowHistory.empty(sum(size for size, _ in mixture)).restored(saved)
             weigh = load_curriculum(name, curriculums)
             curriculum = WeightedRows(name, weigh, config.rollout.rollout_seed, history, mixture)
@@ -222,5 +207,5 @@ def sampling_of(
         carried = from_arrays(saved, batch.n_samples_per_prompt)
     except (KeyError, ValueError) as error:
         raise sampling_unreadable(folder or Path(), str(error)) from error
-    rollout.all(lambda worker: worker.carry(carried))
+    rollout.carry(carried)
     return PartialSampling(config, drawn, curriculum, [(group.place, group.row) for group in carried])

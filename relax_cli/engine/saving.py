@@ -12,19 +12,16 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relax_cli.checkpoint import folders, layout
 from relax_cli.checkpoint.layout import Best
 from relax_cli.config.schema import Config
-from relax_cli.engine.session import Ranks, awake
+from relax_cli.engine.session import TrainedGroup
 from relax_cli.errors import ProcessLost, RunError
-
-if TYPE_CHECKING:
-    from relax_cli.roles.training import TrainingRole
 
 PATIENCE = 600.0
 """Seconds for which a run that has failed waits for a pair that is being written."""
@@ -34,13 +31,13 @@ class PairSaver:
     """Saves the trained roles of a run; without `--save` it does nothing."""
 
     def __init__(
-        self, roles: list[Ranks[TrainingRole]], config: Config, meta: dict[str, Any], *, warn: Callable[[str], None]
+        self, roles: list[TrainedGroup], config: Config, meta: dict[str, Any], *, warn: Callable[[str], None]
     ) -> None:
         """`meta` is what every checkpoint says about the run; `warn` shows what went wrong while it continues."""
         self.roles = roles
         self.section = config.checkpoint
         saves = {"actor": config.checkpoint.save, "critic": config.critic.critic_save}
-        named = (saves[role.name] for role in roles)
+        named = (saves[role.ranks.name] for role in roles)
         self.folders = [Path(folder) for folder in named if folder is not None and config.checkpoint.save is not None]
         self.meta = meta
         self.saved: int | None = None
@@ -67,11 +64,8 @@ class PairSaver:
             meta = {**self.meta, "save_id": uuid.uuid4().hex, **(position or {})}
             self.pending, self._being_written = iteration, self.section.async_save
             for role in self.roles:
-                with awake(role):
-                    if self._being_written:
-                        role.all(lambda rank: rank.copy_checkpoint(iteration, meta))
-                    else:
-                        role.all(lambda rank: rank.write_checkpoint(iteration, meta))
+                with role.awake():
+                    (role.copy_checkpoint if self._being_written else role.write_checkpoint)(iteration, meta)
             if not self._being_written:
                 self._commit()
 
@@ -96,7 +90,7 @@ class PairSaver:
         """Wait until the pair is written, and give it its final names. Raises RunError: see `prepare`."""
         if self.pending is not None and self._being_written:
             with self._undone_on_failure(self.pending):
-                self._wait()
+                wait_for_all([role.finish_checkpoint for role in self.roles])
                 self._commit()
 
     def outlast(self) -> None:
@@ -183,30 +177,31 @@ class PairSaver:
                 f"iteration {iteration} is not saved: {reason}; the previous pair still counts, the run continues"
             )
 
-    def _wait(self) -> None:
-        """For all roles, also after one has failed: what is being written cannot be taken back.
-        Raises RelaxError: the first failure."""
-        failures: list[RunError] = []
-        for role in self.roles:
-            try:
-                role.all(lambda rank: rank.finish_checkpoint())
-            except ProcessLost:
-                raise
-            except RunError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
-
     def _withdraw(self, iteration: int) -> None:
         if self._being_written:
             with suppress(RunError):
-                self._wait()
+                wait_for_all([role.finish_checkpoint for role in self.roles])
         self.pending, self._being_written = None, False
         for folder in self.folders:
             try:
                 folders.withdraw(folder, iteration)
             except RunError as error:
                 self.warn(f"what was written of iteration {iteration} could not be removed: {storage_failure(error)}")
+
+
+def wait_for_all(waits: Sequence[Callable[[], object]]) -> None:
+    """Wait for all roles, also after one has failed: what is being written cannot be taken back.
+    Raises RelaxError: the first failure."""
+    failures: list[RunError] = []
+    for wait in waits:
+        try:
+            wait()
+        except ProcessLost:
+            raise
+        except RunError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def storage_failure(error: RunError) -> str:

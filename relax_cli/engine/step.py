@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from relax_cli.config.schema import Config
 from relax_cli.engine.sampling import Sampling
-from relax_cli.engine.session import Roles, Session, awake
+from relax_cli.engine.session import Roles, Session
 from relax_cli.roles.sample_files import TRAINED_FIELDS
 from relax_cli.roles.spread import Spread, merge_spreads
 
@@ -86,8 +86,8 @@ def run_step(
         if revived:
             record.metrics["rollout/server_restarts"] = revived
     if roles.reference:
-        with record.phase("reference"), awake(roles.reference):
-            roles.reference.all(lambda reference: reference.score(rollout_id))
+        with record.phase("reference"), roles.reference.awake():
+            roles.reference.score(rollout_id)
     if overlap:
         _learn_together(roles, record)
     else:
@@ -97,8 +97,8 @@ def run_step(
     with record.phase("record"):
         of_actor = (TRAINED_FIELDS["actor"], "old_log_probs")
         written = [name for name in dump_fields if actor_learns or name not in of_actor]
-        roles.rollout.all(lambda rollout: rollout.dump(rollout_id, written))
-        roles.rollout.on(0, lambda rollout: rollout.clear(rollout_id))
+        roles.rollout.dump(rollout_id, written)
+        roles.rollout.clear(rollout_id)
     sampling.finish()
     return record
 
@@ -106,29 +106,29 @@ def run_step(
 def _learn_in_turn(roles: Roles, record: StepRecord, *, actor_learns: bool) -> None:
     """Critic, Advantages and Actor, of which at most one is awake."""
     if roles.critic:
-        with record.phase("critic"), awake(roles.critic):
-            record.metrics |= roles.critic.first(lambda critic: critic.predict(record.rollout_id))
-            record.metrics |= roles.critic.first(lambda critic: critic.update())
+        with record.phase("critic"), roles.critic.awake():
+            record.metrics |= roles.critic.predict(record.rollout_id)
+            record.metrics |= roles.critic.update()
     if roles.advantages:
         with record.phase("advantages"):
-            record.metrics |= roles.advantages.first(lambda service: service.compute(record.rollout_id))
+            record.metrics |= roles.advantages.compute(record.rollout_id)
     if actor_learns:
-        with record.phase("actor"), awake(roles.actor):
-            record.metrics |= roles.actor.first(lambda actor: actor.train(record.rollout_id))
+        with record.phase("actor"), roles.actor.awake():
+            record.metrics |= roles.actor.train(record.rollout_id)
 
 
 def _learn_together(roles: Roles, record: StepRecord) -> None:
     """The same numbers: the actor's first forward pass needs no advantages, the critic's update neither."""
     assert roles.critic is not None
-    with awake(roles.critic), awake(roles.actor):
+    with roles.critic.awake(), roles.actor.awake():
         with record.phase("critic"):
-            actor_begins = roles.actor.start(lambda actor: actor.begin(record.rollout_id))
-            record.metrics |= roles.critic.first(lambda critic: critic.predict(record.rollout_id))
-            critic_update = roles.critic.start(lambda critic: critic.update())
+            actor_begins = roles.actor.start_begin(record.rollout_id)
+            record.metrics |= roles.critic.predict(record.rollout_id)
+            critic_update = roles.critic.start_update()
         if roles.advantages:
             with record.phase("advantages"):
-                record.metrics |= roles.advantages.first(lambda service: service.compute(record.rollout_id))
+                record.metrics |= roles.advantages.compute(record.rollout_id)
         with record.phase("updates"):
             actor_begins()
-            record.metrics |= roles.actor.first(lambda actor: actor.train(record.rollout_id))
-            record.metrics |= critic_update()[0]
+            record.metrics |= roles.actor.train(record.rollout_id)
+            record.metrics |= critic_update()

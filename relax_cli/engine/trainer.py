@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import InitVar, asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -16,7 +16,7 @@ from relax_cli.config.redact import config_dump
 from relax_cli.config.schema import Config
 from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.saving import PairSaver
-from relax_cli.engine.session import Ranks, Session
+from relax_cli.engine.session import RolloutGroup, Session
 from relax_cli.engine.step import StepRecord, run_step
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.errors import ProcessLost, RelaxError
@@ -27,9 +27,6 @@ from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.run_files import MetricsWriter
 from relax_cli.tracking.symptoms import HealthWatch, Warned
 from relax_cli.tracking.trackers import Trackers
-
-if TYPE_CHECKING:
-    from relax_cli.roles.rollout import RolloutRole
 
 
 @dataclass
@@ -181,10 +178,7 @@ class Trainer:
                 self._save_late(done)
                 break
         self._publish()
-        self._finish_dump()
-
-    def _finish_dump(self) -> None:
-        self.session.roles.rollout.all(lambda rollout: rollout.finish_dump())
+        self.session.roles.rollout.finish_dump()
 
     def _start_phase(self, name: str) -> None:
         """Between two phases no role is busy: a pair that was written meanwhile counts from now on."""
@@ -255,7 +249,7 @@ class Trainer:
         if self.saver.pending is None:
             return
         try:
-            self._finish_dump()
+            self.session.roles.rollout.finish_dump()
         except RelaxError:
             self.saver.abandon()
             raise
@@ -279,16 +273,17 @@ class Trainer:
         if not self.sets:
             return {}
 
-        def evaluate(rollout: Ranks[RolloutRole], name: str) -> dict[str, Any]:
-            self.watcher.status(f"evaluating {name}")
-            started = time.perf_counter()
-            outcomes = rollout.gather(lambda worker: worker.evaluate(name))
-            found = eval_metrics(name, outcomes, self.config.eval.eval_pass_reward)
-            return found | {f"eval/{name}/seconds": time.perf_counter() - started}
+        def evaluate(rollout: RolloutGroup) -> dict[str, Any]:
+            metrics: dict[str, Any] = {}
+            for name in self.sets:
+                self.watcher.status(f"evaluating {name}")
+                started = time.perf_counter()
+                metrics |= eval_metrics(name, rollout.evaluate(name), self.config.eval.eval_pass_reward)
+                metrics[f"eval/{name}/seconds"] = time.perf_counter() - started
+            return metrics
 
         # All sets while the servers are awake: what they give up when they sleep has to be sent to them again.
-        by_set, _ = self.session.with_revival(done, lambda rollout: [evaluate(rollout, name) for name in self.sets])
-        metrics = {name: value for found in by_set for name, value in found.items()}
-        self.session.roles.rollout.all(lambda rollout: rollout.dump_evaluation(done))
+        metrics, _ = self.session.with_revival(done, evaluate)
+        self.session.roles.rollout.dump_evaluation(done)
         self.watcher.evaluated(done, metrics)
         return metrics

@@ -86,7 +86,7 @@ def test_every_phase_is_announced_when_it_starts(session: Any) -> None:
 
 def test_at_most_one_model_role_is_awake_at_any_call_of_a_run(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     session, config = session
-    roles = {name: getattr(session.roles, name).role for name in MODEL_ROLES}
+    roles = {name: getattr(session.roles, name).ranks.role for name in MODEL_ROLES}
     seen: list[tuple[str, str, list[str]]] = []
     call = LocalRanks.on
 

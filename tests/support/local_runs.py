@@ -75,7 +75,7 @@ def deployed(task: Path, out: Path, recipe: str, *overrides: str) -> Iterator[tu
     )
     with claimed(written_folders(config)):
         session = LocalSession(plan)
-        roles = {name: getattr(session.roles, name).role for name in graph.names}
+        roles = {name: getattr(session.roles, name).ranks.role for name in graph.names}
         for name in roles:
             if name != "advantages":
                 roles[name].wake()

@@ -21,6 +21,7 @@ from relax_cli.data.curriculum import (
     weights_of,
 )
 from relax_cli.engine.sampling import DrawnSampling
+from relax_cli.engine.session import RolloutGroup
 from relax_cli.errors import ConfigError, RelaxError, ResumeError
 from relax_cli.plugin.records import BUILTIN_CURRICULUMS
 from tests.support.rollout_workers import Workers
@@ -80,10 +81,10 @@ def test_neither_workers_nor_a_resume_change_what_is_drawn(dynamic: bool) -> Non
         sampling = DrawnSampling(Config(batch=batch), 0, WeightedRows("mine", of_past, 5, past))
         kept, metrics = [], {}
         for rollout_id in steps:
-            *_, metrics = sampling.generate(ranks, rollout_id)
+            *_, metrics = sampling.generate(RolloutGroup(ranks), rollout_id)
             kept.append(ranks.kept)
             sampling.finish()
-        state = sampling.position(ranks)["sampling"]
+        state = sampling.position(RolloutGroup(ranks))["sampling"]
         learned = RowHistory(state["curriculum_visits"], state["curriculum_reward"])
         return kept, learned, {name: spread.mean for name, spread in metrics.items()}
 

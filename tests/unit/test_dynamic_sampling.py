@@ -12,6 +12,7 @@ from relax_cli.checkpoint.resume import ResumeDecision
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.rewards import RewardResult
 from relax_cli.engine.sampling import DrawnSampling, Sampling, sampling_of
+from relax_cli.engine.session import RolloutGroup
 from relax_cli.roles.pool import has_signal
 from relax_cli.roles.spread import Spread
 from tests.support.rollout_workers import SIZE, Worker, Workers
@@ -51,7 +52,7 @@ def test_a_batch_is_the_first_groups_with_a_signal(
     workers: int, dull: Callable[[int], bool], changes: dict[str, int], kept: list[int], expected: dict[str, float]
 ) -> None:
     ranks = Workers(workers, dull)
-    shares = DrawnSampling(Config(batch=batch(**changes)), 100 * 16).generate(ranks, 3)
+    shares = DrawnSampling(Config(batch=batch(**changes)), 100 * 16).generate(RolloutGroup(ranks), 3)
     assert ranks.kept == [(2 * i + s, i, f"prompt {1600 + place}") for i, place in enumerate(kept) for s in (0, 1)]
     counted = counts(shares)
     assert {name: counted[name] for name in expected} == expected
@@ -62,14 +63,14 @@ def test_the_next_rollout_begins_where_the_last_has_drawn() -> None:
     ranks, sampling = Workers(2, EVEN), DrawnSampling(Config(batch=batch()), 0)
     whole = []
     for rollout_id in range(4):
-        sampling.generate(ranks, rollout_id)
+        sampling.generate(RolloutGroup(ranks), rollout_id)
         whole.append(ranks.kept)
         sampling.finish()
     assert sampling.drawn == 32
     assert [prompt for step in whole for _, _, prompt in step][::2] == [f"prompt {i}" for i in range(1, 32, 2)]
     resumed = DrawnSampling(Config(batch=batch()), 16)
     for rollout_id in (2, 3):
-        resumed.generate(ranks, rollout_id)
+        resumed.generate(RolloutGroup(ranks), rollout_id)
         assert ranks.kept == whole[rollout_id]
         resumed.finish()
     assert resumed.drawn == 32
@@ -79,9 +80,9 @@ def test_after_a_failure_only_what_is_missing_is_sampled() -> None:
     ranks, sampling = Workers(2, EVEN), DrawnSampling(Config(batch=batch()), 0)
     ranks.workers[1].draw = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):
-        sampling.generate(ranks, 0)
+        sampling.generate(RolloutGroup(ranks), 0)
     del ranks.workers[1].draw
-    shares = sampling.generate(ranks, 0)
+    shares = sampling.generate(RolloutGroup(ranks), 0)
     assert [worker.sampled for worker in ranks.workers] == [8, 8]
     assert counts(shares)["prompts"] == 8
     sampling.finish()
@@ -113,8 +114,8 @@ def test_a_run_continues_behind_the_prompts_of_the_other_kind() -> None:
     def sampling(prompts_seen: int | None, dynamic: bool) -> Sampling:
         start = SimpleNamespace(decision=ResumeDecision("resume", 3), prompts_seen=prompts_seen)
         config = Config(batch=batch(dynamic_sampling=dynamic))
-        return sampling_of(config, Workers(1, NEVER), start, {})  # type: ignore[arg-type]
+        return sampling_of(config, RolloutGroup(Workers(1, NEVER)), start, {})  # type: ignore[arg-type]
 
-    assert sampling(17, dynamic=False).position(Workers(1, NEVER)) == {}
-    assert sampling(17, dynamic=True).position(Workers(1, NEVER)) == {"prompts_drawn": 17}
-    assert sampling(None, dynamic=True).position(Workers(1, NEVER)) == {"prompts_drawn": 12}
+    assert sampling(17, dynamic=False).position(RolloutGroup(Workers(1, NEVER))) == {}
+    assert sampling(17, dynamic=True).position(RolloutGroup(Workers(1, NEVER))) == {"prompts_drawn": 17}
+    assert sampling(None, dynamic=True).position(RolloutGroup(Workers(1, NEVER))) == {"prompts_drawn": 12}

@@ -15,7 +15,7 @@ from relax_cli.checkpoint import layout
 from relax_cli.cli.app import build_app
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection
 from relax_cli.engine.saving import PairSaver
-from relax_cli.engine.session import Ranks
+from relax_cli.engine.session import Ranks, TrainedGroup
 from relax_cli.plugin.manager import load_plugins
 from tests.support import checkpoints
 
@@ -49,7 +49,7 @@ class OnDisk(Ranks[Any]):
 
 def saver(root: Path, first: int = 0, metric: str = METRIC) -> PairSaver:
     """Of a run that continues after iteration `first` and keeps the newest pair."""
-    roles = [OnDisk(role, root / role) for role in ("actor", "critic")]
+    roles = [TrainedGroup(OnDisk(role, root / role)) for role in ("actor", "critic")]
     section = CheckpointSection(save=str(root / "actor"), keep_checkpoints=1, keep_best=metric)
     config = Config(checkpoint=section, critic=CriticSection(critic_save=str(root / "critic")))
     pair = PairSaver(roles, config, {}, warn=pytest.fail)

@@ -13,6 +13,7 @@ from relax_cli.config.schema import Config
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.rewards import RewardResult
 from relax_cli.engine.sampling import PartialSampling
+from relax_cli.engine.session import RolloutGroup
 from relax_cli.roles.carried import Begun, BegunGroup, from_arrays, to_arrays
 from relax_cli.roles.judging import Judged, Sampled
 from relax_cli.roles.pool import Pool, Progress, Work, renumbered
@@ -31,7 +32,7 @@ class Worker:
     """A worker whose engine counts: token `i` of a response is `1000 * rollout + i`."""
 
     def __init__(self, rank: int, workers: int, config: Config) -> None:
-        self.ranks_id = -1
+        self.rollout_id = -1
         self.asked: list[Request] = []
         work = Work(
             prompt=lambda row: (Prompt(f"row {row}", None, {}, ""), [9]),
@@ -52,10 +53,10 @@ class Worker:
             assert request.most_tokens is not None
             begun, most = request.sampled, request.most_tokens
             count = min(most, length_of(request.seed) - begun)
-            tokens = [1000 * self.ranks_id + begun + i for i in range(count)]
+            tokens = [1000 * self.rollout_id + begun + i for i in range(count)]
             ends = begun + count == length_of(request.seed)
             # Of what it has not sampled now, it knows the first layer's experts alone.
-            routes = np.full((1 + begun + count - 1, 2, 1), self.ranks_id, np.int16)
+            routes = np.full((1 + begun + count - 1, 2, 1), self.rollout_id, np.int16)
             routes[:begun, 1] = -1
             end: Any = "stop" if ends else "length"
             found.append(Generation(tokens, [-float(t) for t in tokens], end, routes=routes))
@@ -67,7 +68,7 @@ class Worker:
         return [Judged(**vars(s), response="", result=RewardResult(r)) for s, r in zip(samples, rewards, strict=True)]
 
     def advance(self, rollout_id: int, part: int, begun: Iterable[tuple[int, int]]) -> Progress:
-        self.ranks_id = rollout_id
+        self.rollout_id = rollout_id
         return self.pool.advance(rollout_id, part, begun)
 
     def keep(self, rollout_id: int, chosen: Sequence[int], dropped: Sequence[int]) -> dict[str, Spread]:
@@ -101,15 +102,16 @@ class Run:
 
     def __init__(self, workers: int, *, saved: dict[str, Any] | None = None, **batch: Any) -> None:
         self.ranks = Workers(workers, config(**batch))
+        self.rollout = RolloutGroup(self.ranks)
         carried = from_arrays(saved["sampling"], SIZE) if saved else []
-        self.ranks.all(lambda worker: worker.carry(carried))
+        self.rollout.carry(carried)
         drawn = saved["prompts_drawn"] if saved else 0
         self.sampling = PartialSampling(config(**batch), drawn, None, [(g.place, g.row) for g in carried])
         self.metrics: dict[str, float] = {}
 
     def step(self, rollout_id: int) -> list[Any]:
         """What the batch is: row and tokens, versions, log-probabilities of each sample."""
-        *_, metrics = self.sampling.generate(self.ranks, rollout_id)
+        *_, metrics = self.sampling.generate(self.rollout, rollout_id)
         self.metrics = {name: spread.mean for name, spread in metrics.items()}
         self.sampling.finish()
         kept = sorted((j.row, j) for worker in self.ranks.workers for j in worker.kept)
@@ -128,12 +130,12 @@ def test_neither_workers_nor_a_resume_change_a_response(dynamic: bool) -> None:
     for workers in (2, 3):
         other = Run(workers, dynamic_sampling=dynamic)
         assert [other.step(rollout_id) for rollout_id in range(3)] == whole[:3]
-        saved = other.sampling.position(other.ranks)
+        saved = other.sampling.position(other.rollout)
         resumed = Run(4 - workers, saved=saved, dynamic_sampling=dynamic)
         assert [resumed.step(rollout_id) for rollout_id in range(3, 8)] == whole[3:]
-        again = resumed.sampling.position(resumed.ranks)
+        again = resumed.sampling.position(resumed.rollout)
         assert {name: value.tolist() for name, value in again["sampling"].items()} == {
-            name: value.tolist() for name, value in one.sampling.position(one.ranks)["sampling"].items()
+            name: value.tolist() for name, value in one.sampling.position(one.rollout)["sampling"].items()
         }
     assert {content for step in whole for _, content, _ in step} <= {f"row {row}" for row in range(50)}
 

@@ -17,7 +17,7 @@ import ray
 from relax_cli.engine.local import LocalRanks
 from relax_cli.engine.ray import watch
 from relax_cli.engine.ray.watch import ProcessTable, ProcessWatch, Whereabouts, children_named, exit_status, last_words
-from relax_cli.engine.session import awake
+from relax_cli.engine.session import SleepingGroup
 from relax_cli.errors import ProcessLost
 
 SLEEPER = "import time; time.sleep(60)"
@@ -159,10 +159,10 @@ class Broken:
 
 
 def test_the_failure_of_a_block_is_not_hidden_by_its_clean_up() -> None:
-    ranks = LocalRanks("critic", Broken())
-    with pytest.raises(ValueError, match="the first"), awake(ranks):
+    group = SleepingGroup(LocalRanks("critic", Broken()))
+    with pytest.raises(ValueError, match="the first"), group.awake():
         raise ValueError("the first")
-    with pytest.raises(RuntimeError, match="the clean-up"), awake(ranks):
+    with pytest.raises(RuntimeError, match="the clean-up"), group.awake():
         pass
 
 

@@ -44,9 +44,11 @@ class RecordedSession(Session):
     def __init__(self, targets: list[Any], **answers: Any) -> None:
         self.calls: list[str] = []
         per_worker = {"weight_targets": [targets[:1], targets[1:]]}
-        self.roles = Roles(
-            rollout=Recorded("rollout", self.calls, per_worker | answers),
-            actor=Recorded("actor", self.calls, answers),
+        self.roles = Roles.of(
+            {
+                "rollout": Recorded("rollout", self.calls, per_worker | answers),
+                "actor": Recorded("actor", self.calls, answers),
+            }
         )
 
     def copy_weights(self, version: int) -> None:

@@ -14,10 +14,6 @@ from relax_cli.errors import Problem, RunError
 DIED = ServerDied(Problem(id="sglang-server-died", message="ended", fix="look"))
 
 
-def generate(rollout: Ranks[Any]) -> list[Any]:
-    return rollout.all(lambda worker: worker.generate(7))
-
-
 class Rollout(Ranks[Any]):
     """Writes down what it is asked, and fails as told."""
 
@@ -47,7 +43,7 @@ class FakeSession(Session):
     """A session of rollout workers alone."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self.roles = Roles(rollout=rollout, actor=rollout)
+        self.roles = Roles.of({"rollout": rollout, "actor": rollout})
         self.asked = rollout.asked
 
     def publish_weights(self, version: int) -> None:
@@ -63,7 +59,7 @@ class FakeSession(Session):
 def run(*failures: Exception) -> tuple[Rollout, Callable[[], tuple[list[Any], int]]]:
     """A rollout that fails so often, and the call."""
     rollout = Rollout(list(failures))
-    return rollout, lambda: FakeSession(rollout).with_revival(7, generate)
+    return rollout, lambda: FakeSession(rollout).with_revival(7, lambda r: r.generate(7))
 
 
 def test_without_a_failure_nothing_else_happens() -> None:
@@ -74,7 +70,7 @@ def test_without_a_failure_nothing_else_happens() -> None:
 
 def test_weights_given_up_in_sleep_are_published_again() -> None:
     rollout = Rollout([], needs_weights=True)
-    FakeSession(rollout).with_revival(7, generate)
+    FakeSession(rollout).with_revival(7, lambda r: r.generate(7))
     assert rollout.asked == ["publish 7", "wake", "generate 7", "sleep"]
 
 

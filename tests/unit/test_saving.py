@@ -17,7 +17,7 @@ from relax_cli.checkpoint import folders, layout
 from relax_cli.config.schema import BatchSection, CheckpointSection, Config, CriticSection, RunSection
 from relax_cli.engine import saving
 from relax_cli.engine.saving import PairSaver
-from relax_cli.engine.session import Ranks, Roles, Session, recorded
+from relax_cli.engine.session import Ranks, Roles, Session, TrainedGroup, recorded
 from relax_cli.engine.step import StepRecord
 from relax_cli.engine.stopping import StopRequest
 from relax_cli.engine.trainer import Trainer
@@ -77,7 +77,7 @@ class Recorded(Ranks[Any]):
 
 
 def saver(disk: Disk, warnings: list[str], root: Path = Path(), **section: Any) -> PairSaver:
-    roles = [Recorded(name, disk) for name in ("actor", "critic")]
+    roles = [TrainedGroup(Recorded(name, disk)) for name in ("actor", "critic")]
     checkpoint = CheckpointSection(save=str(root / "actor"), **section)
     config = Config(checkpoint=checkpoint, critic=CriticSection(critic_save=str(root / "critic")))
     return PairSaver(roles, config, {"seed": 1}, warn=warnings.append)
@@ -149,7 +149,7 @@ def test_both_halves_carry_one_name_and_another_save_another(disk: Disk) -> None
     for iteration in (1, 2):
         pair.prepare(iteration)
         pair.publish()
-    actor, critic = (role.meta for role in pair.roles if isinstance(role, Recorded))
+    actor, critic = (role.ranks.meta for role in pair.roles if isinstance(role.ranks, Recorded))
     assert [m["save_id"] for m in actor] == [m["save_id"] for m in critic]
     assert actor[0]["save_id"] != actor[1]["save_id"]
     assert all(m["seed"] == 1 for m in actor)
@@ -204,7 +204,7 @@ def test_an_abandoned_pair_is_taken_back_and_never_counts(disk: Disk) -> None:
 
 
 def test_without_a_save_folder_nothing_happens(disk: Disk) -> None:
-    save(PairSaver([Recorded("actor", disk)], Config(), {}, warn=print))
+    save(PairSaver([TrainedGroup(Recorded("actor", disk))], Config(), {}, warn=print))
     assert not disk.calls
 
 
@@ -232,7 +232,7 @@ def trained(rewards: list[tuple[float, float]], disk: Disk, watcher: Any, **chec
     role = Recorded("actor", disk)
     section = CheckpointSection(**{"save": "actor", "save_interval": 1, **checkpoint})
     config = Config(batch=BatchSection(num_rollout=len(rewards)), checkpoint=section, run=RunSection(run_dir="run"))
-    session = cast(Session, SimpleNamespace(roles=Roles(rollout=role, actor=role)))
+    session = cast(Session, SimpleNamespace(roles=Roles.of({"rollout": role, "actor": role})))
     stop = StopRequest(lambda _: None)
     trainer = Trainer(session, config, watcher, stop, first=0, dump_fields=[], checkpoint_meta={})
     for number, (low, high) in enumerate(rewards):

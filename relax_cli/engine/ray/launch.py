@@ -25,7 +25,7 @@ from relax_cli.engine.ray.queue_keys import QueueKeys
 from relax_cli.engine.ray.ranks import RayRanks, RoleWorker, disregard
 from relax_cli.engine.ray.start import check_resources, start_failed, start_ray
 from relax_cli.engine.ray.watch import ProcessWatch, Whereabouts, children_named
-from relax_cli.engine.session import Roles, Session, awake
+from relax_cli.engine.session import Roles, Session
 from relax_cli.errors import EnvironmentFault, problem_kind
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.roles.run_folder import run_folder_errors
@@ -150,7 +150,7 @@ class RaySession(Session):
                 ((addr, port),) = role.collect([role.workers[0].meeting_point.remote()], "meeting_point")
                 building[name] = role.ask("build", addr, port, self.queue_keys)
             self._collect(building, "build")
-        self.roles = Roles(**self.built)
+        self.roles = Roles.of(self.built)
 
     def _reserve(self, plan: LaunchPlan) -> None:
         """Take the bundles of the roles with devices, and find out where they are, if that matters."""
@@ -200,10 +200,10 @@ class RaySession(Session):
     def copy_weights(self, version: int) -> None:
         """See `Session.copy_weights`; the references travel inside lists, so that nothing resolves them here."""
         actor, rollout = self.built["actor"], self.built["rollout"]
-        with awake(self.roles.actor):
+        with self.roles.actor.awake():
             exported = actor.collect(actor.ask("export_weights"), "export_weights")
         (refs,) = [refs for refs in exported if refs]
-        with awake(self.roles.rollout):
+        with self.roles.rollout.awake():
             rollout.collect(rollout.ask("load_weights", refs, version), "load_weights")
 
     def close(self) -> None:
