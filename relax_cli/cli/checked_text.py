@@ -130,9 +130,9 @@ def plan_lines(plan: Plan) -> list[str]:
 def _roles(plan: Plan) -> list[str]:
     lines = ["roles, in the order of a step"]
     for role in plan.roles:
-        lines += wrapped(f"  {role.name:<11} {role.summary}", " " * 14)
-        lines += wrapped(f"{'':<14}reads  {' '.join(role.reads) or '-'}", " " * 21)
-        lines += wrapped(f"{'':<14}writes {' '.join(role.writes) or '-'}", " " * 21)
+        lines += wrapped(f"  {role.spec.name:<11} {role.spec.summary}", " " * 14)
+        lines += wrapped(f"{'':<14}reads  {' '.join(role.spec.reads) or '-'}", " " * 21)
+        lines += wrapped(f"{'':<14}writes {' '.join(role.spec.writes) or '-'}", " " * 21)
     return lines
 
 
@@ -142,11 +142,11 @@ def _placement(plan: Plan) -> list[str]:
         last = role.bundles[-1] if role.bundles else None
         bundles = "-" if last is None else f"0-{last}" if last else "0"
         numbers = (str(role.processes), str(role.threads), bundles, str(role.idle_bundles or "-"))
-        rows.append((f"  {role.name}", *numbers))
+        rows.append((f"  {role.spec.name}", *numbers))
     lines = ["", "placement", *table(("  role", "processes", "threads each", "bundles", "idle"), rows).splitlines()]
-    if plan.launcher == "local":
+    if plan.config.parallel.launcher == "local":
         return [*lines, "  --launcher local: everything in this process"]
-    shared = [role.name for role in plan.roles if role.bundles]
+    shared = [role.spec.name for role in plan.roles if role.bundles]
     bundles = counted(plan.bundles, "bundle")
     lines += wrapped(f"  {bundles} of one placement group, shared in turns by {', '.join(shared)}")
     lines += wrapped(f"  Ray needs {plan.logical_cpus} logical CPUs (roles take turns: more than cores is fine)")
@@ -232,7 +232,7 @@ def _on_cpu(plan: Plan, memory: MemoryPlan) -> list[str]:
     for role in memory.roles:
         lines += _parts(f"  {role.role}", {**role.resident, **role.working})
     lines += _parts("  all processes together", memory.phases)
-    here = "" if plan.memory_here is None else f"; this machine has {in_bytes(plan.memory_here)}"
+    here = "" if plan.machine.memory is None else f"; this machine has {in_bytes(plan.machine.memory)}"
     return [*lines, f"  at their peaks: {in_bytes(memory.peak)}{here}"]
 
 
@@ -252,7 +252,8 @@ def _on_gpus(plan: Plan, memory: MemoryPlan, gpu: GpuMemory) -> list[str]:
     lines += _cache_lines(plan, gpu)
     for phase, advice in gpu.advice.items():
         lines += wrapped(f"  {phase} does not fit {_round(sizes[0])}; lower first: {'; then '.join(advice)}")
-    here = "" if plan.memory_here is None or not plan.gpus_here else f"; this machine has {in_bytes(plan.memory_here)}"
+    size = plan.machine.memory if plan.machine.gpus else None
+    here = "" if size is None else f"; this machine has {in_bytes(size)}"
     lines.append(f"  host memory of a node of {counted(gpu.host_gpus, 'GPU')}: {in_bytes(gpu.host)}{here}")
     for role in memory.roles:
         lines += _parts(f"    each {role.role} process", role.host)

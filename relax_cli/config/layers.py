@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from relax_cli.config.model import flag, options_by_name
+from relax_cli.config.model import flag, options_by_name, section_model
 from relax_cli.config.names import meant_option, nearest
 from relax_cli.config.recipes import THEME, UNKNOWN_SECTION, Setting, find_recipe, read_recipe, unknown_key
 from relax_cli.config.replaced import ended_options
@@ -115,7 +115,7 @@ def load_config(layers: Layers, model: type[Config]) -> Loaded:
             section[setting.key] = value
     config = _validated(model, values, origins, problems, unread)
     numbers = {name: setting.layer for name, setting in last.items() if name not in ended}
-    return Loaded(_without(config, unread), origins, tuple(problems), frozenset(unread), numbers)
+    return Loaded(_hiding(config, unread, unread), origins, tuple(problems), frozenset(unread), numbers)
 
 
 def _settings(
@@ -155,32 +155,20 @@ def _validated(
     return _validated(model, values, origins, problems, unread)
 
 
-def _without(config: Config, unread: Collection[str]) -> Config:
-    """The configuration, in which to look at one of these options raises `UnreadOption`."""
-    return config.model_copy(update={name: _partial(body, unread) for name, body in _owners(config, unread).items()})
-
-
 def with_paths(config: Config, unread: Collection[str]) -> Config:
     """The configuration, in which paths read as they were written although a variable in them is not set."""
-    whole = {name: _whole(body) for name, body in _owners(config, unread).items()}
-    return _without(config.model_copy(update=whole), set(unread) - PATH_OPTIONS)
+    return _hiding(config, unread, set(unread) - PATH_OPTIONS)
 
 
-def _owners(config: Config, options: Collection[str]) -> dict[str, Section]:
-    owners = {section for name, (section, _) in options_by_name(type(config)).items() if name in options}
-    return {section: getattr(config, section) for section in owners}
+def _hiding(config: Config, unread: Collection[str], hidden: Collection[str]) -> Config:
+    """The configuration, in which to look at one of the options `hidden` of those `unread` raises `UnreadOption`."""
+    owners = {section for name, (section, _) in options_by_name(type(config)).items() if name in unread}
+    sections = {name: _partial(section_model(type(config), name), getattr(config, name), hidden) for name in owners}
+    return config.model_copy(update=sections)
 
 
-def _whole(partial: Section) -> Section:
-    base = type(partial).__mro__[1]
-    assert issubclass(base, Section)
-    return base.model_construct(**dict(partial))
-
-
-def _partial(section: Section, unread: Collection[str]) -> Section:
-    hidden = frozenset(unread)
-
-    class Partial(type(section)):  # type: ignore[misc]
+def _partial(model: type[Section], section: Section, hidden: Collection[str]) -> Section:
+    class Partial(model):  # type: ignore[misc, valid-type]
         def __getattribute__(self, name: str) -> Any:
             if name in hidden:
                 raise UnreadOption(())

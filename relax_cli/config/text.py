@@ -44,6 +44,23 @@ def in_json(value: Any, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
+class DoubleKey(ValueError):
+    """An object has one key twice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the key {name!r} is given twice")
+        self.name = name
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of JSON that others wrote. Raises DoubleKey."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise DoubleKey(next(name for name in names if names.count(name) > 1))
+    return found
+
+
 def with_program(text: str) -> str:
     """The text, in which commands of relax start with `program`, and those of pip with `pip`."""
     return _COMMAND.sub(lambda command: f"{pip() if command[0] == 'pip ' else program()} ", text)

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from relax_cli.config.model import base_type, flag, is_optional
 from relax_cli.config.recipes import THEME, Setting, yaml_value
 from relax_cli.config.redact import redacted
-from relax_cli.config.text import in_json
+from relax_cli.config.text import in_json, unique_keys
 from relax_cli.errors import Problem, ProblemKind, problem_kind, problem_kinds
 
 declare = problem_kinds(THEME)
@@ -172,7 +172,7 @@ def _mapping(setting: Setting, value: Any) -> Any:
     """A JSON object from a flag, or a mapping from any other layer; `true` and `"1"` are not counts."""
     if isinstance(value, str):
         try:
-            value = json.loads(value, object_pairs_hook=_unique_keys)
+            value = json.loads(value, object_pairs_hook=unique_keys)
         except ValueError as error:
             return _bad_json(setting, f"{flag(setting.key)} is not JSON: {error}")
     if not isinstance(value, dict):
@@ -184,14 +184,6 @@ def _mapping(setting: Setting, value: Any) -> Any:
     if any(type(count) is not int for pair in value.values() if isinstance(pair, list) for count in pair):
         return _bad_json(setting, f"{flag(setting.key)} has a count that is not a whole number")
     return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{', '.join(twice)} given twice")
-    return dict(pairs)
 
 
 def _bad_json(setting: Setting, message: str) -> Problem:

@@ -16,10 +16,10 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
+from relax_cli.config.text import DoubleKey, unique_keys
 from relax_cli.data.rows import bad_row
 from relax_cli.data.values import printable
 from relax_cli.errors import MACHINE_THEME, ConfigError, Problem, problem_kinds
-from relax_cli.models.files import DoubleKey, unique_keys
 
 MOST_LINE_BYTES = 32 << 20
 """Parsed, a line takes up to sixty times its size in memory."""

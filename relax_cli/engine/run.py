@@ -184,9 +184,9 @@ def run_header(checked: CheckedRun, run_dir: Path) -> RunHeader:
         model=str(config.model.hf_checkpoint),
         parameters=plan.parameters.get("policy"),
         estimator=config.algorithm.advantage_estimator,
-        device=plan.device,
-        launcher="Ray" if plan.launcher == "ray" else "in this process",
-        roles={role.name: role.processes for role in plan.roles},
+        device=config.parallel.device,
+        launcher="Ray" if config.parallel.launcher == "ray" else "in this process",
+        roles={role.spec.name: role.processes for role in plan.roles},
         draws_more=config.batch.dynamic_sampling,
     )
 

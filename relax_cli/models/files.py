@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from relax_cli.config.text import unique_keys
 from relax_cli.errors import ConfigError, Problem, problem_kinds
 
 MOST_JSON_BYTES = 64 << 20
@@ -74,23 +75,6 @@ def irregular_files(folder: Path) -> list[Problem]:
             message = f"{path.name} of the model cannot be read: {error.strerror or error}"
             problems.append(IRREGULAR(message, fix=f"download {path.name} again, or remove it", where=str(path)))
     return problems
-
-
-class DoubleKey(ValueError):
-    """An object has one key twice."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"the key {name!r} is given twice")
-        self.name = name
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of JSON that others wrote. Raises DoubleKey."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise DoubleKey(next(name for name in names if names.count(name) > 1))
-    return found
 
 
 def _check_depth(value: Any, depth: int = 0) -> None:

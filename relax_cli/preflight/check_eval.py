@@ -57,5 +57,5 @@ def check_evaluation(
         options.remove("--rollout-max-response-len")  # which nothing then follows
     own = [p for p in problems if p.option in options and p.id not in ("eval-data-unused", "eval-option-unused")]
     seen = tuple(shown(own, resolved, is_strict=bool(known(lambda: config.run.strict))))
-    words, origins, changes = command_words(layers, type(config)), resolved.origins, resolved.changes
-    return CheckedRun(config, origins, changes, seen, words, inputs)
+    words = command_words(layers, type(config))
+    return CheckedRun(**vars(resolved) | {"problems": seen}, command=words, inputs=inputs)

@@ -33,29 +33,19 @@ PLACES = frozenset({"load", "save", "critic_load", "critic_save", "run_dir", "ma
 """Options that say where and how a run lives, not what it computes."""
 
 
-@dataclass(frozen=True)
-class CheckedRun:
-    """A configuration and everything that is known about its run."""
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun(Resolved):
+    """A configuration and everything that is known about its run. Its problems are also those of its files, and of the
+    checkpoints it would resume from; errors first; with `--strict` all are errors."""
 
-    config: Config
-    origins: dict[str, str]
-    """`section.key` to the layer that gave the value, before normalisation."""
-    changes: tuple[Change, ...]
-    problems: tuple[Problem, ...]
-    """Of the configuration, its files, and the checkpoints it would resume from. Errors first; with `--strict` all are
-    errors."""
     command: tuple[str, ...]
     """See `command_words`."""
     inputs: RunInputs = field(default_factory=RunInputs)
     notes: tuple[Problem, ...] = ()
     """What this machine lacks, where that is not held against the configuration."""
-    graph: ServiceGraph | None = None
-    """None where the roles of the run are not known."""
     start: ResumeReport | None = None
     """Where the run starts; None where that was not looked at."""
     plan: Plan | None = None
-    is_read: bool = True
-    """Whether the configuration is what was given: every recipe, name and value could be read."""
 
     @property
     def errors(self) -> tuple[Problem, ...]:
@@ -121,39 +111,34 @@ def check_run(
     rewards = frozenset({*BUILTIN_REWARDS, *plugins.rewards()})
     inputs = RunInputs() if skip_files else read_inputs(config, progress, rewards)
     named = (frozenset(plugins.envs()), plugins.curriculums(), plugins.trackers())
-    graph, graph_problems = _graph(plugins, config)
-    context = RuleContext(config, inputs, machine, rewards, *named, () if graph is None else graph.names)
+    context = RuleContext(config, inputs, machine, rewards, *named)
     problems = [*resolved.problems, *hub_problems, *run_rules(context, skip_files=skip_files)]
     if not skip_files:
         problems += known(lambda: plugins.broken_references(config)) or []
     notes = [p for p in problems if is_about_machine(p)]
     problems = [p for p in problems if not is_about_machine(p)]
-    reported = {problem.id for problem in problems}
-    problems[:0] = [problem for problem in graph_problems if problem.id not in reported]
-    start = plan = None
+    graph, start, plan = resolved.graph, None, None
     if graph is not None:
         has_critic, planned, seen = "critic" in graph, with_paths(config, resolved.unread), inputs
         if not skip_files:
             start = known(lambda: examine_run(config, has_critic=has_critic, num_rollout=inputs.rollouts(config)))
         if not skip_files and "hf_checkpoint" in resolved.unread:
             # A model folder whose path is not known has a last part, which may be that of a model that is.
-            seen = replace(inputs, model=known(lambda: read_model(planned).spec))
+            seen = replace(inputs, model=known(lambda: read_model(planned).model))
         plan = known(lambda: _plan(planned, graph, seen, machine, start))
     problems, notes = (problems + notes, []) if here else (problems, notes)
     problems = shown(problems, resolved, is_strict=bool(known(lambda: config.run.strict)))
     if start is not None:
         problems = [*start.problems, *problems, *start.warnings]
     in_order = tuple(sorted(dict.fromkeys(problems), key=lambda p: p.severity != "error"))
-    notes, made = shown(notes, resolved, is_strict=False), (*resolved.changes, *changes)
-    words, origins, is_read = command_words(layers, type(config)), resolved.origins, resolved.is_read
-    return CheckedRun(config, origins, made, in_order, words, inputs, tuple(notes), graph, start, plan, is_read)
-
-
-def _graph(plugins: Plugins, config: Config) -> tuple[ServiceGraph | None, tuple[Problem, ...]]:
-    try:
-        return plugins.service_graph(config), ()
-    except ConfigError as error:
-        return None, error.problems
+    return CheckedRun(
+        **vars(resolved) | {"config": config, "changes": (*resolved.changes, *changes), "problems": in_order},
+        command=command_words(layers, type(config)),
+        inputs=inputs,
+        notes=tuple(shown(notes, resolved, is_strict=False)),
+        start=start,
+        plan=plan,
+    )
 
 
 def _plan(

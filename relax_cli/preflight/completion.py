@@ -7,8 +7,10 @@ from pathlib import Path
 
 from relax_cli.checkpoint.layout import TRACKER_FILE, list_iterations
 from relax_cli.config.schema import Config
+from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.records import Change
 
+OPTIONAL_ROLES = ("critic", "advantages", "reference")
 REFERENCE_SHAPE = "KL terms compare with a reference model, which takes the actor's shape unless --resource gives one"
 CRITIC_SAVE = "actor and critic are saved as a pair, the critic next to --save"
 CRITIC_LOAD = "the critic's checkpoints are next to --load"
@@ -30,6 +32,19 @@ def complete(config: Config, *, has_critic: bool) -> tuple[Config, list[Change]]
         critic = critic.model_copy(update={"critic_load": load, "critic_save": save})
         config = config.model_copy(update={"critic": critic})
     return config, changes
+
+
+def without_unused_roles(config: Config, graph: ServiceGraph) -> tuple[Config, list[Change]]:
+    """The configuration without processes and devices for roles that the run does not have."""
+    resource = config.parallel.resource
+    unused = [role for role in resource if role in OPTIONAL_ROLES and role not in graph]
+    if not unused:
+        return config, []
+    kept = {role: counts for role, counts in resource.items() if role not in unused}
+    why = f"a run of {config.algorithm.advantage_estimator} with these options has no {' and no '.join(unused)}"
+    parallel = config.parallel.model_copy(update={"resource": kept})
+    changed = config.model_copy(update={"parallel": parallel})
+    return changed, [Change("--resource", json.dumps(resource), json.dumps(kept), why)]
 
 
 def critic_folders(

@@ -49,6 +49,8 @@ class RunInputs:
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """`config.json` as it is; empty where it is missing or broken."""
     problems: tuple[Problem, ...] = ()
+    tokenizer: Path | None = None
+    """The model's folder, where its tokenizer may be loaded into this process."""
 
     @property
     def longest_prompt(self) -> int | None:
@@ -105,7 +107,7 @@ def read_inputs(
         problems += check_env(env)
     if (curriculum := known(lambda: config.data.curriculum)) and is_file_spec(curriculum):
         problems += check_curriculum(curriculum)
-    reader = DataReader(config, model.tokenizer, model.spec, progress, rewards)
+    reader = DataReader(config, model.tokenizer, model.model, progress, rewards)
     items, sets = known(lambda: config.data.prompt_data) or (), known(lambda: config.eval.sets) or ()
     sources = [("--prompt-data", spec) for spec in dict.fromkeys(items)]
     for option, source in (*sources, *(("--eval-prompt-data", spec) for _, spec in sets)):
@@ -120,14 +122,13 @@ def read_inputs(
     training = [counted[spec] for spec in items if spec in counted]
     seen = [reader.summaries[spec] for spec in items if spec in reader.summaries]
     is_whole = bool(items) and len(seen) == len(items)
-    return RunInputs(
-        model.spec,
-        sum(one.prompts for one in seen) if is_whole else None,
-        tuple(n for one in seen for n in one.lengths) if is_whole else (),
-        max(counted.values(), default=None),
-        by_set | ({"": max(training)} if training else {}),
-        model.config,
-        tuple(problems),
+    return replace(
+        model,
+        prompts=sum(one.prompts for one in seen) if is_whole else None,
+        prompt_lens=tuple(n for one in seen for n in one.lengths) if is_whole else (),
+        longest=max(counted.values(), default=None),
+        longest_by_set=by_set | ({"": max(training)} if training else {}),
+        problems=tuple(problems),
     )
 
 
@@ -144,30 +145,21 @@ def _of_option(problem: Problem, option: str) -> Problem:
     return replace(problem, option=option, fix=problem.fix.replace("--prompt-data", option))
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """All fields are empty where there is no model folder."""
-
-    spec: ModelSpec | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: Path | None = None
-    """The folder, where its tokenizer may be loaded into this process."""
-    problems: tuple[Problem, ...] = ()
-
-
-def read_model(config: Config) -> ModelFiles:
-    """Look at `--hf-checkpoint`, and at `--ref-load` where the run has a KL term."""
+def read_model(config: Config) -> RunInputs:
+    """What `--hf-checkpoint` says, and what is wrong with it, or with `--ref-load` where the run has a KL term."""
     folder = known(lambda: folder_of_model(config.model.hf_checkpoint))
     problems = list(known(lambda: _reference_problems(config)) or ())
     if folder is None:
         described = known(lambda: known_folder(config.model.hf_checkpoint))
         spec, _ = _spec(described)
-        return ModelFiles(spec, {} if described is None else config_of(described), problems=tuple(problems))
+        model_config = {} if described is None else config_of(described)
+        return RunInputs(spec, model_config=model_config, problems=tuple(problems))
     spec, found = _spec(folder)
     chat = bool(known(lambda: config.data.apply_chat_template))
     harmful = irregular_files(folder) or try_tokenizer(folder, apply_chat_template=chat)
     problems = [*found, *weight_problems(folder, spec), *harmful, *problems]
-    return ModelFiles(spec, config_of(folder), None if harmful else folder, tuple(problems))
+    tokenizer = None if harmful else folder
+    return RunInputs(spec, model_config=config_of(folder), problems=tuple(problems), tokenizer=tokenizer)
 
 
 def _reference_problems(config: Config) -> list[Problem]:

@@ -22,11 +22,7 @@ from relax_cli.preflight.memory.sizes import RoleMemory, precision_of
 class RolePlan:
     """One role of the run."""
 
-    name: str
-    summary: str
-    reads: tuple[str, ...]
-    """Fields of TransferQueue."""
-    writes: tuple[str, ...]
+    spec: RoleSpec
     processes: int
     threads: int
     bundles: tuple[int, ...]
@@ -99,29 +95,42 @@ def plan_memory(config: Config, roles: Sequence[str], inputs: RunInputs, machine
 class Plan:
     """The whole plan."""
 
+    config: Config
+    machine: Machine
     roles: tuple[RolePlan, ...]
-    device: str
-    launcher: str
-    bundles: int
-    logical_cpus: int
-    """Of Ray; more than cores is fine, roles take turns."""
-    gpus: int
-    gpus_here: int
     steps: StepsPlan
-    disk_free: int | None
-    memory_here: int | None
     assumptions: tuple[str, ...]
     parameters: dict[str, int]
     """Empty where the model is not known."""
     memory: MemoryPlan | None
 
     @property
+    def bundles(self) -> int:
+        """Bundles of the placement group."""
+        return shared_bundles(self.config.parallel, self.config.sglang)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the run needs."""
+        return self.bundles if self.config.parallel.device == "cuda" else 0
+
+    @property
     def gpus_why(self) -> str:
         """The count in words."""
         if not self.gpus:
             return "none: every role runs on the CPU"
-        shared = ", ".join(f"{role.name} {len(role.bundles)}" for role in self.roles if role.bundles)
+        shared = ", ".join(f"{role.spec.name} {len(role.bundles)}" for role in self.roles if role.bundles)
         return f"the roles share them and take turns, so the largest decides ({shared})"
+
+    @property
+    def logical_cpus(self) -> int:
+        """Of Ray; more than cores is fine, roles take turns."""
+        return needed_cpus(self.config.parallel, self.config.sglang)
+
+    @property
+    def disk_free(self) -> int | None:
+        """Bytes free where checkpoints go."""
+        return self.machine.free_disk(self.config.checkpoint.save or ".")
 
 
 def optimizer_steps(config: Config, rollouts: int, *, has_critic: bool) -> tuple[int, int]:
@@ -142,38 +151,32 @@ def build_plan(
     first_rollout: int = 0,
 ) -> Plan:
     """The plan of a configuration whose roles are all in `--resource`."""
-    parallel, spec = config.parallel, inputs.model
-    names, bundles = tuple(role.name for role in graph), shared_bundles(parallel, config.sglang)
-    on_gpu = parallel.device == "cuda"
+    names = tuple(role.name for role in graph)
     return Plan(
+        config=config,
+        machine=machine,
         roles=tuple(_role(config, role, cores) for role in graph),
-        device=parallel.device,
-        launcher=parallel.launcher,
-        bundles=bundles,
-        logical_cpus=needed_cpus(parallel, config.sglang),
-        gpus=bundles if on_gpu else 0,
-        gpus_here=machine.gpus,
         steps=_steps(config, inputs, "critic" in names, first_rollout),
-        disk_free=machine.free_disk(config.checkpoint.save or "."),
-        memory_here=machine.memory,
         assumptions=tuple(_assumptions(config, inputs)),
-        parameters={} if spec is None else _parameters(config, spec, has_critic="critic" in names),
+        parameters={} if inputs.model is None else _parameters(config, inputs.model, has_critic="critic" in names),
         memory=plan_memory(config, names, inputs, machine),
     )
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """The JSON form: roles, placement, gpus, steps, memory."""
+    parallel = plan.config.parallel
     return {
-        "roles": [_attributes(role, "name summary reads writes") for role in plan.roles],
+        "roles": [_attributes(role.spec, "name summary reads writes") for role in plan.roles],
         "placement": {
-            **_attributes(plan, "launcher device bundles logical_cpus"),
-            "processes": {r.name: r.processes for r in plan.roles},
-            "threads": {r.name: r.threads for r in plan.roles},
-            "role_bundles": {r.name: list(r.bundles) for r in plan.roles},
-            "idle_bundles": {r.name: r.idle_bundles for r in plan.roles if r.idle_bundles},
+            **_attributes(parallel, "launcher device"),
+            **_attributes(plan, "bundles logical_cpus"),
+            "processes": {r.spec.name: r.processes for r in plan.roles},
+            "threads": {r.spec.name: r.threads for r in plan.roles},
+            "role_bundles": {r.spec.name: list(r.bundles) for r in plan.roles},
+            "idle_bundles": {r.spec.name: r.idle_bundles for r in plan.roles if r.idle_bundles},
         },
-        "gpus": {"needed": plan.gpus, "here": plan.gpus_here, "why": plan.gpus_why},
+        "gpus": {"needed": plan.gpus, "here": plan.machine.gpus, "why": plan.gpus_why},
         "steps": vars(plan.steps),
         "memory": _memory_dict(plan),
     }
@@ -191,7 +194,7 @@ def _memory_dict(plan: Plan) -> dict[str, Any]:
         "peak_bytes": memory.peak or max(memory.phases.values(), default=None),
         "parked_on_host_bytes": memory.parked,
         "gpu": None if memory.gpu is None else _gpu_dict(memory.gpu),
-        "host_bytes_here": plan.memory_here,
+        "host_bytes_here": plan.machine.memory,
         "checkpoint_bytes": memory.checkpoint,
         "checkpoints_kept": memory.checkpoints_kept,
         "disk_bytes_needed": memory.checkpoint * memory.checkpoints_kept,
@@ -241,16 +244,10 @@ def _role(config: Config, role: RoleSpec, cores: int) -> RolePlan:
     parallel = config.parallel
     ranks = ranks_of(parallel, role.name)
     has_bundle = role.uses_device and takes_bundles(role.name, parallel, config.sglang) and parallel.launcher == "ray"
-    return RolePlan(
-        name=role.name,
-        summary=role.summary,
-        reads=role.reads,
-        writes=role.writes,
-        processes=processes_of(role.name, config),
-        threads=threads_of(parallel, role.name, cores),
-        bundles=tuple(range(ranks)) if has_bundle else (),
-        idle_bundles=shared_bundles(parallel, config.sglang) - ranks if has_bundle else 0,
-    )
+    bundles = tuple(range(ranks)) if has_bundle else ()
+    idle = shared_bundles(parallel, config.sglang) - ranks if has_bundle else 0
+    threads = threads_of(parallel, role.name, cores)
+    return RolePlan(role, processes_of(role.name, config), threads, bundles, idle)
 
 
 def _steps(config: Config, inputs: RunInputs, has_critic: bool, first_rollout: int) -> StepsPlan:

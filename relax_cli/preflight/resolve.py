@@ -18,9 +18,10 @@ from relax_cli.config.redact import placeholder, redacted
 from relax_cli.config.schema import Config, ParallelSection, SglangSection
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.plugin.config_model import config_model, estimator_options
+from relax_cli.plugin.graph import ServiceGraph
 from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.records import Change
-from relax_cli.preflight.completion import complete
+from relax_cli.preflight.completion import complete, without_unused_roles
 from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.unused_options import of_other_estimators, unused_options
 
@@ -42,7 +43,9 @@ class Resolved:
     unread: frozenset[str]
     """Options whose value is not known, because it has a problem; to look at one raises `UnreadOption`."""
     is_read: bool
-    """Whether every layer could be read as a whole."""
+    """Whether the configuration is what was given: every recipe, name and value could be read."""
+    graph: ServiceGraph | None
+    """None where the roles of the run are not known."""
 
     def locate(self, problem: Problem) -> Problem:
         """The problem with the origin of the option it blames."""
@@ -72,10 +75,17 @@ def resolve(
         config, made, found = _apply_estimator(plugins, given)
         changes += made
         problems += found
+    graph = None
+    try:
+        graph = plugins.service_graph(config)
+        config, made = without_unused_roles(config, graph)
+        changes += made
+    except ConfigError as error:
+        problems += [problem for problem in error.problems if problem not in problems]
     with contextlib.suppress(UnreadOption):
         problems += unused_options(given, origins, plugins.estimators())
     is_read = all(problem.severity == "warning" for problem in loaded.problems)
-    return Resolved(given, config, origins, tuple(map(_shown, changes)), tuple(problems), loaded.unread, is_read)
+    return Resolved(given, config, origins, tuple(map(_shown, changes)), tuple(problems), loaded.unread, is_read, graph)
 
 
 def _with_group_size(config: Config, plugins: Plugins, origins: dict[str, str]) -> Config:

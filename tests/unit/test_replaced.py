@@ -259,6 +259,23 @@ def test_the_group_size_follows_the_estimator(estimator: str, size: int) -> None
     assert given.config.batch.n_samples_per_prompt == 4
 
 
+def test_a_run_has_no_places_for_roles_that_it_lacks() -> None:
+    """GRPO from a recipe of PPO has no critic, whose ranks, rates and checkpoints would be counted."""
+    sets = [
+        "algorithm.advantage_estimator=grpo", "batch.n_samples_per_prompt=4", "checkpoint.save=ck",
+        'parallel.resource={"actor": [1, 1], "critic": [1, 3], "rollout": [1, 1], "advantages": [1, 0]}',
+        "critic.critic_save=c", "critic.critic_lr=1e-6", "critic.num_critic_only_steps=40",
+        "optimizer.lr_decay_style=linear", "optimizer.min_lr=1e-5",
+    ]  # fmt: skip
+    checked = check_run(load_plugins(), Layers(["tiny-ppo-cpu"], {}, sets), here=False)
+    assert checked.config.parallel.resource == {"actor": (1, 1), "rollout": (1, 1)}
+    assert [problem.id for problem in checked.problems] == ["critic-option-unused"]
+    assert checked.plan is not None
+    assert checked.plan.memory is not None
+    # fp32 weights and Adam's two moments of the actor alone.
+    assert checked.plan.memory.checkpoint == 12 * 527_104
+
+
 def test_a_bare_run_needs_only_a_model_data_and_a_reward() -> None:
     checked = check_run(load_plugins(), Layers(), here=False)
     assert {problem.id for problem in checked.problems} == {"model-missing", "prompt-data-missing", "reward-missing"}

@@ -43,13 +43,11 @@ class RuleContext:
     envs: frozenset[str] = frozenset()
     curriculums: Mapping[str, Curriculum] = field(default_factory=lambda: BUILTIN_CURRICULUMS)
     trackers: Mapping[str, Tracker] = field(default_factory=lambda: BUILTIN_TRACKERS)
-    roles: tuple[str, ...] = ()
-    """Of the run; those of `--resource` where the estimator does not say."""
 
     @cached_property
     def memory(self) -> MemoryPlan | None:
         """What the plan says of memory and checkpoints; None where that is not known."""
-        return plan_memory(self.config, self.roles or tuple(self.config.parallel.resource), self.inputs, self.machine)
+        return plan_memory(self.config, tuple(self.config.parallel.resource), self.inputs, self.machine)
 
 
 @dataclass(frozen=True)
