@@ -9,11 +9,10 @@ OTHER_TRAINERS = {
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_eps": "adam_epsilon optimizer_eps",
-    "advantage_estimator": "adv_estimator algo algorithm_name estimator loss_type rl_algorithm",
+    "advantage_estimator": "adv_estimator algo algorithm_name estimator rl_algorithm",
     "apply_chat_template": "chat_template use_chat_template",
-    "calculate_per_token_loss": "loss_agg_mode token_level_loss",
+    "calculate_per_token_loss": "token_level_loss",
     "clip_grad": "grad_clip gradient_clipping max_grad_norm max_norm",
-    "critic_load": "critic_model critic_model_path critic_path critic_pretrain value_model",
     "critic_lr": "critic_learning_rate value_learning_rate vf_lr",
     "custom_rm_path": "custom_reward custom_reward_function remote_rm reward_fn reward_func reward_funcs "
     "reward_function reward_module",
@@ -26,15 +25,16 @@ OTHER_TRAINERS = {
     "eval_prompt_data": "eval_data eval_dataset eval_file eval_files test_data val_data val_dataset val_file "
     "val_files validation_data",
     "gamma": "discount discount_factor",
-    "global_batch_size": "mini_batch_size minibatch_size ppo_mini_batch_size",
+    "global_batch_size": "mini_batch_size minibatch_size",
     "hf_checkpoint": "actor_model_name_or_path base_model hf_model model model_id model_name model_name_or_path "
     "model_path pretrain pretrained pretrained_model_name_or_path",
     "input_key": "input_column prompt_column prompt_field prompt_key question_key",
     "keep_checkpoints": "keep_last max_ckpt_num max_checkpoints save_total_limit",
     "kl_coef": "init_kl_coef kl_ctrl kl_penalty_coef",
     "kl_loss_coef": "beta kl_beta kl_loss_weight kl_weight",
-    "kl_loss_type": "kl_estimator kl_penalty kl_type",
+    "kl_loss_type": "kl_estimator kl_type",
     "label_key": "answer_column answer_key ground_truth_key label_column response_key solution_key target_key",
+    "loss_aggregation": "loss_agg_mode",
     "lambd": "gae_lambda lam lambda lambda_",
     "lora_rank": "lora_r",
     "lora_targets": "lora_target_modules target_modules",
@@ -42,16 +42,16 @@ OTHER_TRAINERS = {
     "lr": "actor_learning_rate actor_lr learning_rate optimizer_lr step_size",
     "lr_decay_style": "lr_schedule lr_scheduler lr_scheduler_type scheduler scheduler_type",
     "lr_warmup_iters": "lr_warmup_steps num_warmup_steps warmup warmup_iters warmup_steps",
-    "max_tokens_per_gpu": "max_num_tokens max_token_len_per_gpu max_tokens ppo_max_token_len_per_gpu",
+    "max_tokens_per_gpu": "max_num_tokens max_token_len_per_gpu ppo_max_token_len_per_gpu",
     "micro_batch_size": "device_batch_size micro_train_batch_size per_device_batch_size per_device_train_batch_size "
     "ppo_micro_batch_size ppo_micro_batch_size_per_gpu train_micro_batch_size",
     "expert_model_parallel_size": "ep ep_size expert_parallel expert_parallel_size moe_ep_size",
     "n_samples_per_eval_prompt": "eval_n eval_num_samples num_eval_samples",
     "n_samples_per_prompt": "group_size k n n_rollouts n_samples num_generations num_return_sequences "
     "num_rollouts_per_prompt num_samples rollout_n samples_per_prompt",
-    "normalize_advantages": "adv_norm norm_adv normalize_advantage whiten_advantages whiten_rewards",
+    "normalize_advantages": "adv_norm norm_adv normalize_advantage whiten_advantages",
     "num_critic_only_steps": "critic_warmup critic_warmup_steps freeze_actor_steps value_pretrain_steps",
-    "num_epoch": "epoch epochs max_epochs num_epochs num_train_epochs n_epochs total_epochs",
+    "num_epoch": "epoch epochs num_epochs num_train_epochs n_epochs total_epochs",
     "num_rollout": "iterations max_iterations max_steps num_steps num_train_steps num_updates steps total_steps "
     "total_training_steps train_steps",
     "num_steps_per_rollout": "num_minibatches num_mini_batches updates_per_rollout",
@@ -59,18 +59,17 @@ OTHER_TRAINERS = {
     "pipeline_model_parallel_size": "pipeline_parallel_size pp pp_size",
     "prompt_data": "data data_path dataset dataset_name dataset_path prompt_dataset train_data train_dataset "
     "train_file train_files training_data",
-    "recompute_granularity": "activation_checkpointing enable_gradient_checkpointing gradient_checkpointing",
     "ref_load": "ref_model ref_model_path ref_path ref_pretrain reference_model",
     "resource": "actor_num_gpus_per_node gpus n_gpus n_gpus_per_node ngpus nnodes num_gpus num_processes world_size",
     "reward_key": "reward_name",
-    "rm_type": "reward reward_model reward_pretrain reward_type rm rm_name",
+    "rm_type": "reward reward_type rm rm_name",
     "rm_url": "remote_rm_url reward_server reward_url",
     "rollout_batch_size": "batch_size gen_batch_size num_prompts_per_step prompt_batch_size train_batch_size "
     "train_prompt_bsz",
     "rollout_engine": "inference_backend inference_engine use_vllm vllm",
     "rollout_max_prompt_len": "max_prompt_len max_prompt_length max_prompt_tokens prompt_max_len",
     "rollout_max_response_len": "generate_max_len max_completion_length max_gen_len max_generation_length "
-    "max_new_tokens max_response_len max_response_length response_length",
+    "max_new_tokens max_response_len max_tokens max_response_length response_length",
     "rollout_stop": "stop stop_sequences stop_strings stop_words",
     "rollout_temperature": "sampling_temperature temp temperature",
     "rollout_top_k": "top_k",
@@ -94,8 +93,28 @@ _NO_REUSE = (
     "the actor uses every rollout once, in --num-steps-per-rollout steps; --critic-updates-per-step is for the critic"
 )
 _OWN_PROCESSES = "a run starts its own processes, so it needs no torchrun: --resource says how many"
+_CRITIC = (
+    "a new critic is the model of --hf-checkpoint with a value head; --critic-load resumes a critic that a run saved"
+)
+_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_REWARD_MODEL = "a reward model answers on a server of its own: --rm-type remote --rm-url URL"
 _STOPS = "a response ends at the eos_token_id of generation_config.json, and at the texts of --rollout-stop"
 NOT_HERE = {
+    "activation_checkpointing": _RECOMPUTED,
+    "enable_gradient_checkpointing": _RECOMPUTED,
+    "gradient_checkpointing": _RECOMPUTED,
+    "critic_model": _CRITIC,
+    "critic_model_path": _CRITIC,
+    "critic_path": _CRITIC,
+    "critic_pretrain": _CRITIC,
+    "value_model": _CRITIC,
+    "kl_penalty": "the KL term of the reward (--kl-coef) is k1; --kl-loss-type is for --use-kl-loss",
+    "loss_type": "--advantage-estimator names the objective, --loss-aggregation what it is averaged over",
+    "max_epochs": _NO_REUSE,
+    "ppo_mini_batch_size": "verl counts prompts, --global-batch-size samples: prompts × --n-samples-per-prompt",
+    "reward_model": _REWARD_MODEL,
+    "reward_pretrain": _REWARD_MODEL,
+    "whiten_rewards": "rewards are not whitened; --normalize-advantages whitens advantages",
     "checkpoint": "checkpoints are written to --save and resumed from with --load; --hf-checkpoint is the model",
     "gradient_accumulation_steps": "micro-batches add up by themselves: set --micro-batch-size and --global-batch-size",
     "local_rank": _OWN_PROCESSES,

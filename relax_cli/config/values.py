@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -202,8 +203,11 @@ def invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
     section, key, *inside = (str(part) for part in error["loc"])
     verb, expected = _demand(error["msg"])
     kind, fix = INVALID_VALUE, f"give {section}.{key} a value that {verb} {expected}"
+    if error["type"] == "string_type" and isinstance(error["input"], int | float | date):
+        fix = f"put the value of {section}.{key} in quotes"
     if key == "resource":
-        kind, fix = RESOURCE_JSON, _RESOURCE_EXAMPLE
+        kind, fix, demanded = JSON_OPTIONS[key]
+        expected = expected if error["type"] == "less_than_equal" else demanded
     of = f" ({' '.join(inside)})" if inside else ""
     message = f"{flag(key)}{of} does not accept this value"
     where, got = origins[f"{section}.{key}"], in_json(redacted(section, key, error["input"]))
@@ -213,6 +217,7 @@ def invalid(error: dict[str, Any], origins: Mapping[str, str]) -> Problem:
 def _demand(message: str) -> tuple[str, str]:
     """What a message of pydantic demands, after `a value that`: `is` and `greater than 0`, `has` and `1 item`."""
     text = message.removeprefix("Value error, ").partition(", unable")[0].partition(", got")[0]
+    text = text.replace("a valid tuple", "a list")
     for should, verb in (("should be ", "is"), ("should have ", "has"), ("should match ", "matches")):
         _, found, demand = text.partition(should)
         if found:

@@ -25,7 +25,8 @@ MEANT = [
     ("lern_rate", "lr"), ("learning_rat", "lr"), ("num_generation", "n_samples_per_prompt"),
     ("max_step", "num_rollout"), ("max_completion_lenght", "rollout_max_response_len"),
     ("warmup_step", "lr_warmup_iters"), ("target_modules", "lora_targets"), ("kl_coeff", "kl_coef"),
-    ("clipgrad", "clip_grad"), ("rollout_temprature", "rollout_temperature"),
+    ("clipgrad", "clip_grad"), ("loss_agg_mode", "loss_aggregation"), ("max_tokens", "rollout_max_response_len"),
+    ("rollout_temprature", "rollout_temperature"),
 ]  # fmt: skip
 
 
@@ -62,6 +63,13 @@ def test_the_table_names_options_and_no_name_twice() -> None:
         "local_rank",
         "optimizer",
         "checkpoint",
+        # Their options of nearly the same name mean something else here.
+        "critic_pretrain",
+        "kl_penalty",
+        "max_epochs",
+        "ppo_mini_batch_size",
+        "reward_model",
+        "whiten_rewards",
     ],
 )
 def test_a_name_that_nobody_knows_gets_no_guess(name: str) -> None:
@@ -105,6 +113,10 @@ def test_what_is_done_otherwise_is_explained(invoke: Invoke, tmp_path: Path, nam
     [
         (["tiny-ppo-cpu"], [("unexpected-word", "--recipe tiny-ppo-cpu")]),
         (["tiny-ppo"], [("unexpected-word", "--recipe tiny-ppo-cpu")]),
+        (["data.train_batch_size=8", "batch.num_rollout=3", "a=b"], [
+            ("unexpected-word", "use --rollout-batch-size"), ("unexpected-word", "use --num-rollout"),
+            ("unexpected-word", "see `relax train --help`"),
+        ]),
         (["mine.yaml"], [("unexpected-word", "--recipe mine.yaml")]),
         (["--lr", "1", "2"], [("unexpected-word", None)]),
         (["--learning-rate", "1", "--foo", "--bar=2"], [("unknown-option", "use --lr"), ("unknown-option", None)] * 1

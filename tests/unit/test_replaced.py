@@ -247,6 +247,21 @@ def test_an_empty_item_of_a_list_is_refused(name: str, value: str | list[str]) -
     assert (problem.id, problem.option) == ("invalid-value", flag(name))
 
 
+@pytest.mark.parametrize(("section", "text", "expected", "fix"), [
+    ("data", "label_key: 2026-01-01", "a valid string", "put the value of data.label_key in quotes"),
+    ("rollout", "rollout_stop: [1]", "a valid string", "put the value of rollout.rollout_stop in quotes"),
+    ("rollout", "rollout_stop: 1", "a list", "give rollout.rollout_stop a value that is a list"),
+    ("parallel", "resource: {actor: [1]}", 'a JSON object {"role": [services, devices]}', None),
+    ("parallel", "resource: {actor: 1}", 'a JSON object {"role": [services, devices]}', None),
+    ("parallel", "resource: {actor: [1, 99999]}", "less than or equal to 65536", None),
+])  # fmt: skip
+def test_a_wrong_type_says_what_to_write(tmp_path: Path, section: str, text: str, expected: str, fix: str) -> None:
+    (path := tmp_path / "r.yaml").write_text(f"{section}: {{{text}}}")
+    (problem,) = load_config(Layers([str(path)]), Config).problems
+    assert problem.expected == expected
+    assert fix in (None, problem.fix)
+
+
 @pytest.mark.parametrize(("estimator", "size"), [("grpo", 8), ("gspo", 8), ("cispo", 8), ("sapo", 8), ("ppo", 1)])
 def test_the_group_size_follows_the_estimator(estimator: str, size: int) -> None:
     plugins = load_plugins()
