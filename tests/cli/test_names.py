@@ -114,7 +114,7 @@ def test_what_is_done_otherwise_is_explained(invoke: Invoke, tmp_path: Path, nam
         (["tiny-ppo-cpu"], [("unexpected-word", "--recipe tiny-ppo-cpu")]),
         (["tiny-ppo"], [("unexpected-word", "--recipe tiny-ppo-cpu")]),
         (["data.train_batch_size=8", "batch.num_rollout=3", "a=b"], [
-            ("unexpected-word", "use --rollout-batch-size"), ("unexpected-word", "use --num-rollout"),
+            ("unexpected-word", "use --rollout-batch-size"), ("unexpected-word", "--set batch.num_rollout=3"),
             ("unexpected-word", "see `relax train --help`"),
         ]),
         (["mine.yaml"], [("unexpected-word", "--recipe mine.yaml")]),
