@@ -258,7 +258,7 @@ def _option_of(word: str, known: Collection[str]) -> str:
         return shlex.join(["--set", word] if section else [flag(name), value])
     recipes = bundled_recipes()
     near = word if word in recipes or Path(word).is_file() else nearest(word, recipes)
-    return f"--recipe {near}" if near else unknown_option(name, known).fix if equals else ""
+    return f"--recipe {near}" if near else ""
 
 
 def is_option(word: str) -> bool:

@@ -113,10 +113,6 @@ def test_what_is_done_otherwise_is_explained(invoke: Invoke, tmp_path: Path, nam
     [
         (["tiny-ppo-cpu"], [("unexpected-word", "--recipe tiny-ppo-cpu")]),
         (["tiny-ppo"], [("unexpected-word", "--recipe tiny-ppo-cpu")]),
-        (["data.train_batch_size=8", "batch.num_rollout=3", "a=b"], [
-            ("unexpected-word", "use --rollout-batch-size"), ("unexpected-word", "--set batch.num_rollout=3"),
-            ("unexpected-word", "see `relax train --help`"),
-        ]),
         (["mine.yaml"], [("unexpected-word", "--recipe mine.yaml")]),
         (["--lr", "1", "2"], [("unexpected-word", None)]),
         (["--learning-rate", "1", "--foo", "--bar=2"], [("unknown-option", "use --lr"), ("unknown-option", None)] * 1
