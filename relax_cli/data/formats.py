@@ -13,6 +13,7 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,7 @@ MOST_ROWS_PER_BYTE = 100
 ROWS_PER_REPORT = 2048
 """Rows between two calls of `progress`."""
 BATCH_ROWS = 1024
+MOST_FLOAT_DIGITS = 17
 
 Progress = Callable[[str, float], None]
 Row = tuple[str, dict[str, Any]]
@@ -56,9 +58,12 @@ _COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\xfd7zXZ\x00": lzma.LZMAFile,
     b"\x28\xb5\x2f\xfd": lambda raw: _zstandard(raw),
 }
+LFS = b"version https://git-lfs"
 _REFUSED = {
     (b"PK",): ("a zip file", "unzip it first"),
     (b"\xff\xfe", b"\xfe\xff"): ("UTF-16", "iconv -f UTF-16 -t UTF-8 FILE > NEW.jsonl"),
+    (LFS,): ("a pointer of Git LFS", "git lfs pull"),
+    (b"<!DOCTYPE", b"<!doctype", b"<html"): ("a web page", "download the file itself"),
     (b"[",): ("a JSON array", "jq -c '.[]' FILE > NEW.jsonl"),
     (b"{\n ", b"{\r\n ", b"{\n\t"): ("JSON with objects of several lines", "jq -c . FILE > NEW.jsonl"),
 }
@@ -89,6 +94,8 @@ def read_rows(
         with path.open("rb") as file:
             head = file.read(64)
         if head.startswith((PARQUET, ARROW_FILE, ARROW_STREAM)) or path.suffix.lower() in (".parquet", ".arrow"):
+            if head.startswith(LFS):
+                _refuse(path, head)
             yield from _columns(path, head, {*needed}, {*optional}, progress)
         else:
             _refuse(path, head)
@@ -121,7 +128,7 @@ def _json_lines(path: Path, head: bytes, progress: Progress | None) -> Iterator[
 
 def _parsed(line: bytes, where: str) -> Row | Problem:
     try:
-        row = json.loads(line, object_pairs_hook=unique_keys)
+        row = json.loads(line, object_pairs_hook=unique_keys, parse_float=_number)
     except DoubleKey as error:
         return bad_row(where, f"the key {printable(error.name)!r} is given twice", _start(line), "each key once")
     except UnicodeDecodeError:
@@ -131,6 +138,12 @@ def _parsed(line: bytes, where: str) -> Row | Problem:
     if not isinstance(row, dict):
         return bad_row(where, "line is not a JSON object", _start(line), '{"input": …}')
     return where, row
+
+
+def _number(text: str) -> float | Decimal:
+    """With all digits of the file, where it has more than those that writers of floats need: a label may have them."""
+    digits = text.lstrip("-0.").replace(".", "")
+    return float(text) if len(digits) <= MOST_FLOAT_DIGITS or "e" in text.lower() else Decimal(text)
 
 
 def _columns(path: Path, head: bytes, needed: set[str], optional: set[str], progress: Progress | None) -> Iterator[Row]:

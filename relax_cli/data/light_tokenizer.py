@@ -179,7 +179,9 @@ def try_tokenizer(folder: Path, *, apply_chat_template: bool) -> list[Problem]:
 def _trouble(tokenizer: _Tokenizer) -> str | None:
     arguments = (str(tokenizer.folder), "chat" if tokenizer.chat else "")
     try:
-        run_apart(f"{__name__}:use", *arguments, deadline=DEADLINE, most_bytes=MOST_BYTES)
+        run_apart(
+            f"{__name__}:use", *arguments, what="a trial of the tokenizer", deadline=DEADLINE, most_bytes=MOST_BYTES
+        )
     except Unanswered as error:
         return str(error)
     return None
@@ -209,7 +211,9 @@ def load_older(folder: Path) -> LightTokenizer | None:
         return None
     with tempfile.TemporaryDirectory(prefix="relax-") as made:
         try:
-            if problems := run_apart(f"{__name__}:convert", str(folder), made):
+            if problems := run_apart(
+                f"{__name__}:convert", str(folder), made, what="transformers to load the tokenizer"
+            ):
                 raise ConfigError(problems)
             # As that of any other folder: a template is a program of somebody else.
             if harmful := try_tokenizer(Path(made), apply_chat_template=True):

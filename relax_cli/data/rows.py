@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ MOST_CHARACTERS = 4 << 20
 NEITHER = "is neither text nor chat messages"
 CALLS = "tool_calls"
 """The key of an assistant's message whose value is a list of objects."""
+CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
+"""JSON, or what Python and pandas print of a list."""
 MOST_KEYS = 20
 """Keys of a row that a message names."""
 
@@ -159,6 +162,8 @@ def _content(content: Any) -> str | Messages:
             raise Unusable(f"{NEITHER}: it {error}") from error
         if not found:
             raise Unusable("is empty: neither text nor chat messages")
+        if CHAT_AS_TEXT.match(found):
+            raise Unusable("is the text of chat messages: they have to be a list of objects")
         size = len(found)
     else:
         raise Unusable(NEITHER)

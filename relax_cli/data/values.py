@@ -46,10 +46,11 @@ def label_of(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float | Decimal):
-        number = Decimal(repr(value)) if isinstance(value, float) else value
-        if not number.is_finite():
+        if not isfinite(value):
             raise Unusable(f"is not text or a number, but {_kind(value)}")
-        return format(number.normalize() if number else Decimal(0), "f")
+        # Not normalize(), which rounds to 28 digits.
+        digits = format(Decimal(repr(value)) if isinstance(value, float) else value, "f") if value else "0"
+        return digits.rstrip("0").rstrip(".") if "." in digits else digits
     if isinstance(value, date | time):
         return value.isoformat()
     return text_of(value)
@@ -114,7 +115,7 @@ def _plain(value: Any, key: str, depth: int) -> Any:
     if isinstance(value, float) and isnan(value):
         return None
     if isinstance(value, float | Decimal):
-        if not Decimal(value).is_finite():
+        if not isfinite(value):
             raise Unusable(f"{key or 'it'} is {_kind(value)}, which JSON does not have")
         is_whole = isinstance(value, Decimal) and value == value.to_integral_value()
         return int(value) if is_whole else float(value)

@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from relax_cli.errors import EnvironmentFault, Problem, RelaxError, problem_kind
+from relax_cli.plugin.user_code import slowness_told
 
 DEADLINE = 120.0
 """Seconds for a module of a user and what it imports, torch included."""
@@ -36,11 +37,12 @@ class Unanswered(Exception):
 
 
 def run_apart(
-    function: str, *arguments: Any, deadline: float | None = None, most_bytes: int | None = None
+    function: str, *arguments: Any, what: str, deadline: float | None = None, most_bytes: int | None = None
 ) -> list[Problem]:
     """The problems that `"module:function"`, called with these values of JSON, raises as a `RelaxError`.
 
     Args:
+        what: is waited for; told where it takes long.
         deadline: seconds; None: enough to import torch.
         most_bytes: address space of the process; for one that reads files and starts no threads.
 
@@ -63,7 +65,8 @@ def run_apart(
                 env=os.environ if most_bytes is None else os.environ | FEW_THREADS,
             )
             try:
-                code = process.wait(seconds)
+                with slowness_told(what, seconds):
+                    code = process.wait(seconds)
             except subprocess.TimeoutExpired as error:
                 raise Unanswered(f"takes more than {seconds:g} s") from error
             finally:

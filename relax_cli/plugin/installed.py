@@ -77,12 +77,13 @@ def broken_references(plugin: Plugin, records: Sequence[Record] | None = None) -
     references = [(getattr(record, field), record.title) for record in chosen for field in record.references]
     if not references:
         return []
+    what = f"what plugin {plugin.title} refers to"
     try:
-        return run_apart(f"{__name__}:load_all", sys.path, references)
+        return run_apart(f"{__name__}:load_all", sys.path, references, what=what)
     except Unanswered as error:
         got, expected = ", ".join(reference for reference, _ in references), "modules that can be imported"
-        what, fix = f"what plugin {plugin.title} refers to {error}", f"update or remove {plugin.row.distribution}"
-        return [REFERENCE(what, got=got, expected=expected, fix=fix)]
+        fix = f"update or remove {plugin.row.distribution}"
+        return [REFERENCE(f"{what} {error}", got=got, expected=expected, fix=fix)]
 
 
 def load_all(path: list[str], references: list[tuple[str, str]]) -> None:

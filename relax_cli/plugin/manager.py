@@ -29,7 +29,7 @@ from relax_cli.plugin.records import (
     unusable,
 )
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
-from relax_cli.plugin.user_code import UserCodeError, user_code
+from relax_cli.plugin.user_code import UserCodeError, slowness_told, user_code
 
 GROUP = "relax.plugins"
 HOOK_SECONDS = 120.0
@@ -263,7 +263,8 @@ def _load(entry: EntryPoint) -> Plugin:
     provided: list[Record] = []
     doing = ""
     try:
-        with user_code(passes=(), seconds=HOOK_SECONDS):
+        told = slowness_told(f"the plugin {entry.name!r} ({_distribution(entry)})", HOOK_SECONDS)
+        with told, user_code(passes=(), seconds=HOOK_SECONDS):
             module = entry.load()
             manager.register(module)
         if misspelt := _unknown_hooks(entry, manager, module):

@@ -121,6 +121,20 @@ def _working_folder() -> str | None:
         return None
 
 
+@contextmanager
+def slowness_told(what: str, seconds: float) -> Iterator[None]:
+    """Say on stderr what is waited for, and how long at most, where it takes longer than five seconds."""
+    text = f"waiting for {what}, at most {seconds:g} s"
+    timer = threading.Timer(SILENT, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+SILENT = 5.0
 SIGNAL = signal.SIGUSR2
 GRACE = 60.0
 """Seconds for code that no signal interrupts, such as a regular expression that never ends, to return to Python."""

@@ -76,11 +76,11 @@ class UserFile:
 
     def check(self, function: str, spec: str) -> list[Problem]:
         """What `"module:function"` raises of `spec`, tried in a process of its own: an import may do anything."""
+        path, what = spec.rpartition(":")[0], f"the import of the {self.what} file"
         try:
-            return run_apart(function, spec)
+            return run_apart(function, spec, what=f"{what} {path}")
         except Unanswered as error:
-            path, what = spec.rpartition(":")[0], f"the import of the {self.what} file {error}"
-            return [self.broken(what, where=path, expected=self.expected, fix=f"correct {path}")]
+            return [self.broken(f"{what} {error}", where=path, expected=self.expected, fix=f"correct {path}")]
 
     def raised(self, what: str, error: UserCodeError, path: str) -> ConfigError:
         """The error of a file whose code failed; `what` happened then."""

@@ -150,7 +150,7 @@ def test_a_secret_is_in_no_output_of_a_command(
 ) -> None:
     if (layer, command) != ("flag", COMMANDS[0]):
         # What the plugin refers to loads; to try it again in a process of its own takes seconds.
-        monkeypatch.setattr("relax_cli.plugin.installed.run_apart", lambda *_: [])
+        monkeypatch.setattr("relax_cli.plugin.installed.run_apart", lambda *_, **__: [])
     words, env = planted(layer)
     wrong = ("--lr", "fast", "--set", f"acme_token={SECRET}", "--set", f"acne.acme_token={SECRET}")
     for extra, debug in (((), "0"), (wrong, "1")):

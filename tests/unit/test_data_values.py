@@ -60,6 +60,9 @@ LABELS = {
     "1e-7": "0.0000001",
     "1e22": "10000000000000000000000",
     "1.5e10": "15000000000",
+    "12345678901234567890.50": "12345678901234567890.5",
+    "0.10000000000000001": "0.1",
+    "10.0": "10",
     '" a\\n"': " a\n",
     '"\\ud835\\udc00"': "\U0001d400",
     '""': "",
@@ -94,6 +97,7 @@ PARQUET_LABELS = [
     (46.0, "46"),
     (Decimal("18.90"), "18.9"),
     (Decimal("46.00"), "46"),
+    (Decimal("1234567890123456789012345678901234.5"), "1234567890123456789012345678901234.5"),
     (date(2026, 1, 2), "2026-01-02"),
     (datetime(2026, 1, 2, 3, 4, 5), "2026-01-02T03:04:05"),
     (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"),
@@ -207,6 +211,17 @@ def test_a_chat_that_is_no_prompt_is_refused(tmp_path: Path, messages: list[Any]
     problem = problem_of(spec)
     assert problem.where == f"{spec}:2"
     assert message in problem.message
+
+
+@pytest.mark.parametrize("text", [json.dumps([USER]), str([USER]), ' [ { "content": "x", "role": "user"}]'])
+def test_a_chat_as_text_is_refused(tmp_path: Path, text: str) -> None:
+    assert "the text of chat messages" in problem_of(jsonl(tmp_path, json.dumps({"input": text, "label": "y"}))).message
+
+
+def test_a_pointer_of_lfs_is_named_whatever_it_stands_for(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    path.write_bytes(REFUSED["lfs"])
+    assert problem_of(str(path)).fix == "git lfs pull"
 
 
 def test_nulls_in_chats_are_dropped_from_both_formats(tmp_path: Path) -> None:
@@ -344,6 +359,8 @@ REFUSED = {
     "utf-32": LINE.encode("utf-32"),
     "zip": b"PK\x03\x04" + bytes(60),
     "arrow": b"ARROW1\x00\x00",
+    "lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    "page": b"<!DOCTYPE html>\n<html></html>",
     "array": b'[\n  {"input": "x", "label": "y"}\n]',
     "array-bom": b'\xef\xbb\xbf[{"input": "x", "label": "y"}]',
     "pretty": b'{\n  "input": "x",\n  "label": "y"\n}\n',

@@ -23,7 +23,7 @@ def trouble() -> Problem | None:
     if find_spec(PACKAGE) is None:
         return _problem("TransformerEngine is not installed")
     try:
-        found = run_apart(f"{__name__}:use", deadline=DEADLINE)
+        found = run_apart(f"{__name__}:use", what="the import of TransformerEngine", deadline=DEADLINE)
     except Unanswered as error:
         return _problem(f"the import of TransformerEngine {error}")
     return found[0] if found else None

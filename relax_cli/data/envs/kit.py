@@ -29,7 +29,9 @@ def check_env(env: Env) -> CheckResult:
     if not env.example:
         return CheckResult("plays", env.name, "skipped", RULE, reason="the Env has no example")
     try:
-        problems = run_apart(f"{__name__}:play_example", env.name, env.environment, dict(env.example))
+        problems = run_apart(
+            f"{__name__}:play_example", env.name, env.environment, dict(env.example), what=f"the example of {env.name}"
+        )
         found = [Finding(f"{p.message}; {p.got}".rstrip("; "), p.fix) for p in problems]
     except Unanswered as error:
         found = [Finding(f"the example {error}", "correct the environment")]
