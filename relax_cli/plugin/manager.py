@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pluggy
 
@@ -29,7 +29,7 @@ from relax_cli.plugin.records import (
     unusable,
 )
 from relax_cli.plugin.trackers import BUILTIN_TRACKERS, Tracker
-from relax_cli.plugin.user_code import UserCodeError, slowness_told, user_code
+from relax_cli.plugin.user_code import UserCodeError, settings_kept, slowness_told, user_code
 
 GROUP = "relax.plugins"
 HOOK_SECONDS = 120.0
@@ -264,7 +264,7 @@ def _load(entry: EntryPoint) -> Plugin:
     doing = ""
     try:
         told = slowness_told(f"the plugin {entry.name!r} ({_distribution(entry)})", HOOK_SECONDS)
-        with told, user_code(passes=(), seconds=HOOK_SECONDS):
+        with told, user_code(passes=(), seconds=HOOK_SECONDS), settings_kept():
             module = entry.load()
             manager.register(module)
         if misspelt := _unknown_hooks(entry, manager, module):
@@ -272,10 +272,13 @@ def _load(entry: EntryPoint) -> Plugin:
             return Plugin(_row(entry, reason=reason), entry, misspelt=misspelt)
         for hook, kind in _RECORDS.items():
             doing = f"{hook} raised "
-            with user_code(passes=(), seconds=HOOK_SECONDS):
+            with user_code(passes=(), seconds=HOOK_SECONDS), settings_kept():
                 results = getattr(manager.hook, hook)()
-                provided += _of_type(results[0] or [], hook, list, kind) if results else []
-                reason = next(filter(None, (unusable(r) for r in provided if isinstance(r, Estimator))), "")
+                found: list[Record] = _of_type(results[0] or [], hook, list, kind) if results else []
+                names = [record.name for record in found]
+                twice = (f"{hook} returns two called {name!r}" for name in names if names.count(name) > 1)
+                reason = next(filter(None, (*map(unusable, found), *twice)), "")
+                provided += found
             if reason:
                 return Plugin(_row(entry, reason=reason), entry)
     except UserCodeError as error:
@@ -298,7 +301,7 @@ def _unknown_hooks(entry: EntryPoint, manager: pluggy.PluginManager, module: Any
 
 
 def _of_type(value: Any, hook: str, kind: type[Any], of: type[Any]) -> Any:
-    items = list(value) if kind is list else [value]
+    items = [value] if kind is not list else list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(item, of if kind is list else kind) for item in items):
         expected = f"a list of {of.__name__}" if kind is list else f"a {kind.__name__}"
         raise TypeError(f"{hook} must return {expected}, got {value!r}")
@@ -322,4 +325,5 @@ def _distribution(entry: EntryPoint) -> str:
 def _row(entry: EntryPoint, hooks: tuple[str, ...] = (), reason: str = "") -> PluginRow:
     kind = next((kind for hook, kind in _KINDS.items() if hook in hooks), "")
     version = entry.dist.version if entry.dist is not None else ""
-    return PluginRow(entry.name, kind, _distribution(entry), version, "broken" if reason else "ok", reason, hooks)
+    status: Literal["ok", "broken"] = "broken" if reason else "ok"
+    return PluginRow(entry.name, kind, _distribution(entry), version, status, " ".join(reason.split()), hooks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ ESTIMATOR_FAILED = problem_kind(
     "`advantages` or `policy_loss` of an estimator raised an exception, or did not return its record with tensors "
     "`[B, T]`. `relax plugins check` finds such faults before a run.",
 )
+NAME = re.compile(r"[^\s,=]+")
 REFERENCE = problem_kind("plugin-reference", "Plugins", "A plugin refers to a `module:function` that cannot be loaded.")
 
 
@@ -129,7 +131,15 @@ def _require_grid(name: str, value: Any, mask: Tensor) -> None:
         raise TypeError(f"{name} must have shape {tuple(mask.shape)}, got {got}")
 
 
-def unusable(estimator: Estimator) -> str:
+def unusable(record: Record) -> str:
+    """Why a record cannot be used as it is; empty when it can."""
+    for name in ("name", *record.references):
+        if not isinstance(value := getattr(record, name), str) or not NAME.fullmatch(value):
+            return f"{name} of the {record.what} {record.name!r} must be text without blanks, got {value!r}"
+    return _options_fault(record) if isinstance(record, Estimator) else ""
+
+
+def _options_fault(estimator: Estimator) -> str:
     """Why the options of an estimator cannot become flags and recipe keys; empty when they can."""
     options = estimator.options
     if not (isinstance(options, type) and issubclass(options, Section)):

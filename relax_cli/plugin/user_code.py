@@ -99,10 +99,15 @@ _TORCH = (
 )
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Restore torch's global settings and the working folder after the block, as far as it changed them."""
+    """Restore torch's global settings, the working folder and what stops a process after the block, where it changed
+    them."""
     folder, torch = _working_folder(), sys.modules.get("torch")
+    handlers = {number: signal.getsignal(number) for number in STOPS}
     before: dict[str, Any] = {} if torch is None else {read: getattr(torch, read)() for read, _ in _TORCH}
     try:
         yield
@@ -112,6 +117,9 @@ def settings_kept() -> Iterator[None]:
                 getattr(torch, write)(before[read])
         if folder is not None and _working_folder() != folder:
             os.chdir(folder)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def _working_folder() -> str | None:

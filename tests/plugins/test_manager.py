@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -167,6 +169,30 @@ def test_a_hook_with_an_unknown_argument_is_a_broken_row(install: Install) -> No
     row = row_of(load_plugins(), "args")
     assert row["status"] == "broken"
     assert "cfg" in str(row["reason"])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ("Reward('a', '', 'm:f'), Reward('a', '', 'm:g')", "returns two called 'a'"),
+        ("Reward('a', '', print),", "function of the reward 'a' must be text"),
+        ("Reward(3, '', 'm:f'),", "name of the reward 3 must be text"),
+        ("Reward('a b=1', '', 'm:f'),", "text without blanks, got 'a b=1'"),
+        ("Reward('a', '', ''),", "got ''"),
+        ("Reward('a', '', 'm:f')", "must return a list of Reward"),
+    ],
+)
+def test_a_record_that_cannot_be_used_makes_a_broken_row(install: Install, rewards: str, reason: str) -> None:
+    install("bad", f"from relax_cli import Reward, hookimpl\n@hookimpl\ndef relax_rewards():\n    return {rewards}\n")
+    row = row_of(load_plugins(), "bad")
+    assert (row["status"], reason in str(row["reason"])) == ("broken", True)
+
+
+def test_a_plugin_changes_neither_folder_nor_signals(install: Install) -> None:
+    before = os.getcwd(), signal.getsignal(signal.SIGINT)
+    install("rude", "import os, signal\nos.chdir('/')\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n")
+    assert row_of(load_plugins(), "rude")["status"] == "ok"
+    assert (os.getcwd(), signal.getsignal(signal.SIGINT)) == before
 
 
 @pytest.mark.parametrize("body", ["raise KeyError('x')", "return ['not an estimator']"])
