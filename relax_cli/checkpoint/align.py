@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.side import Side, with_state
+from relax_cli.checkpoint.side import NO_CHECKPOINT, Side, not_a_save_folder, with_state
 from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 
 declare = problem_kinds("Folders and checkpoints")
@@ -53,8 +53,8 @@ class Alignment:
 def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignment:
     """Find the newest iteration that is complete in both folders and was saved by one run as a pair.
     Raises ConfigError: a folder does not exist, or both are the same; ResumeError: there is no such iteration."""
-    for option, folder in (("--load", actor), ("--critic-load", critic)):
-        require_folder(option, folder)
+    require_save_folder("--load", actor)
+    require_save_folder("--critic-load", critic, "critic")
     if actor.resolve() == critic.resolve():
         problem = ONE_FOLDER(
             "actor and critic are saved to two folders, and one was given for both",
@@ -141,8 +141,8 @@ def why_unusable(folder: Path, iteration: int, role: str, *, deep: bool = False)
     return f"the {role}'s is damaged: {side.problem.got}"
 
 
-def require_folder(option: str, folder: Path) -> None:
-    """Raises ConfigError where there is no such folder."""
+def require_save_folder(option: str, folder: Path, role: str = "actor") -> None:
+    """Raises ConfigError where there is no such folder, ResumeError where it is something else."""
     if not folder.is_dir():
         problem = FOLDER_MISSING(
             f"{option} leads to no folder",
@@ -152,3 +152,7 @@ def require_folder(option: str, folder: Path) -> None:
             expected="a save folder",
         )
         raise ConfigError(problem)
+    if layout.read_tracker(folder) == layout.Tracker(None) and not layout.list_iterations(folder):
+        problem = not_a_save_folder(option, folder, role)
+        if problem.got != NO_CHECKPOINT:
+            raise ResumeError(problem)

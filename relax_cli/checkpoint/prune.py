@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_cli.checkpoint import layout
-from relax_cli.checkpoint.align import go_back, require_folder, resumable, why_unusable
+from relax_cli.checkpoint.align import go_back, require_save_folder, resumable, why_unusable
 from relax_cli.checkpoint.resume import critic_folder
 from relax_cli.errors import ConfigError, ResumeError, problem_kinds
 
@@ -40,9 +40,9 @@ def plan_pruning(actor: Path, critic: Path | None, keep: int) -> list[Entry]:
     where a critic is given, and what a tracker names. Without `critic` any role may be in `actor`.
     Raises ConfigError: a folder does not exist, or the other half of a pair was not given; ResumeError: a tracker
     cannot be understood, or nothing complete would be left."""
-    folders = {"DIR": actor} | ({"--critic": critic} if critic is not None else {})
-    for option, folder in folders.items():
-        require_folder(option, folder)
+    require_save_folder("DIR", actor)
+    if critic is not None:
+        require_save_folder("--critic", critic, "critic")
     role = _refuse_half_a_pair(actor, keep) if critic is None else "actor"
     sides = {role: actor} | ({"critic": critic} if critic is not None else {})
     complete = sorted(resumable(actor, critic, role))

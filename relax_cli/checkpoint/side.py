@@ -216,7 +216,8 @@ def _save_folder_of(run_dir: Path, role: str) -> str | None:
     """Where the run of a run folder saved a role, if that is still there."""
     section, name = ("critic", "critic_save") if role == "critic" else ("checkpoint", "save")
     try:
-        config = json.loads(layout.read_small_file(run_dir / "config.json", layout.MOST_META_BYTES))
+        record = json.loads(layout.read_small_file(run_dir / "config.json", layout.MOST_META_BYTES))
+        config = record["config"] if "config" in record else record  # as older versions wrote it
         saved = str(config[section][name] or "")
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None

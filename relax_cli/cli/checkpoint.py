@@ -12,7 +12,7 @@ import typer
 from relax_cli.checkpoint import align, layout
 from relax_cli.checkpoint.fingerprint import folder_differences, model_shape
 from relax_cli.checkpoint.resume import ResumeReport, examine_resume, was_saved_beside_a_critic
-from relax_cli.checkpoint.side import NO_CHECKPOINT, Side, not_a_save_folder
+from relax_cli.checkpoint.side import Side
 from relax_cli.cli.checked_text import decision_dict
 from relax_cli.cli.checkpoint_commands import (
     align_trackers,
@@ -98,7 +98,7 @@ def check_resume(
 
 def list_checkpoints(output: Output, folder: Folder) -> None:
     """List the checkpoints of a save folder: iteration, size, age, and whether each is complete."""
-    require_save_folder(folder)
+    align.require_save_folder("DIR", folder)
     tracker = layout.read_tracker(folder)
     best = layout.read_best(folder)
     named = {"latest": tracker.iteration, "best": None if best is None else best.iteration}
@@ -122,7 +122,7 @@ def list_checkpoints(output: Output, folder: Folder) -> None:
 
 def verify(output: Output, folder: Folder) -> ExitCode:
     """Compare every file of every checkpoint in a save folder with its recorded hash; exit code 3 on a difference."""
-    require_save_folder(folder)
+    align.require_save_folder("DIR", folder)
     found = {iteration: damages(folder, iteration, deep=True) for iteration in layout.list_iterations(folder)}
     ok = bool(found) and not any(found.values())
     data = {"ok": ok, "iterations": [{"iteration": i, "problems": problems} for i, problems in found.items()]}
@@ -153,15 +153,6 @@ def damages(folder: Path, iteration: int, *, deep: bool) -> list[str]:
         return layout.damages(layout.iteration_folder(folder, iteration), deep=deep)
     except ResumeError as error:
         return [error.problems[0].message]
-
-
-def require_save_folder(folder: Path) -> None:
-    """Raises ConfigError where there is no such folder, ResumeError where it is something else."""
-    align.require_folder("DIR", folder)
-    if layout.read_tracker(folder) == layout.Tracker(None) and not layout.list_iterations(folder):
-        problem = not_a_save_folder("DIR", folder, "actor")
-        if problem.got != NO_CHECKPOINT:
-            raise ResumeError(problem)
 
 
 def model_fit(

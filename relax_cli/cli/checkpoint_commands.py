@@ -141,9 +141,9 @@ def export(
 
 def chosen_checkpoint(folder: Path, iteration: int | None) -> Path:
     """The checkpoint of `iteration`, or the one that the tracker names. Raises ResumeError: there is none."""
-    align.require_folder("DIR", folder)
     if iteration is None and is_one_checkpoint(folder):
         return folder
+    align.require_save_folder("DIR", folder)
     tracker = layout.read_tracker(folder)
     wanted = tracker.iteration if iteration is None else iteration
     there = layout.list_iterations(folder)

@@ -141,6 +141,23 @@ def test_align_wants_two_folders_that_exist(tmp_path: Path) -> None:
     assert relax("align", "--load", actor, "--critic-load", critic).exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["list", "verify", "prune", "align", "export-hf"])
+def test_a_folder_that_is_something_else_is_called_so(tmp_path: Path, command: str) -> None:
+    actor, _ = pair(tmp_path, (1,), (1,))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").touch()
+    words: dict[str, list[object]] = {
+        "prune": [model, "--keep", 1],
+        "align": ["--load", actor, "--critic-load", model],
+        "export-hf": [model, tmp_path / "out", "--hf-checkpoint", model],
+    }
+    result = relax(command, *words.get(command, [model]), "--format", "json")
+    assert (result.exit_code, problem_of(result)["id"]) == (3, "resume-not-a-save-folder")
+    assert problem_of(result)["got"] == "a model"
+
+
 def test_align_names_the_failed_disk_and_can_be_repeated(tmp_path: Path) -> None:
     actor, critic = pair(tmp_path, (1, 2), (1,))
     tracker = critic / layout.TRACKER_FILE

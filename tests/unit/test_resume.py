@@ -101,7 +101,7 @@ def test_a_run_folder_knows_where_its_run_saved(tmp_path: Path) -> None:
     actor = save(tmp_path / "a b", "actor", 3)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").touch()
-    (tmp_path / "run/config.json").write_text(json.dumps({"checkpoint": {"save": actor}, "critic": 7}))
+    (tmp_path / "run/config.json").write_text(json.dumps({"config": {"checkpoint": {"save": actor}, "critic": 7}}))
     (problem,) = examine_resume(str(tmp_path / "run"), None, has_critic=False).problems
     assert problem.fix == f"--load '{actor}'"
 
