@@ -217,8 +217,8 @@ def _save_folder_of(run_dir: Path, role: str) -> str | None:
     section, name = ("critic", "critic_save") if role == "critic" else ("checkpoint", "save")
     try:
         record = json.loads(layout.read_small_file(run_dir / "config.json", layout.MOST_META_BYTES))
-        config = record["config"] if "config" in record else record  # as older versions wrote it
+        config = record.get("config", record)  # Older versions wrote nothing around it.
         saved = str(config[section][name] or "")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return saved if saved and (Path(saved) / layout.TRACKER_FILE).is_file() else None
