@@ -93,8 +93,9 @@ def test_the_deadline_is_that_of_the_whole_exchange(serve: Callable[[Answer], Sg
                 time.sleep(0.05)
 
     started = time.monotonic()
-    with pytest.raises(DeadlineFault, match=r"did not answer within 0\.5 s"):
-        serve(drip).request("GET", "/x", timeout=0.5)
+    with pytest.raises(DeadlineFault, match=r"did not answer within 0\.5 s") as caught:
+        serve(drip).request("POST", "/update_weights_from_disk", timeout=0.5)
+    assert caught.value.problems[0].fix.startswith("raise --rollout-request-timeout")
     assert time.monotonic() - started < 50
 
 

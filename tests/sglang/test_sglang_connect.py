@@ -116,6 +116,12 @@ def test_a_server_whose_model_differs_in_any_key_is_refused(
             assert caught.value.problems[0].id == "sglang-external-model"
 
 
+def test_a_server_that_changes_its_models_config_is_refused(model: Path) -> None:
+    told = {"model_path": str(model), "model_type": "qwen2", "json_model_override_args": '{"rope_theta": 5.0}'}
+    with answering(200, told) as (address, _), pytest.raises(EnvironmentFault, match="json_model_override_args differ"):
+        attach(model, address)
+
+
 @pytest.mark.parametrize(
     ("status", "body", "said"),
     [

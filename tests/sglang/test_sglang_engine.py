@@ -56,6 +56,9 @@ def server(served: tuple[ContractServer, str]) -> Iterator[ContractServer]:
     contract.requests.clear()
     yield contract
     assert not contract.dead
+    deadline = time.monotonic() + 60
+    while contract.running and time.monotonic() < deadline:
+        time.sleep(0.01)  # what was aborted last may still be leaving
     assert contract.running == {}
 
 
@@ -207,7 +210,11 @@ def test_concurrency_is_bounded(server: ContractServer, served: tuple[ContractSe
 
 @pytest.mark.parametrize("kind", ["disconnect", "cut"])
 def test_a_broken_connection_is_repeated_under_a_new_id(
-    server: ContractServer, served: tuple[ContractServer, str], embedded: EmbeddedEngine, kind: Kind
+    server: ContractServer,
+    served: tuple[ContractServer, str],
+    embedded: EmbeddedEngine,
+    kind: Kind,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     requests = some_requests(5)
     # On a busy machine one request may meet all of them.
@@ -216,6 +223,8 @@ def test_a_broken_connection_is_repeated_under_a_new_id(
     assert_equal(engine_for(served[1]).generate(requests, SAMPLING), embedded.generate(requests, SAMPLING))
     bodies = generated(server)
     assert len(bodies) == 5 + faults
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.endswith(f"of {faults} requests of this rollout; they were repeated")
     assert len({body["rid"] for body in bodies}) == 5 + faults
     # The lost ones are not left running.
     assert len([path for path, _ in server.requests if path == "/abort_request"]) == faults

@@ -78,6 +78,8 @@ def test_addresses_are_host_and_port(address: str) -> None:
 def test_a_server_is_named_once() -> None:
     assert found("sglang-address", external("a:1", "b:1", "a:1")) == ["sglang-address-twice"]
     assert found("sglang-address", external("a:1", "a:2")) == []
+    assert found("sglang-address", external("localhost:30000", "127.0.0.1:30000")) == ["sglang-address-twice"]
+    assert found("sglang-address", external("Node:80", "node:080")) == ["sglang-address-twice"]
 
 
 def test_every_rollout_worker_has_a_server() -> None:

@@ -44,10 +44,13 @@ def sglang_address(sglang: SglangSection) -> Found:
 @rule("sglang-address-twice", THEME, option=ADDRESSES)
 def sglang_address_twice(sglang: SglangSection) -> Found:
     """One server is named twice. Its weights would be updated twice."""
-    addresses = sglang.rollout_external_engine_addrs
-    for address in sorted(set(addresses)) if sglang.rollout_external else ():
-        if addresses.count(address) > 1:
+    seen = set[str]()
+    for address in sglang.rollout_external_engine_addrs if sglang.rollout_external else ():
+        host, _, port = address.lower().rpartition(":")
+        place = f"{'127.0.0.1' if host == 'localhost' else host}:{port.lstrip('0')}"
+        if place in seen:
             yield Finding(f"server {address} is given twice", f"drop one {ADDRESSES} {address}", address)
+        seen.add(place)
 
 
 def is_address(text: str) -> bool:

@@ -118,7 +118,8 @@ class SglangClient:
             if reply.length:
                 raise http.client.IncompleteRead(b"", reply.length)
         except TimeoutError:
-            fix = f"raise --rollout-request-timeout, or {LOOK}" if path == "/generate" else LOOK
+            is_ours = path.startswith(("/generate", "/update_weights", "/init_weights"))
+            fix = f"raise --rollout-request-timeout, or {LOOK}" if is_ours else LOOK
             raise self._fault(DeadlineFault, path, f"did not answer within {timeout:g} s", fix=fix) from None
         except (OSError, http.client.HTTPException) as fault:
             words = f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__

@@ -42,7 +42,8 @@ OTHER_MODEL = declare(
     option="--rollout-external-engine-addrs",
 )
 
-
+OVERRIDES = "json_model_override_args"
+"""What a server changes of its model's `config.json`."""
 KEY_FIX = f"export {API_KEY}=..., in the environment of `relax train`, and of Ray where a cluster is joined"
 
 
@@ -151,6 +152,7 @@ def _attach(address: str, spec: ModelSpec, *, routes: bool) -> WeightTarget:
     if folder is not None:
         with contextlib.suppress(RelaxError):  # a model that relax cannot read has another type
             theirs, ours = asdict(read_any_spec(folder)), asdict(spec)
+    theirs, ours = theirs | {OVERRIDES: server.get(OVERRIDES) or "{}"}, ours | {OVERRIDES: "{}"}
     different = [name for name in ours if theirs.get(name) != ours[name]]
     if different:
         what = f"SGLang server {address} serves another model than --hf-checkpoint: {', '.join(different)} differ"

@@ -86,8 +86,8 @@ class _Batch:
     sampling: SamplingParams
     size: int
     cancelled: threading.Event = field(default_factory=threading.Event)
-    aborts: Counter[str] = field(default_factory=Counter)
-    """Aborted requests by server."""
+    repeated: Counter[str] = field(default_factory=Counter)
+    """Requests that were made again, by the server and what it did."""
 
 
 AS_LOADED = "default"
@@ -187,8 +187,8 @@ class SglangEngine:
             batch.cancelled.set()
             for pool in pools:
                 pool.shutdown(cancel_futures=True)
-            for address, count in batch.aborts.items():
-                log.warning("SGLang server %s aborted %d requests of this rollout; they were repeated", address, count)
+            for what, count in batch.repeated.items():
+                log.warning("SGLang server %s %d requests of this rollout; they were repeated", what, count)
         self._failed = False
 
     @property
@@ -293,7 +293,7 @@ class SglangEngine:
                     tokens + part.tokens, log_probs + part.log_probs, part.finish_reason, routes=part.routes
                 )
                 return self._cut(done, request, batch.sampling)
-            batch.aborts[client.address] += 1
+            batch.repeated[f"{client.address} aborted"] += 1
             fruitless += 1
             if seamless and len(tokens) + len(part.tokens) <= most_begun:
                 tokens, log_probs = tokens + part.tokens, log_probs + part.log_probs
@@ -349,7 +349,8 @@ class SglangEngine:
                 self._raise_if_ended(client, ENDING_SECONDS if is_last else 0, "while it generated", fault)
                 if is_last:
                     raise
-                log.warning("%s: %s (%s), asking again", sample, fault, fault.got)
+                log.info("%s: %s (%s)", sample, fault, fault.got)
+                batch.repeated[f"{client.address} broke the connection of"] += 1
                 # It may still be running there: its answer is not wanted any more.
                 client.abort(rid, ENDING_SECONDS)
             self._pause(batch, attempt)
