@@ -184,9 +184,8 @@ MACHINE_LIMIT = problem_kind(
 LIMITS = {
     "[Oo]ut of memory|not enough memory|Cannot allocate memory|MemoryError": "use a smaller --micro-batch-size or "
     "fewer ranks in --resource, or free memory (free -h and nvidia-smi show it)",
-    "Too many open files": "ulimit -n 65536 (ulimit -Hn shows how many you may set), then start again",
-    "start new thread|Resource temporarily unavailable": "ulimit -u 32768 (ulimit -Hu shows how many you may set), "
-    "then start again",
+    r"Too many open files|\[Errno 24\]": "ulimit -n $(ulimit -Hn), then start again",
+    r"start new thread|Resource temporarily unavailable|\[Errno 11\]": "ulimit -u $(ulimit -Hu), then start again",
     "File too large": "ulimit -f unlimited, or a disk that takes larger files, then start again",
 }
 """What the system and libraries say at their limits, and what helps."""

@@ -125,7 +125,7 @@ def test_a_cluster_that_refuses_is_named(tmp_path: Path, listening: str, monkeyp
 
 @pytest.mark.parametrize(
     ("error", "fix"),
-    [(SystemExit(1), "ray status --address"), (ValueError("Invalid Ray address"), "export RAY_ADDRESS=HOST:PORT")],
+    [(SystemExit(1), "ray status --address"), (ValueError("Invalid Ray address"), "set RAY_ADDRESS to the HOST:PORT")],
 )
 def test_what_answers_need_not_be_ray(
     error: Any, fix: str, tmp_path: Path, listening: str, monkeypatch: pytest.MonkeyPatch

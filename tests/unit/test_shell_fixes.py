@@ -122,6 +122,7 @@ NOT_EXECUTED = {
     "export HOME and RAY_TMPDIR": "which folders is the user's to say",
     "export {LOOPBACK_SWITCH}=0 before": "Ray reads it while it is imported, and is imported by then",
     "ulimit -l unlimited": "a hard limit is raised by the owner of the machine",
+    "ulimit -f unlimited": "a hard limit is raised by the owner of the machine",
     "relax doctor --timeout 600": "a machine that is too busy gets idle by waiting",
     "relax train {chosen} {name} ...": "how an estimator that was just written is used",
     "relax plugins check": "finds what is wrong in an estimator, and its author corrects it",

@@ -18,7 +18,7 @@ from relax_cli.engine import imports
 from relax_cli.engine.forks import worker_python
 from relax_cli.engine.ray import LOOPBACK_SWITCH
 from relax_cli.engine.ray.queue_keys import refuse_second_queue
-from relax_cli.errors import MACHINE_THEME, EnvironmentFault, Problem, RunError, problem_kind, problem_kinds
+from relax_cli.errors import LIMITS, MACHINE_THEME, EnvironmentFault, Problem, RunError, problem_kind, problem_kinds
 from relax_cli.models.files import weight_bytes
 from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.preflight.machine import ray_address, ray_temp_folder
@@ -51,9 +51,8 @@ CAUSES = {
     "names another disk",
     "low on memory|OutOfMemory|Cannot allocate memory|SIGKILL": "free memory (free -h shows it), or use fewer ranks in "
     "--resource; --launcher local needs the least",
-    r"Too many open files|\[Errno 24\]": "ulimit -n $(ulimit -Hn), then start again",
-    r"Resource temporarily unavailable|\[Errno 11\]": "ulimit -u $(ulimit -Hu), then start again",
     "[Vv]ersion mismatch": "install the Ray and Python versions of the cluster here: pip install 'ray==VERSION'",
+    **LIMITS,
 }
 """What Ray says in its different troubles, and what helps."""
 
@@ -69,7 +68,7 @@ def start_failed(address: str, error: BaseException) -> Problem:
     elif local:
         fix = "end what keeps this machine busy and start again; `ray stop` ends every Ray that you left running here"
     elif isinstance(error, ValueError):
-        fix = "export RAY_ADDRESS=HOST:PORT as `ray start --head` prints it, or unset RAY_ADDRESS"
+        fix = "set RAY_ADDRESS to the HOST:PORT that `ray start --head` prints, or unset it"
     else:
         fix = f"ray status --address {address} shows whether it runs; unset RAY_ADDRESS starts a Ray of the run's own"
     if local:
