@@ -186,7 +186,7 @@ LIMITS = {
     "fewer ranks in --resource, or free memory (free -h and nvidia-smi show it)",
     r"Too many open files|\[Errno 24\]": "ulimit -n $(ulimit -Hn), then start again",
     r"start new thread|Resource temporarily unavailable|\[Errno 11\]": "ulimit -u $(ulimit -Hu), then start again",
-    "File too large": "ulimit -f unlimited, or a disk that takes larger files, then start again",
+    "File too large": "ulimit -f unlimited, or a disk that takes larger files",
 }
 """What the system and libraries say at their limits, and what helps."""
 

@@ -27,22 +27,26 @@ def run_folder_errors(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else run_dir
+        named = error.filename2 or error.filename
+        place = Path(os.fsdecode(named)) if isinstance(named, str | bytes) else run_dir
         is_inside = place.is_relative_to(run_dir)
         if error.errno is None or not (is_inside or error.errno in DISK_ERRORS):
             raise
         # A name that is missing inside of a folder that is there was removed from it.
         gone = is_inside and (error.errno in (errno.ENOENT, errno.ENOTDIR) or not run_dir.is_dir())
-        message = "the run folder, or a part of it, was removed or renamed during the run"
+        message, expected = f"a file of the run cannot be written: {error.strerror}", "a disk that can be written"
+        fix = way_out(str(error)) or f"make room or repair the disk (df -h -i {run_dir}), then start or resume the run"
+        if gone:
+            message = "the run folder, or a part of it, was removed or renamed during the run"
+            expected, fix = "a folder that stays where it is", "leave it in place; start or resume the run again"
+        elif error.errno in (errno.EEXIST, errno.EISDIR):
+            expected, fix = "nothing else of that name", f"rename or remove {place}, which relax has not written"
         raise RunError(
             RUN_FOLDER_FAILED(
-                message if gone else f"a file of the run cannot be written: {error.strerror}",
+                message,
                 where=str(place),
                 got=f"{errno.errorcode.get(error.errno, error.errno)}: {error.strerror}",
-                expected="a folder that stays where it is" if gone else "a disk with room that can be written",
-                fix="leave the folder of a running run in place; start or resume the run again"
-                if gone
-                else way_out(str(error))
-                or f"make room or repair the disk (df -h -i {run_dir}), then start or resume the run again",
+                expected=expected,
+                fix=fix,
             )
         ) from error

@@ -324,6 +324,8 @@ def test_a_full_disk_under_the_run_folder_is_a_run_error() -> None:
         (errno.ENAMETOOLONG, "{}/metrics.jsonl", "cannot be written: File name too long"),
         (errno.ENOENT, "{}/rollouts/step_000001.jsonl", "was removed or renamed"),
         (errno.ENOTDIR, "{}/rollouts/step_000001.jsonl", "was removed or renamed"),
+        (errno.EEXIST, "{}/rollouts", "cannot be written: File exists"),
+        (errno.EFBIG, "{}/metrics.jsonl", "cannot be written: File too large"),
     ],
 )
 def test_every_failure_of_the_run_folder_is_named(number: int, place: str | None, said: str, tmp_path: Path) -> None:
@@ -333,7 +335,8 @@ def test_every_failure_of_the_run_folder_is_named(number: int, place: str | None
     (problem,) = caught.value.problems
     assert problem.id == "run-folder-failed"
     assert problem.where == (name or str(tmp_path))
-    assert problem.fix
+    hints = {errno.EEXIST: "rename or remove", errno.EFBIG: "ulimit -f", errno.ENOENT: "leave", errno.ENOTDIR: "leave"}
+    assert problem.fix.startswith(hints.get(number, "make room"))
 
 
 def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
