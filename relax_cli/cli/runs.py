@@ -137,11 +137,11 @@ def rollouts(
         found |= {"length": len(found["response_token_ids"]), "advantage": advantage(found)}
     kept = [found for found in every if all(_holds(found, text, every) for text in conditions or [])]
     if sample is not None:
-        (only,) = _named(every, "row", sample)[:1]
+        (only,) = _named(kept, "row", sample)[:1]
         output.show(as_json(only, folder), *sample_text.one_sample(only, folder.token_texts))
         return
     if group is not None:
-        members = _named(every, "group", group)
+        members = _named(kept, "group", group)
         output.show([as_json(member) for member in members], *sample_text.side_by_side(members))
         return
     chosen = _chosen(kept, worst, best, chosen_by_chance, len(kept) if output.is_json else SHOWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -134,7 +135,7 @@ def quickstart(
         return launch(plugins, Layers([recipe], os.environ, (), {"launcher": launcher}), output)
     output.result(
         {"ok": True, "dir": str(directory), "recipe": recipe},
-        f"Wrote model, data and recipe to {directory}\nTrain:\n  relax train --recipe {recipe}",
+        f"Wrote model, data and recipe to {directory}\nTrain:\n  relax train --recipe {shlex.quote(recipe)}",
     )
     return ExitCode.OK
 

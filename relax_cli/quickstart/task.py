@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,6 +146,7 @@ def _require_untouched(folder: Path, task: Task) -> None:
                 got="; ".join(f"{what} {', '.join(names[:3])}" for what, names in parts.items() if names),
                 expected="a new or empty folder",
                 fix="relax quickstart OTHER_DIR, or train on its files: "
-                f"relax train --recipe {folder / 'recipe.yaml'} --run-dir NEW_RUN_DIR",
+                f"relax train --recipe {shlex.quote(str(folder / 'recipe.yaml'))} "
+                "--run-dir NEW/run --save NEW/actor --critic-save NEW/critic",
             )
         )

@@ -178,6 +178,20 @@ def test_quickstart_can_only_prepare(invoke: Invoke, tmp_path: Path, monkeypatch
     assert json.loads(checked.stdout)["config"]["model"]["hf_checkpoint"] == "demo/model"
 
 
+def test_a_second_quickstart_is_told_how_to_train_its_files_again(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke("quickstart", "my demo", "--prepare-only").exit_code == 0
+    for role in ("actor", "critic"):
+        Path("my demo/checkpoints", role, "iter_0000040").mkdir(parents=True)
+        Path("my demo/checkpoints", role, "latest_checkpointed_iteration.txt").write_text("40")
+    shown = json.loads(invoke("quickstart", "my demo", "--format", "json").stdout)
+    _, _, command = shown["problems"][0]["fix"].partition("relax train ")
+    again = invoke("validate-config", *shlex.split(command))
+    assert again.exit_code == 0, again.stdout
+
+
 def test_the_quickstart_and_its_recipe_pass_every_check(
     invoke: Invoke, plugins: Plugins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

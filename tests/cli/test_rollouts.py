@@ -41,6 +41,7 @@ def rows(invoke: Invoke, run: Path, *words: str) -> list[int]:
         (["--filter", "length>=4", "--filter", "group=1"], [2, 3]),
         (["--filter", "advantage<0"], []),
         (["--group", "1"], [2, 3]),
+        (["--group", "1", "--filter", "row=3"], [3]),
         (["--step", "1", "--worst", "1"], [1]),
     ],
 )
