@@ -178,7 +178,7 @@ def test_quickstart_can_only_prepare(invoke: Invoke, tmp_path: Path, monkeypatch
     assert json.loads(checked.stdout)["config"]["model"]["hf_checkpoint"] == "demo/model"
 
 
-def test_a_second_quickstart_is_told_how_to_train_its_files_again(
+def test_a_second_quickstart_is_told_how_to_train_again(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
