@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.serialization import set_crc32_options
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from relax_cli.algorithms.schedule import Schedule
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import checkpointing, parallel
 from relax_cli.backends.megatron.micro_batch import ModelKind
-from relax_cli.backends.megatron.optimizer import Schedule
 from relax_cli.backends.megatron.trainer import Build, TrainableModel
 from relax_cli.checkpoint import layout, store
 from relax_cli.config.schema import OptimizerSection, ParallelSection

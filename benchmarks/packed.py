@@ -21,9 +21,9 @@ import torch
 from ppo_step import VOCABULARY, make_inputs
 from torch import Tensor
 
+from relax_cli.algorithms.schedule import Schedule
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.optimizer import Schedule
 from relax_cli.backends.megatron.trainer import Build, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.config.schema import OptimizerSection, ParallelSection
 

@@ -249,9 +249,9 @@ def _used_memory_bytes(check: Check) -> int:
 
 def _trainable(kind: ModelKind, folder: Path, device: str, dtype: Any, *, parks: bool = False) -> Any:
     """A model in training; `dtype` None is the device's own type."""
+    from relax_cli.algorithms.schedule import Schedule
     from relax_cli.backends.device import select_device
     from relax_cli.backends.megatron import parallel
-    from relax_cli.backends.megatron.optimizer import Schedule
     from relax_cli.backends.megatron.trainer import Build, TrainableModel
     from relax_cli.config.schema import OptimizerSection, ParallelSection
 

@@ -46,15 +46,9 @@ def gae(
     for start in range(0, mask.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
         keep_BT = _all_bits(mask_BT[rows])
-        raw_BT = _advantages(
-            rewards_BT[rows],
-            values_BT[rows],
-            mask_BT[rows],
-            keep_BT,
-            gamma,
-            lam[rows] if isinstance(lam, Tensor) else lam,
-            None if bootstrap is None else bootstrap[rows].float(),
-        )
+        lam_here = lam[rows] if isinstance(lam, Tensor) else lam
+        end_B = None if bootstrap is None else bootstrap[rows].float()
+        raw_BT = _advantages(rewards_BT[rows], values_BT[rows], mask_BT[rows], keep_BT, gamma, lam_here, end_B)
         _copy_kept(raw_BT, keep_BT, into=advantages_BT[rows])
         _copy_kept(raw_BT.add_(values_BT[rows]), keep_BT, into=returns_BT[rows])
     return advantages_BT, returns_BT

@@ -8,7 +8,7 @@ from pathlib import Path
 
 LOWEST_PORT = 20000
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-USUAL_RANGE = (32768, 60999)
+USUAL_LOWEST = 32768
 TRIES = 200
 
 
@@ -19,7 +19,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def lasting_port(host: str = "127.0.0.1") -> int:
     """A port of `host` that outgoing connections do not take meanwhile: for a server that binds it minutes later."""
-    lowest = _ephemeral_ports()[0]
+    lowest = _lowest_ephemeral()
     for port in random.SystemRandom().sample(range(LOWEST_PORT, lowest), min(TRIES, max(0, lowest - LOWEST_PORT))):
         try:
             return _bound(host, port)
@@ -35,9 +35,9 @@ def _bound(host: str, port: int) -> int:
         return bound
 
 
-def _ephemeral_ports() -> tuple[int, int]:
+def _lowest_ephemeral() -> int:
     try:
-        lowest, highest = RANGE.read_text("ascii").split()
+        lowest, _ = RANGE.read_text("ascii").split()
+        return int(lowest)
     except (OSError, ValueError):
-        return USUAL_RANGE
-    return int(lowest), int(highest)
+        return USUAL_LOWEST

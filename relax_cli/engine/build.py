@@ -165,7 +165,7 @@ class RoleBuilder:
         raise AssertionError(f"no role {self.spec.role}")
 
     def _trained(self, kind: Literal["policy", "value"]) -> Any:
-        from relax_cli.backends.megatron.optimizer import Schedule
+        from relax_cli.algorithms.schedule import Schedule
 
         config = self.config
         assert config.batch.num_rollout is not None, "resolved before launch"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from relax_cli.algorithms.schedule import learning_rate
+from relax_cli.algorithms.schedule import Schedule
 from relax_cli.checkpoint import layout
 from relax_cli.checkpoint.fingerprint import adapters_in, differences, folder_of_model, identify
 from relax_cli.checkpoint.resume import RUN_DIR_IN_USE, SAVE_IN_USE, ResumeReport, examine_resume
@@ -134,8 +134,7 @@ def _other_schedule(config: Config, actor: Side, rollouts: int | None, *, has_cr
 
     def rate(total: int) -> str:
         steps, _ = optimizer_steps(config, total, has_critic=has_critic)
-        peak, floor, warmup, decay = section.lr, section.min_lr, section.lr_warmup_iters, section.lr_decay_style
-        return f"{learning_rate(taken, peak=peak, floor=floor, warmup=warmup, total=steps, decay=decay):.3g}"
+        return f"{Schedule(section, section.lr, section.lr_warmup_iters, steps).rate(taken):.3g}"
 
     keeps = f"--num-rollout {before} keeps the schedule"
     yield OTHER_SCHEDULE(

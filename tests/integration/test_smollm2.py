@@ -26,9 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_converted_models_log_probs_equal_hugging_face(model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    from relax_cli.algorithms.schedule import Schedule
     from relax_cli.backends.device import select_device
     from relax_cli.backends.megatron import parallel
-    from relax_cli.backends.megatron.optimizer import Schedule
     from relax_cli.backends.megatron.trainer import Build, MicroBatch, TrainableModel
     from relax_cli.config.schema import OptimizerSection, ParallelSection
 

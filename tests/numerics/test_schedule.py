@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from relax_cli.algorithms.schedule import learning_rate
+from relax_cli.algorithms.schedule import Schedule
+from relax_cli.config.schema import OptimizerSection
 from tests.support.batches import quick
 
 PEAK = 1e-3
@@ -18,10 +19,8 @@ THEIRS = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cos
 
 def ours(decay: str, warmup: int, total: int, floor: float = 0.0, *, steps: int | None = None) -> list[float]:
     steps = total if steps is None else steps
-    return [
-        learning_rate(k, peak=PEAK, floor=floor, warmup=warmup, total=total, decay=decay)  # type: ignore[arg-type]
-        for k in range(steps)
-    ]
+    schedule = Schedule(OptimizerSection(lr_decay_style=decay, min_lr=floor), PEAK, warmup, total)  # type: ignore[arg-type]
+    return [schedule.rate(k) for k in range(steps)]
 
 
 def theirs(name: str, warmup: int, total: int, **options: float) -> list[float]:

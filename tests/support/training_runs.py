@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relax_cli.algorithms.schedule import Schedule
 from relax_cli.backends.device import select_device
 from relax_cli.backends.megatron import parallel
-from relax_cli.backends.megatron.optimizer import Schedule
 from relax_cli.backends.megatron.trainer import Build, MicroBatch, ModelOutput, TrainableModel
 from relax_cli.config.schema import OptimizerSection, ParallelSection
 from relax_cli.models.lora import Lora

@@ -30,10 +30,9 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from relax_cli.algorithms.schedule import learning_rate
+from relax_cli.algorithms.schedule import Schedule
 from relax_cli.backends.device import host_buffer
 from relax_cli.backends.megatron import parallel
-from relax_cli.config.schema import OptimizerSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -74,11 +73,6 @@ class Masters:
             for index, (parameter, owner) in enumerate(zip(self.parameters, self.owners, strict=True))
             if owner is None or owner == dist.get_rank()
         ]
-        self._by_id = {id(master.parameter): master for master in self.held}
-
-    def values_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-        """What Adam updates in the place of `parameters`; only those of this rank."""
-        return [self._by_id[id(parameter)].values for parameter in parameters if id(parameter) in self._by_id]
 
     def take_gradients(self) -> None:
         """Hand the reduced gradients to Adam."""
@@ -165,30 +159,6 @@ def _owners(parameters: Sequence[torch.nn.Parameter], *, shared_out: bool) -> li
     return owners
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Adam's options, and the learning rate of every optimizer step of a run."""
-
-    section: OptimizerSection
-    lr: float
-    """At the peak; the shape of the schedule comes from `section`."""
-    warmup_iters: int
-    """Optimizer steps of linear warm-up."""
-    decay_iters: int
-    """Optimizer steps of the run; the rate decays towards `min_lr` after them."""
-
-    def rate(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, counted from 0."""
-        return learning_rate(
-            step,
-            peak=self.lr,
-            floor=self.section.min_lr,
-            warmup=self.warmup_iters,
-            total=self.decay_iters,
-            decay=self.section.lr_decay_style,
-        )
-
-
 class Optimizer:
     """Adam, gradient clipping and learning-rate schedule of one model."""
 
@@ -205,8 +175,9 @@ class Optimizer:
             on_host=section.optimizer_cpu_offload,
             shared_out=section.use_distributed_optimizer,
         )
+        values = {id(master.parameter): master.values for master in self.masters.held}
         for group in groups:
-            group["params"] = self.masters.values_of(group["params"])
+            group["params"] = [values[id(parameter)] for parameter in group["params"] if id(parameter) in values]
         self.adam = torch.optim.AdamW(
             groups,
             lr=schedule.lr,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 
@@ -35,13 +34,10 @@ def partly_used(model: Module, config: Any) -> list[Parameter]:
 
 def sum_gradients(parameters: Sequence[Parameter]) -> None:
     """Add up their gradients over tensor-parallel ranks; every rank calls this with the same parameters."""
-    if not parameters or parallel.TENSOR.size == 1:
-        return
-    grads = [parameter.main_grad for parameter in parameters]  # type: ignore[attr-defined]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat, group=parallel.TENSOR.group)
-    for grad, total in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
+    if parallel.TENSOR.size > 1:
+        grads = [parameter.main_grad for parameter in parameters]  # type: ignore[attr-defined]
+        for work in [dist.all_reduce(grad, group=parallel.TENSOR.group, async_op=True) for grad in grads]:
+            work.wait()
 
 
 def _between(module: Module) -> Iterator[Parameter]:

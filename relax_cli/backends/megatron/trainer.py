@@ -17,11 +17,12 @@ from megatron.core.distributed import (
 )
 from torch import Tensor
 
+from relax_cli.algorithms.schedule import Schedule
 from relax_cli.backends.megatron import checkpointing, parallel, replicated
 from relax_cli.backends.megatron.experts import Balance, other_routes
 from relax_cli.backends.megatron.loaded import LoadedModel, idle_batch, run_batch, run_stages
 from relax_cli.backends.megatron.micro_batch import Build, MicroBatch, ModelKind, ModelOutput, TrainStep
-from relax_cli.backends.megatron.optimizer import Optimizer, Schedule
+from relax_cli.backends.megatron.optimizer import Optimizer
 from relax_cli.backends.megatron.random_state import capture, restore
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.checkpoint.layout import FileEntry
