@@ -1,7 +1,4 @@
-"""CISPO: the importance weight is clipped, so no token loses its gradient. Paper: arXiv:2506.13585.
-
-The formula is in `loss.py`.
-"""
+"""CISPO: the importance weight is clipped, so no token loses its gradient; the formula is in `loss.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""GRPO: PPO-Clip with advantages relative to the prompt's other samples. Paper: Shao et al. 2024, arXiv:2402.03300.
-
-The loss is that of PPO (`relax_ppo/loss.py`), the advantage in `relax_cli/algorithms/groups.py`.
-"""
+"""GRPO: the loss of PPO (`relax_ppo/loss.py`) with the advantages of `relax_cli/algorithms/groups.py`."""
 
 from __future__ import annotations
 

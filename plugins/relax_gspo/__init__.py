@@ -1,7 +1,4 @@
-"""GSPO: one importance ratio per sequence. Paper: arXiv:2507.18071.
-
-The formula is in `loss.py`.
-"""
+"""GSPO: one importance ratio per sequence; the formula is in `loss.py`."""
 
 from __future__ import annotations
 

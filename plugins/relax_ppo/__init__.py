@@ -1,7 +1,4 @@
-"""PPO with a separate critic. Paper: Schulman et al. 2017, arXiv:1707.06347.
-
-The formula is in `loss.py`, the advantages in `advantages.py`, the rules of a PPO run in `rules.py`.
-"""
+"""PPO with a separate critic: formula in `loss.py`, advantages in `advantages.py`, rules of a run in `rules.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""SAPO: a sigmoid gate in place of clipping. Paper: arXiv:2511.20347.
-
-The formula is in `loss.py`.
-"""
+"""SAPO: a sigmoid gate in place of clipping; the formula is in `loss.py`."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.trainer import MicroBatch, ModelOutput, TrainableModel
 from relax_cli.backends.rollout.protocol import OpenSender, WeightSender
 from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.checkpoint.store import gather
 from relax_cli.config.schema import AlgorithmSection, Section
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.graph import ROUTES, TOKEN_REWARDS, WEIGHT_VERSIONS
@@ -99,7 +100,7 @@ class ActorRole(TrainingRole):
         columns = read_columns(self.queue, share.rollout_id, every_row, self.judged)
         if self.algorithm.kl_coef:
             own = kl_penalty(share.columns, share.rows, self.algorithm.kl_coef, old="old_log_probs")
-            columns["kl"] = parallel.gather_rows(own)
+            columns["kl"] = {row: kl for rank in gather(own, parallel.DATA.group) for row, kl in rank.items()}
         inputs = advantage_inputs(columns, every_row, self.options)
         advantages, metrics = finished_advantages(
             self.own_advantages(inputs).advantages, inputs, normalize=self.algorithm.normalize_advantages

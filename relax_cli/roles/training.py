@@ -102,8 +102,8 @@ class ModelRole:
         share.columns.update(read_columns(self.queue, share.rollout_id, rows, names) if rows and names else empty)
 
     def write(self, share: RolloutShare, columns: Columns) -> None:
-        """Write what the model says of own rows to the queue, from the rank that has it."""
-        if parallel.is_output_rank():
+        """Write what the model says of own rows to the queue, from one of the ranks that computed it together."""
+        if parallel.TENSOR.rank == parallel.CONTEXT.rank == 0 and parallel.is_last_stage():
             write_columns(self.queue, share.rollout_id, columns)
 
     def micro_batches(

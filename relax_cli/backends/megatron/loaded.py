@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -64,7 +65,7 @@ class LoadedModel:
         else:
             shape = batch.tokens_BS.size(0), int(batch.response_lens_B.max())
             grids = torch.empty(len(names), *shape, device=self.device.torch_device)
-        parallel.tensor_from_stage(grids, parallel.STAGE.size - 1)
+        dist.broadcast(grids, group=parallel.STAGE.group, group_src=parallel.STAGE.size - 1)
         return ModelOutput(**dict(zip(names, grids, strict=True)))
 
     def sleep(self) -> None:

@@ -124,12 +124,6 @@ def is_last_stage() -> bool:
     return STAGE.rank == STAGE.size - 1
 
 
-def tensor_from_stage(tensor: torch.Tensor, owner: int) -> torch.Tensor:
-    """Fill `tensor` with that of the stage `owner`."""
-    dist.broadcast(tensor, group=STAGE.group, group_src=owner)
-    return tensor
-
-
 def from_last_stage(value: T) -> T:
     """What the last stage has for `value`, on every stage; without other ranks what this one has."""
     if STAGE.size == 1 or dist.get_backend() == "fake":
@@ -137,11 +131,6 @@ def from_last_stage(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values, group=STAGE.group, group_src=STAGE.size - 1)
     return values[0]
-
-
-def is_output_rank() -> bool:
-    """One rank per share of the samples: it alone writes what all ranks of its model-parallel group computed."""
-    return TENSOR.rank == CONTEXT.rank == 0 and is_last_stage()
 
 
 def all_reduce(
@@ -164,11 +153,6 @@ def sum_metrics(metrics: dict[str, float]) -> dict[str, float]:
     parts = gather(metrics, DATA.group)
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-
-
-def gather_rows(rows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The rows of all data-parallel ranks on each of them; every row is on one rank, its tensors on the CPU."""
-    return {row: tensor for share in gather(rows, DATA.group) for row, tensor in share.items()}
 
 
 def passes_together(micro_batches: int) -> int:

@@ -16,15 +16,13 @@ from torch.nn import Module, Parameter
 
 from relax_cli.backends.megatron import parallel
 
-SUMMED_BY_NAME = ("q_layernorm", "k_layernorm")
-
 
 def partly_used(model: Module, config: Any) -> list[Parameter]:
     """Trained, whole parameters between a column-parallel and a row-parallel layer that Megatron-core leaves out."""
     by_megatron = {
         id(parameter)
         for name, parameter in model.named_parameters()
-        if (config.qk_layernorm and any(part in name for part in SUMMED_BY_NAME))
+        if (config.qk_layernorm and any(part in name for part in ("q_layernorm", "k_layernorm")))
         or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
     }
     found = {id(parameter): parameter for module in model.modules() for parameter in _between(module)}

@@ -90,7 +90,9 @@ def hf_buckets(
             return on_stage(name)
         here = stage == parallel.STAGE.rank
         whole = on_stage(name) if here else torch.empty_like(outline, device=next(iter(shards.values())).device)
-        return parallel.tensor_from_stage(whole.contiguous(), stage)
+        whole = whole.contiguous()
+        dist.broadcast(whole, group=parallel.STAGE.group, group_src=stage)
+        return whole
 
     named = (pair for name in names for pair in hf_tensors(name, everywhere(name), spec))
     return as_buckets(named, sizes, limit)
