@@ -138,7 +138,8 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _done(self) -> Any:
         """Communication that is complete."""
         if self._work is None:
-            torch.distributed.barrier()
+            with self:  # which is off while it answers, and would not see what a collective returns
+                torch.distributed.barrier()
         return self._work
 
 
