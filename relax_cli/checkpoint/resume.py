@@ -1,17 +1,5 @@
-"""Where a run starts: one decision from the folders given, before anything is launched.
-
-| actor (`--load`) | critic (`--critic-load`, follows `--load`) | verdict |
-|---|---|---|
-| none, or the new `--save` folder | the same | cold start of both |
-| N | N | resume at N |
-| N | M ≠ N, or none | refuse: one side would restart; but see `_as_a_pair` |
-| none | N | refuse: one side would restart |
-| weights only: `release`, or Megatron's files without `relax.json` | the same, or its own | start at 0 from them |
-| N | the actor's folder | refuse: the critic's training would be lost; `--critic-init-from-actor` allows it |
-| N of another model, tokenizer, data set or estimator, or the run's last iteration | | refuse |
-| unreadable tracker, missing or incomplete checkpoint, another role's checkpoint | | refuse, say why |
-| no such folder, or no save folder, and not the `--save` folder of the same side | | refuse, say what it is |
-"""
+"""Where a run starts: one decision from the folders given, before anything is launched. docs/checkpoints.md has all
+verdicts in a table."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import typer
 
 from relax_cli.checkpoint import align, layout
 from relax_cli.checkpoint.fingerprint import folder_differences, model_shape
+from relax_cli.checkpoint.prune import size_of
 from relax_cli.checkpoint.resume import ResumeReport, examine_resume, was_saved_beside_a_critic
 from relax_cli.checkpoint.side import Side
 from relax_cli.cli.checked_text import decision_dict
@@ -135,11 +136,10 @@ def describe(folder: Path, iteration: int, named: dict[str, layout.Iteration]) -
     """One checkpoint as a row of `list`."""
     checkpoint = layout.iteration_folder(folder, iteration)
     problems = damages(folder, iteration, deep=False)
-    files = [path for path in checkpoint.rglob("*") if path.is_file()]
     return {
         "iteration": iteration,
         "role": "-" if problems else layout.read_meta(checkpoint).role,
-        "bytes": sum(path.stat().st_size for path in files),
+        "bytes": size_of(checkpoint),
         "age_seconds": round(time.time() - checkpoint.stat().st_mtime),
         "complete": not problems,
         "reason": "; ".join(problems),

@@ -126,7 +126,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def shard_for_rank(name: str, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     """The part of an unsharded Megatron tensor of one tensor-parallel rank."""
-    dim = _split_dimension(name)
+    dim = split_dimension(name)
     if tp_size == 1 or dim is None:
         return full
     return torch.cat([half.chunk(tp_size, dim)[tp_rank] for half in _halves(name, full)], dim)
@@ -134,7 +134,7 @@ def shard_for_rank(name: str, full: Tensor, tp_size: int, tp_rank: int) -> Tenso
 
 def merge_shards(name: str, shards: Sequence[Tensor]) -> Tensor:
     """Undo `shard_for_rank`: the unsharded tensor from all ranks' parts, in rank order."""
-    dim = _split_dimension(name)
+    dim = split_dimension(name)
     if len(shards) == 1 or dim is None:
         return shards[0]
     halves = zip(*(_halves(name, shard) for shard in shards), strict=True)
@@ -146,12 +146,8 @@ def padded_vocab(spec: ModelSpec, tp_size: int) -> int:
     return spec.vocab_size + -spec.vocab_size % tp_size
 
 
-def is_sharded(name: str) -> bool:
-    """Whether tensor-parallel ranks have different parts of a parameter; else each has all of it."""
-    return _split_dimension(name) is not None
-
-
-def _split_dimension(name: str) -> int | None:
+def split_dimension(name: str) -> int | None:
+    """The dimension in which tensor-parallel ranks have different parts of a parameter; None: each has all of it."""
     if EXPERTS in name:
         return None
     if name.endswith(("linear_proj.weight", _FC2)):

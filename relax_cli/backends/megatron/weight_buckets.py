@@ -17,7 +17,7 @@ from torch import Tensor
 from relax_cli.backends.megatron import parallel
 from relax_cli.backends.megatron.experts import of_an_expert_here, owner_of
 from relax_cli.checkpoint.store import gather
-from relax_cli.models.convert import hf_tensors, is_sharded, megatron_names, merge_shards
+from relax_cli.models.convert import hf_tensors, megatron_names, merge_shards, split_dimension
 from relax_cli.models.spec import ModelSpec
 
 
@@ -101,7 +101,7 @@ def hf_buckets(
 def unsharded(name: str, shard: Tensor) -> Tensor:
     """The whole parameter, on every rank of the tensor-parallel group."""
     ranks = parallel.TENSOR.size
-    if ranks == 1 or not is_sharded(name):
+    if ranks == 1 or split_dimension(name) is None:
         return shard
     parts = shard.new_empty((ranks, *shard.shape))
     dist.all_gather(list(parts.unbind()), shard.contiguous(), group=parallel.TENSOR.group)
