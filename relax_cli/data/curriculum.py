@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from relax_cli.errors import ConfigError, Problem, RunError, problem_kind
+from relax_cli.errors import ConfigError, RunError, problem_kind
 from relax_cli.plugin.records import Curriculum
 from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code
 from relax_cli.plugin.user_file import UserFile, accepts, is_file_spec
@@ -29,6 +29,7 @@ FAILED = problem_kind(
 )
 USER_FILE = UserFile(
     "curriculum", "curriculum", FAILED, "function", "curriculum.py:weights", EXPECTED,
+    tried_by=f"{__name__}:try_curriculum",
     nowhere="There is no built-in curriculum of that name, nor one of a plugin.",
 )  # fmt: skip
 
@@ -169,13 +170,8 @@ def load_curriculum(spec: str, named: Mapping[str, Curriculum]) -> Weigh:
     return target
 
 
-def check_curriculum(spec: str) -> list[Problem]:
-    """What is wrong with a curriculum of a file."""
-    return USER_FILE.check(f"{__name__}:try_curriculum", spec)
-
-
 def try_curriculum(spec: str) -> None:
-    """Call the function of `FILE.py:function` once: the part of `check_curriculum` that runs in the other process.
+    """Call the function of `FILE.py:function` once: before a launch, in a process of its own.
     Raises RelaxError: what is wrong with it."""
     tried = RowHistory.empty(4).after([(1, 0.5), (2, 1.0), (2, 0.0), (3, 1.0)])
     weights_of(spec, load_curriculum(spec, {}), tried)

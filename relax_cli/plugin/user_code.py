@@ -106,7 +106,9 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def settings_kept() -> Iterator[None]:
     """Restore torch's global settings, the working folder and what stops a process after the block, where it changed
     them."""
-    folder, torch = _working_folder(), sys.modules.get("torch")
+    folder, torch = "", sys.modules.get("torch")
+    with suppress(OSError):  # It was removed.
+        folder = os.getcwd()
     handlers = {number: signal.getsignal(number) for number in STOPS}
     before: dict[str, Any] = {} if torch is None else {read: getattr(torch, read)() for read, _ in _TORCH}
     try:
@@ -115,18 +117,11 @@ def settings_kept() -> Iterator[None]:
         for read, write in _TORCH if torch is not None else ():
             if getattr(torch, read)() != before[read]:
                 getattr(torch, write)(before[read])
-        if folder is not None and _working_folder() != folder:
+        with suppress(OSError):
             os.chdir(folder)
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-
-
-def _working_folder() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:
-        return None
 
 
 @contextmanager

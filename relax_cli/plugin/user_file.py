@@ -21,7 +21,16 @@ class UserFile:
     """What an option takes from a file, and how its problems are called."""
 
     def __init__(
-        self, what: str, prefix: str, broken: ProblemKind, noun: str, example: str, expected: str, *, nowhere: str = ""
+        self,
+        what: str,
+        prefix: str,
+        broken: ProblemKind,
+        noun: str,
+        example: str,
+        expected: str,
+        *,
+        tried_by: str,
+        nowhere: str = "",
     ) -> None:
         """Declare the problems that all such files share.
 
@@ -31,9 +40,11 @@ class UserFile:
             broken: it fails to import, or is not what the option needs.
             noun: what the file defines: `function` or `class`.
             example: of the option's value.
+            tried_by: `"module:function"`, which raises what is wrong with a value.
             nowhere: when a name is unknown; empty where the option takes files alone.
         """
         self.what, self.noun, self.example, self.expected, self.broken = what, noun, example, expected, broken
+        self.tried_by = tried_by
         self.option, self.form = broken.option, expected.partition(",")[0]
         declare = problem_kinds(broken.theme, option=broken.option)
         name = f"the name of {'an' if what[0] in 'aeiou' else 'a'} {what}, or " if nowhere else ""
@@ -74,11 +85,11 @@ class UserFile:
             raise self._error(self.missing, what, fix, where=path, got=got)
         return module[name]
 
-    def check(self, function: str, spec: str) -> list[Problem]:
-        """What `"module:function"` raises of `spec`, tried in a process of its own: an import may do anything."""
+    def check(self, spec: str) -> list[Problem]:
+        """What is wrong with `spec`, tried in a process of its own: an import may do anything."""
         path, what = spec.rpartition(":")[0], f"the import of the {self.what} file"
         try:
-            return run_apart(function, spec, what=f"{what} {path}")
+            return run_apart(self.tried_by, spec, what=f"{what} {path}")
         except Unanswered as error:
             return [self.broken(f"{what} {error}", where=path, expected=self.expected, fix=f"correct {path}")]
 

@@ -12,11 +12,11 @@ from relax_cli.checkpoint.fingerprint import folder_of_model
 from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.layers import known
 from relax_cli.config.schema import Config
-from relax_cli.data.curriculum import check_curriculum
-from relax_cli.data.envs.load import check_env
+from relax_cli.data import curriculum as curriculums
+from relax_cli.data.envs import load as envs
 from relax_cli.data.formats import FILE_MISSING
 from relax_cli.data.light_tokenizer import try_tokenizer
-from relax_cli.data.rewards import BUILTIN_REWARDS, check_custom
+from relax_cli.data.rewards import BUILTIN_REWARDS, USER_FILE
 from relax_cli.data.sources import SOURCE
 from relax_cli.errors import ConfigError, Problem
 from relax_cli.models.families import MOE_FAMILIES
@@ -101,12 +101,13 @@ def read_inputs(
     `rewards`; `progress` is told now and then which file is being read, and the part of it that is read."""
     model = read_model(config)
     problems = list(model.problems)
-    if custom := known(lambda: config.reward.custom_rm_path):
-        problems += check_custom(custom)
-    if (env := known(lambda: config.episode.env)) and is_file_spec(env):
-        problems += check_env(env)
-    if (curriculum := known(lambda: config.data.curriculum)) and is_file_spec(curriculum):
-        problems += check_curriculum(curriculum)
+    for file, spec in (
+        (USER_FILE, known(lambda: config.reward.custom_rm_path)),
+        (envs.USER_FILE, known(lambda: config.episode.env)),
+        (curriculums.USER_FILE, known(lambda: config.data.curriculum)),
+    ):
+        if spec and (file is USER_FILE or is_file_spec(spec)):
+            problems += file.check(spec)
     reader = DataReader(config, model.tokenizer, model.model, progress, rewards)
     items, sets = known(lambda: config.data.prompt_data) or (), known(lambda: config.eval.sets) or ()
     sources = [("--prompt-data", spec) for spec in dict.fromkeys(items)]

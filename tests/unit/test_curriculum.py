@@ -13,9 +13,9 @@ import pytest
 from relax_cli.checkpoint.sampling_state import FILE, read_sampling, write_sampling
 from relax_cli.config.schema import BatchSection, Config
 from relax_cli.data.curriculum import (
+    USER_FILE,
     RowHistory,
     WeightedRows,
-    check_curriculum,
     learnability,
     load_curriculum,
     weights_of,
@@ -121,8 +121,8 @@ def test_a_file_that_is_no_curriculum_is_refused(kind: str, tmp_path: Path, monk
 
 def test_a_file_is_tried_in_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "c.py").write_text("def good(past): return past.visits + 1\ndef bad(past): return past.visits[:1]\n")
-    assert check_curriculum(f"{tmp_path}/c.py:good") == []
-    (problem,) = check_curriculum(f"{tmp_path}/c.py:bad")
+    assert USER_FILE.check(f"{tmp_path}/c.py:good") == []
+    (problem,) = USER_FILE.check(f"{tmp_path}/c.py:bad")
     assert (problem.id, problem.got) == ("curriculum-failed", "shape (1,) for 4 rows")
 
 

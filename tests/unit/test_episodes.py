@@ -22,7 +22,7 @@ from relax_cli.backends.rollout.embedded import engine as embedded
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams, Then
 from relax_cli.config.schema import Config, EpisodeSection
 from relax_cli.data.envs.kit import play_example
-from relax_cli.data.envs.load import EnvFactory, check_env, load_env
+from relax_cli.data.envs.load import USER_FILE, EnvFactory, load_env
 from relax_cli.data.prompts import Prompt
 from relax_cli.data.tokenise import encode_prompt, load_tokenizer
 from relax_cli.errors import ConfigError, RunError
@@ -294,7 +294,7 @@ def test_an_environment_file_is_tried_before_a_launch(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("env.py").write_text(body)
-    assert [problem.id for problem in check_env(spec)] == ([id] if id else [])
+    assert [problem.id for problem in USER_FILE.check(spec)] == ([id] if id else [])
 
 
 def test_an_environment_of_a_plugin_is_found_by_name() -> None:

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 
 from relax_cli import EnvRow
 from relax_cli.config.schema import Config
-from relax_cli.data.envs.load import check_env
+from relax_cli.data.envs.load import USER_FILE
 from relax_cli.data.prompts import load_prompts
 from relax_cli.errors import ConfigError
 from relax_cli.quickstart.task import MODEL, prepare, prompt, split
@@ -145,7 +145,7 @@ def test_the_tool_task_is_a_folder_of_its_own(tmp_path: Path) -> None:
     config = Config.model_validate(YAML(typ="safe", pure=True).load(text))
     assert (config.batch.num_rollout, config.run.seed, config.reward.rm_type) == (12, 7, None)
     assert config.episode.env is not None
-    assert check_env(config.episode.env) == []
+    assert USER_FILE.check(config.episode.env) == []
     heldout, train = (load_prompts(config.data, str(tmp_path / f"tool/data/{n}.jsonl")) for n in ("heldout", "train"))
     assert (len(heldout), len(train)) == (500, 7600)
     assert not {row.content for row in heldout} & {row.content for row in train}

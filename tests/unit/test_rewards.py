@@ -20,7 +20,7 @@ import pytest
 
 from relax_cli.config.schema import DataSection, RewardSection
 from relax_cli.data.prompts import load_prompts
-from relax_cli.data.rewards import RewardInput, RewardResult, check_custom, find_custom, load_reward
+from relax_cli.data.rewards import USER_FILE, RewardInput, RewardResult, find_custom, load_reward
 from relax_cli.data.rewards.math import compare, is_usable
 from relax_cli.data.rewards.pool import PooledReward
 from relax_cli.data.rewards.reasoning_gym import extract_answer
@@ -323,7 +323,7 @@ def test_a_reward_that_no_signal_interrupts_ends_its_process(tmp_path: Path) -> 
     code = (
         "import relax_cli.plugin.user_code as deadline\n"
         "from relax_cli.config.schema import RewardSection\n"
-        "from relax_cli.data.rewards import RewardInput, load_reward\n"
+        "from relax_cli.data.rewards import USER_FILE, RewardInput, load_reward\n"
         "deadline.GRACE = 0.3\n"
         "section = RewardSection(custom_rm_path='mine.py:judge', rm_timeout=0.3)\n"
         "load_reward(section, {})([RewardInput('p', 'r', '1', {}, truncated=False, group=0)])\n"
@@ -494,7 +494,7 @@ def test_a_reward_file_is_tried_in_a_process_of_its_own(
         monkeypatch.setattr(apart, "DEADLINE", 1.0)
     file = tmp_path / "mine.py"
     file.write_text(body + "\n")
-    found = check_custom(f"{file}:judge")
+    found = USER_FILE.check(f"{file}:judge")
     assert [problem.id for problem in dict.fromkeys(found)] == ([] if message is None else ["custom-reward"])
     assert message is None or message in found[0].message
 

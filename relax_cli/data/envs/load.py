@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any
 
 from relax_cli.data.rows import Messages
-from relax_cli.errors import ConfigError, Problem, problem_kind
-from relax_cli.plugin.records import env_fault
-from relax_cli.plugin.user_code import UserCodeError, user_code
+from relax_cli.errors import ConfigError, problem_kind
+from relax_cli.plugin.records import Env, env_fault, load_reference
 from relax_cli.plugin.user_file import UserFile, is_file_spec
 
 THEME = "Episodes"
@@ -23,7 +21,7 @@ BROKEN = problem_kind(
     option="--env",
 )
 USER_FILE = UserFile(
-    "environment", "env", BROKEN, "class", "env.py:Env", EXPECTED,
+    "environment", "env", BROKEN, "class", "env.py:Env", EXPECTED, tried_by=f"{__name__}:find_env",
     nowhere="No installed plugin provides an environment of that name.",
 )  # fmt: skip
 
@@ -60,18 +58,7 @@ def load_env(spec: str, named: Mapping[str, str]) -> EnvFactory:
         return EnvFactory(spec, find_env(spec))
     if spec not in named:
         raise ConfigError(USER_FILE.unknown(spec, named))
-    try:
-        with user_code():
-            return EnvFactory(spec, resolve_name(named[spec]))
-    except UserCodeError as error:
-        what, fix = f"the environment {spec!r} does not load", "update or remove the package that provides it"
-        got = "; ".join(filter(None, (named[spec], error.place)))
-        raise ConfigError(BROKEN(f"{what}: {error.reason}", got=got, fix=fix)) from error
-
-
-def check_env(spec: str) -> list[Problem]:
-    """What is wrong with an environment of a file."""
-    return USER_FILE.check(f"{__name__}:find_env", spec)
+    return EnvFactory(spec, load_reference(named[spec], f"{Env.what} {spec}"))
 
 
 def find_env(spec: str) -> Any:

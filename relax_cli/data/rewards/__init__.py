@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from relax_cli.config.schema import RewardSection
 from relax_cli.data.rewards.types import REWARD, BatchReward, RewardInput, RewardResult, Score
-from relax_cli.errors import ConfigError, Problem, problem_kind
+from relax_cli.errors import ConfigError, problem_kind
 from relax_cli.plugin.user_code import UserCodeError, settings_kept, user_code
 from relax_cli.plugin.user_file import UserFile, accepts
 
@@ -28,7 +28,9 @@ CUSTOM = problem_kind(
     option="--custom-rm-path",
 )
 EXPECTED = "FILE.py:function, a function of list[RewardInput]"
-USER_FILE = UserFile("reward", "custom-rm", CUSTOM, "function", "reward.py:score", EXPECTED)
+USER_FILE = UserFile(
+    "reward", "custom-rm", CUSTOM, "function", "reward.py:score", EXPECTED, tried_by=f"{__name__}:find_custom"
+)
 REWARD_UNKNOWN = problem_kind(
     "reward-unknown", "Reward", "There is no reward of that name, or it does not load.", option="--rm-type"
 )
@@ -164,11 +166,6 @@ def load_custom(spec: str) -> BatchReward:
     except UserCodeError as error:
         raise USER_FILE.raised(f"{spec} fails to start", error, spec.rpartition(":")[0]) from error
     return reward
-
-
-def check_custom(spec: str) -> list[Problem]:
-    """What is wrong with a reward of a file."""
-    return USER_FILE.check(f"{__name__}:find_custom", spec)
 
 
 def find_custom(spec: str) -> Any:
