@@ -104,12 +104,12 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Restore torch's global settings, the working folder and what stops a process after the block, where it changed
-    them."""
+    """Restore torch's global settings, the working folder, the recursion limit and what stops a process after the
+    block, where it changed them."""
     folder, torch = "", sys.modules.get("torch")
     with suppress(OSError):  # It was removed.
         folder = os.getcwd()
-    handlers = {number: signal.getsignal(number) for number in STOPS}
+    depth, handlers = sys.getrecursionlimit(), {number: signal.getsignal(number) for number in STOPS}
     before: dict[str, Any] = {} if torch is None else {read: getattr(torch, read)() for read, _ in _TORCH}
     try:
         yield
@@ -119,6 +119,7 @@ def settings_kept() -> Iterator[None]:
                 getattr(torch, write)(before[read])
         with suppress(OSError):
             os.chdir(folder)
+        sys.setrecursionlimit(depth)
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)

@@ -188,11 +188,15 @@ def test_a_record_that_cannot_be_used_makes_a_broken_row(install: Install, rewar
     assert (row["status"], reason in str(row["reason"])) == ("broken", True)
 
 
-def test_a_plugin_changes_neither_folder_nor_signals(install: Install) -> None:
-    before = os.getcwd(), signal.getsignal(signal.SIGINT)
-    install("rude", "import os, signal\nos.chdir('/')\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n")
+def test_an_import_changes_no_settings_of_the_process(install: Install) -> None:
+    def settings() -> object:
+        return os.getcwd(), signal.getsignal(signal.SIGINT), sys.getrecursionlimit()
+
+    before = settings()
+    rude = "os.chdir('/')\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nsys.setrecursionlimit(4000)\n"
+    install("rude", f"import os, signal, sys\n{rude}")
     assert row_of(load_plugins(), "rude")["status"] == "ok"
-    assert (os.getcwd(), signal.getsignal(signal.SIGINT)) == before
+    assert settings() == before
 
 
 @pytest.mark.parametrize("body", ["raise KeyError('x')", "return ['not an estimator']"])

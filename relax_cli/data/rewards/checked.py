@@ -103,9 +103,9 @@ class CheckedReward:
         if key is None:
             key = REWARD if REWARD in numbers or len(numbers) != 1 else next(iter(numbers))
         if key not in numbers:
-            what = "returned several parts" if self._key is None else f"returned no part {key!r}"
+            what = "returned several parts" if self._key is None and numbers else f"returned no part {key!r}"
             expected = self._key or f"a part called {REWARD}, or a --reward-key"
-            fix = f"--reward-key {next(iter(numbers), 'NAME')}"
+            fix = f"--reward-key {next(iter(numbers))}" if numbers else ""
             raise self._error(what, ", ".join(numbers) or "no parts", expected, sample, fix)
         return numbers[key]
 
