@@ -14,6 +14,7 @@ from relax_cli.models.files import MODEL_FOLDER, read_json
 from relax_cli.models.hybrid import language_config
 from relax_cli.models.spec import read_config
 
+LACKS_TEMPLATE = "--hf-checkpoint with a chat template (chat_template.jinja), or prompts that are plain text"
 CHUNK = 1024
 """Prompts that are tokenised at once."""
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -74,7 +75,8 @@ def encoded_text(tokenizer: Any, prompt: Prompt, *, apply_chat_template: bool) -
     if isinstance(prompt.content, str) and TOOLS not in prompt.template:
         return prompt.content
     what = "chat messages need" if not isinstance(prompt.content, str) else "tools need"
-    raise _prompt_error(prompt, f"{what} the chat template", fix="--apply-chat-template")
+    fix = LACKS_TEMPLATE if tokenizer.chat_template is None else "--apply-chat-template"
+    raise _prompt_error(prompt, f"{what} the chat template", fix=fix)
 
 
 def ids_problem(prompt: Prompt, ids: list[int], vocab_size: int | None) -> Problem | None:
@@ -145,7 +147,9 @@ def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
 
 def _render(tokenizer: Any, prompt: Prompt) -> str:
     if tokenizer.chat_template is None:
-        raise _prompt_error(prompt, "the tokenizer has no chat template", fix="leave out --apply-chat-template")
+        is_plain = isinstance(prompt.content, str) and TOOLS not in prompt.template
+        fix = "leave out --apply-chat-template" if is_plain else LACKS_TEMPLATE
+        raise _prompt_error(prompt, "the tokenizer has no chat template", fix=fix)
     try:
         text: str = tokenizer.apply_chat_template(
             prompt.messages, add_generation_prompt=True, tokenize=False, **prompt.template

@@ -12,9 +12,10 @@ import pytest
 
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem
+from relax_cli.preflight.rules.resources import ranks_vs_cores
 from tests.support.checkpoints import save
 from tests.support.rule_cases import PPO_ROLES, REFUSED_AND_NEAR_MISS, Change, roles
-from tests.support.rules import WITH_GPUS, problems_of
+from tests.support.rules import WITH_GPUS, problems_by, problems_of
 from tests.support.standins import write_uncounted_tokenizer, write_weights
 
 
@@ -86,6 +87,16 @@ def test_ranks_are_not_judged_by_cores_where_models_live_on_gpus(make: Callable[
     assert [rule for rule in on_cuda if rule != "sglang-missing"] == ["unequal-shapes"]
     assert ids(make(parallel__resource=wide, parallel__device="auto")) == ["ranks-vs-cores"]
     assert ids(make(parallel__resource=wide, parallel__device="auto"), machine=WITH_GPUS) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "fix"), [(3, 'write "actor": [1, 3] in --resource'), (14, "lower the model-parallel sizes")]
+)
+def test_ranks_for_few_cores_still_make_a_grid(make: Callable[..., Config], size: int, fix: str) -> None:
+    """With as many ranks as cores, `ranks-not-divisible` would ask for the first number again."""
+    config = make(parallel__resource=roles(actor=[1, 42]), parallel__context_parallel_size=size)
+    (problem,) = problems_by(ranks_vs_cores, config)
+    assert problem.fix.startswith(fix)
 
 
 @pytest.mark.parametrize(

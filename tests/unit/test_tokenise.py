@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from relax_cli.data.prompts import Prompt
-from relax_cli.data.tokenise import encode_prompt, ids_problem, load_tokenizer, model_vocab_size, stop_token_ids
+from relax_cli.data.tokenise import (
+    LACKS_TEMPLATE,
+    encode_prompt,
+    ids_problem,
+    load_tokenizer,
+    model_vocab_size,
+    stop_token_ids,
+)
 from relax_cli.errors import ConfigError
 from relax_cli.models.packages import default_cache_dir, resolve_model
 from relax_cli.quickstart.task import MODEL
@@ -67,16 +74,25 @@ def test_a_template_that_refuses_the_messages_names_the_prompt(folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "chat", "message"),
+    ("content", "chat", "message", "fix"),
     [
-        ("1+2=", True, "no chat template"),
-        ([{"role": "user", "content": "1"}], False, "need the chat template"),
-        ("", False, "no tokens"),
+        ("1+2=", True, "no chat template", "leave out --apply-chat-template"),
+        # With or without the option, a chat needs a template.
+        ([{"role": "user", "content": "1"}], True, "no chat template", LACKS_TEMPLATE),
+        ([{"role": "user", "content": "1"}], False, "need the chat template", LACKS_TEMPLATE),
+        ("", False, "no tokens", "correct or remove the row"),
     ],
 )
-def test_a_prompt_that_cannot_be_encoded_is_refused(tokenizer: Any, content: Any, chat: bool, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_prompt_that_cannot_be_encoded_is_refused(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, content: Any, chat: bool, message: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         encode_prompt(tokenizer, text(content), apply_chat_template=chat)
+    assert caught.value.problems[0].fix == fix
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages }}")
+    with pytest.raises(ConfigError) as caught:
+        encode_prompt(tokenizer, text([{"role": "user", "content": "1"}]), apply_chat_template=False)
+    assert caught.value.problems[0].fix == "--apply-chat-template"
 
 
 def test_a_token_the_model_does_not_know_is_refused(tokenizer: Any) -> None:

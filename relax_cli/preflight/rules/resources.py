@@ -164,6 +164,8 @@ def ranks_vs_cores(parallel: ParallelSection, machine: Machine) -> Found:
     most = MOST_RANKS_PER_CORE * machine.cores
     for role, (_, devices) in parallel.resource.items():
         if devices > most:
+            grid = parallel.grid if role in TRAINED_ROLES else 1
             message = f"{role} would run {devices} concurrent processes on {machine.cores} cores"
-            fix = f'write "{role}": [1, {machine.cores}] in --resource'
+            fix = f'write "{role}": [1, {max(1, machine.cores // grid) * grid}] in --resource'
+            fix = fix if grid <= most else "lower the model-parallel sizes, or use a machine with more cores"
             yield Finding(message, fix, str(devices), f"at most {most} on this machine")
