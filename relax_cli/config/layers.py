@@ -191,7 +191,7 @@ def _env_settings(
             settings.append(Setting(fields[name][0], name, text, variable, is_text=True))
             continue
         option = meant_option(variable.removeprefix("RELAX_"), fields)
-        guess = f"RELAX_{option.upper()}" if option else nearest(variable, NOT_OPTIONS)
+        guess = f"RELAX_{option.upper()}" if option else nearest(variable, NOT_OPTIONS, cutoff=0.85)
         message = f"environment variable {variable} is not an option of relax"
         fix = f"use {guess}, or `unset {variable}`" if guess else f"unset {variable}"
         problems.append(UNKNOWN_ENVIRONMENT(message, fix=fix, where=variable, got=variable, expected=guess))

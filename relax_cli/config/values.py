@@ -141,7 +141,8 @@ def prepare(setting: Setting, field: FieldInfo) -> Any:
     if kind is tuple and isinstance(value, str):
         value = (value,)
     if kind is bool and not isinstance(value, bool) and not (value is None and is_optional(field)):
-        return _bad_value(setting, "true or false", f"write {setting.section}.{setting.key}: true (or false)")
+        typed = f"{setting.where}=" if setting.where.startswith("RELAX_") else f"{setting.section}.{setting.key}: "
+        return _bad_value(setting, "true or false", f"write {typed}true (or false)")
     if kind in (int, float) and isinstance(value, bool):
         return _bad_value(setting, "a number", "write a number instead of true or false")
     return value

@@ -81,7 +81,9 @@ def share_faults(shares: Sequence[tuple[str, str]], rewards: Collection[str]) ->
     for name, weight in shares:
         if name not in rewards:
             guess = nearest(name, rewards)
-            fix = f"--rm-type {guess}" if guess else "install its plugin, or use --custom-rm-path FILE.py:function"
+            fix = "install its plugin, or use --custom-rm-path FILE.py:function"
+            if guess:
+                fix = f"--rm-type {guess}" if len(shares) == 1 else f"write {guess} instead of {name} in --rm-type"
             return f"there is no reward {name!r}", fix
         if names.count(name) > 1:
             return f"the reward {name!r} is given twice", f"give {name} one weight"
@@ -90,7 +92,7 @@ def share_faults(shares: Sequence[tuple[str, str]], rewards: Collection[str]) ->
         except ValueError:
             usable = False
         if not usable:
-            return f"the weight of the reward {name!r} is not a number other than 0", f"{name}=0.5"
+            return f"the weight of the reward {name!r} is not a number other than 0", f"weigh {name}, or leave it out"
     return "", ""
 
 

@@ -284,6 +284,18 @@ def test_all_problems_are_reported_at_once(make: Callable[..., Config]) -> None:
     assert ids(config) == ["resource-missing-role", "run-length-missing", "model-folder-missing"]
 
 
+@pytest.mark.parametrize(
+    ("rm_type", "fix"),
+    [
+        ("format=0.1,maths=1", "write math instead of maths in --rm-type"),
+        ("math=1,format=0", "weigh format, or leave it out"),
+        ("exact=nan", "weigh exact, or leave it out"),
+    ],
+)
+def test_the_fix_of_a_sum_keeps_its_other_rewards(make: Callable[..., Config], rm_type: str, fix: str) -> None:
+    assert [problem.fix for problem in problems_of(make(reward__rm_type=rm_type), skip_files=True)] == [fix]
+
+
 def test_a_problem_is_a_plain_record(make: Callable[..., Config]) -> None:
     (problem,) = problems_of(make(reward__rm_type="exakt"))
     assert problem == Problem(

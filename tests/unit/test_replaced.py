@@ -225,6 +225,15 @@ def test_an_empty_variable_unsets_nothing(tmp_path: Path, name: str) -> None:
         assert (problem.id, problem.option) in {("invalid-value", flag(name)), ("resource-json", flag(name))}
 
 
+@pytest.mark.parametrize(("variable", "fix"), [
+    ("RELAX_SHUFFLE", "write RELAX_SHUFFLE=true (or false)"), ("RELAX_RECIPE", "unset RELAX_RECIPE"),
+    ("RELAX_CACH", "use RELAX_CACHE, or `unset RELAX_CACH`"),
+])  # fmt: skip
+def test_the_fix_of_a_variable_is_about_a_variable(variable: str, fix: str) -> None:
+    (problem,) = load_config(Layers(env={variable: "1"}), Config).problems
+    assert problem.fix == fix
+
+
 @pytest.mark.parametrize("name", ["save", "load", "run_dir", "rm_type", "input_key", "advantage_estimator", "ref_load"])
 def test_an_empty_text_is_refused(name: str) -> None:
     (problem,) = load_config(Layers(flags={name: ""}), Config).problems

@@ -165,10 +165,18 @@ def test_a_tracker_that_cannot_be_opened_stops_the_launch(tmp_path: Path) -> Non
     assert "no route" in problem.got
 
 
-def test_tracker_unknown() -> None:
-    context = RuleContext(Config(run=RunSection(track=("wandbb", "mlflow"))))
+@pytest.mark.parametrize(
+    ("track", "wrong", "fix"),
+    [
+        (("wandbb", "mlflow"), "wandbb", "--track wandb"),
+        (("wandb,mlflow",), "wandb,mlflow", "--track wandb --track mlflow"),
+        (("a b",), "a b", "install its plugin, or drop --track 'a b'"),
+    ],
+)
+def test_tracker_unknown(track: tuple[str, ...], wrong: str, fix: str) -> None:
+    context = RuleContext(Config(run=RunSection(track=track)))
     (problem,) = (p for p in run_rules(context, skip_files=True) if p.id == "tracker-unknown")
-    assert (problem.got, problem.fix) == ("wandbb", "--track wandb")
+    assert (problem.got, problem.fix) == (wrong, fix)
 
 
 @pytest.mark.parametrize("asked", [{"tensorboard": True}, {"track": ("tensorboard",)}, {}])

@@ -119,8 +119,10 @@ def tracker_unknown(run: RunSection, trackers: Mapping[str, Tracker]) -> Found:
     """No built-in tracker and no plugin has the name that `--track` gives."""
     for name in run.track:
         if name not in trackers:
-            guess = nearest(name, trackers)
-            fix = f"--track {guess}" if guess else f"install its plugin, or drop --track {name}"
+            several = name.replace(",", " ").split()
+            guesses = several if set(several) <= trackers.keys() else filter(None, [nearest(name, trackers)])
+            fix = " ".join(f"--track {guess}" for guess in guesses)
+            fix = fix or f"install its plugin, or drop --track {shlex.quote(name)}"
             yield Finding(f"there is no tracker {name!r}", fix, name, ", ".join(trackers))
 
 

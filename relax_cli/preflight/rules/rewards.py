@@ -39,9 +39,9 @@ def reward_twice(reward: RewardSection) -> Found:
 @rule(REWARD_UNKNOWN)
 def reward_unknown(reward: RewardSection, rewards: frozenset[str]) -> Found:
     """There is no reward of that name, or it does not load."""
-    unknown = [share for share in reward.shares if share[0] not in rewards]
-    if unknown and reward.custom_rm_path is None:
-        yield Finding(*share_faults(unknown, rewards), got=unknown[0][0], expected=", ".join(sorted(rewards)))
+    unknown_first = sorted(reward.shares, key=lambda share: share[0] in rewards)
+    if reward.custom_rm_path is None and unknown_first and (name := unknown_first[0][0]) not in rewards:
+        yield Finding(*share_faults(unknown_first, rewards), got=name, expected=", ".join(sorted(rewards)))
 
 
 @rule("reward-weights", THEME, option="--rm-type")
@@ -49,7 +49,7 @@ def reward_weights(reward: RewardSection, rewards: frozenset[str]) -> Found:
     """A sum of rewards is `NAME=WEIGHT,NAME=WEIGHT`, with each name once and weights that are not 0."""
     message, fix = share_faults(reward.shares, rewards | dict(reward.shares).keys())
     if message:
-        yield Finding(message, f"--rm-type {fix}" if "=" in fix else fix)
+        yield Finding(message, fix)
 
 
 @rule("reward-key-unknown", THEME, option="--reward-key")
