@@ -42,7 +42,7 @@ def phases(checked: CheckedRun, gpu: Hardware) -> dict[str, float]:
     assert plan is not None, checked.errors
     assert plan.memory is not None, checked.errors
     assert checked.inputs.model is not None, checked.errors
-    spec, samples = checked.inputs.model, plan.steps.samples_per_rollout
+    spec, samples = checked.inputs.model, config.batch.samples_per_rollout
     longest = config.rollout.rollout_max_response_len
     response, prompt = SHARE_OF_LONGEST * longest, SHARE_OF_LONGEST * (config.rollout.rollout_max_prompt_len or 0)
     servers = plan.gpus // config.sglang.rollout_num_gpus_per_engine

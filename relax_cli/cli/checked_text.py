@@ -155,25 +155,26 @@ def _placement(plan: Plan) -> list[str]:
 
 
 def _steps(plan: Plan) -> list[str]:
-    s = plan.steps
+    batch, longest = plan.config.batch, plan.lengths
+    prompts, samples = batch.rollout_batch_size, batch.samples_per_rollout
     lines = ["", "steps"]
-    samples = f"{s.prompts_per_rollout} prompts x {counted(s.samples_per_prompt, 'sample')} = {s.samples_per_rollout}"
-    steps = f"{counted(s.steps_per_rollout, 'optimizer step')} x {s.samples_per_step} samples"
-    lines += wrapped(f"  a rollout: {samples} samples = {steps}")
-    if s.rollouts is None:
+    product = f"{prompts} prompts x {counted(batch.n_samples_per_prompt, 'sample')} = {samples}"
+    steps = f"{counted(batch.steps_per_rollout, 'optimizer step')} x {batch.samples_per_step} samples"
+    lines += wrapped(f"  a rollout: {product} samples = {steps}")
+    if plan.rollouts is None:
         lines.append("  rollouts: as many as --num-epoch gives; the data were not read")
     else:
-        steps = ", ".join(f"{count} of the {role}" for role, count in s.optimizer_steps.items())
-        resumed = f", resuming at {s.first_rollout}" if s.first_rollout else ""
-        lines += wrapped(f"  the run: {s.rollouts} rollouts{resumed}; optimizer steps: {steps}")
+        steps = ", ".join(f"{count} of the {role}" for role, count in plan.optimizer_steps.items())
+        resumed = f", resuming at {plan.first_rollout}" if plan.first_rollout else ""
+        lines += wrapped(f"  the run: {plan.rollouts} rollouts{resumed}; optimizer steps: {steps}")
     lines += wrapped(
-        f"  tokens of a rollout: at most {s.samples_per_rollout} x ({s.longest_prompt} prompt + {s.longest_response}"
-        f" response) = {s.most_tokens_per_rollout}"
+        f"  tokens of a rollout: at most {samples} x ({longest.prompt} prompt + {longest.response} response)"
+        f" = {plan.most_tokens}"
     )
-    if s.prompts is not None and s.rollouts is not None:
-        passes = s.rollouts * s.prompts_per_rollout / s.prompts
+    if plan.prompts is not None and plan.rollouts is not None:
+        passes = plan.rollouts * prompts / plan.prompts
         times = f"{passes:.0f}" if passes >= 10 else f"{passes:.2g}"
-        lines += wrapped(f"  data: {s.prompts} prompts, used {times} times")
+        lines += wrapped(f"  data: {plan.prompts} prompts, used {times} times")
     return lines
 
 
@@ -261,7 +262,7 @@ def _on_gpus(plan: Plan, memory: MemoryPlan, gpu: GpuMemory) -> list[str]:
 
 
 def _cache_lines(plan: Plan, gpu: GpuMemory) -> list[str]:
-    lines, length = [], plan.steps.longest_prompt + plan.steps.longest_response
+    lines, length = [], plan.lengths.prompt + plan.lengths.response
     for cache in gpu.caches:
         room = f"{in_bytes(cache.size)}, {cache.sequences} samples of {length} tokens at a time"
         lines += wrapped(f"  SGLang's cache on {_round(cache.gpu)}: {room if cache.size > 0 else 'no room'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from math import isfinite
 
@@ -78,13 +79,14 @@ def _of_row(prompt: Prompt, reward: RewardSection, rewards: Collection[str]) -> 
 def share_faults(shares: Sequence[tuple[str, str]], rewards: Collection[str]) -> tuple[str, str]:
     """What is wrong with the words of a sum of rewards, and its fix; two empty texts where nothing is."""
     names = [name for name, _ in shares]
+    if unknown := [name for name in names if name not in rewards]:
+        fix = "install its plugin, or use --custom-rm-path FILE.py:function"
+        if guess := nearest(unknown[0], rewards):
+            corrected = [(guess if name == unknown[0] else name, weight) for name, weight in shares]
+            terms = guess if len(shares) == 1 else ",".join(map("=".join, corrected))
+            fix = f"--rm-type {shlex.quote(terms)}"
+        return f"there is no reward {unknown[0]!r}", fix
     for name, weight in shares:
-        if name not in rewards:
-            guess = nearest(name, rewards)
-            fix = "install its plugin, or use --custom-rm-path FILE.py:function"
-            if guess:
-                fix = f"--rm-type {guess}" if len(shares) == 1 else f"write {guess} instead of {name} in --rm-type"
-            return f"there is no reward {name!r}", fix
         if names.count(name) > 1:
             return f"the reward {name!r} is given twice", f"give {name} one weight"
         try:

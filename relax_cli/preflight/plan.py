@@ -15,7 +15,7 @@ from relax_cli.preflight.inputs import ASSUMED_PROMPT, RunInputs
 from relax_cli.preflight.machine import Machine
 from relax_cli.preflight.memory import estimate
 from relax_cli.preflight.memory.gpu import GpuMemory, assumptions, gpu_memory
-from relax_cli.preflight.memory.sizes import RoleMemory, precision_of
+from relax_cli.preflight.memory.sizes import Lengths, RoleMemory, precision_of
 
 
 @dataclass(frozen=True)
@@ -29,27 +29,6 @@ class RolePlan:
     """Bundles of the placement group it sits in; none for a service without a device."""
     idle_bundles: int
     """Bundles that wait while this role works."""
-
-
-@dataclass(frozen=True)
-class StepsPlan:
-    """How prompts become optimizer steps."""
-
-    prompts_per_rollout: int
-    samples_per_prompt: int
-    samples_per_rollout: int
-    steps_per_rollout: int
-    samples_per_step: int
-    first_rollout: int
-    """0, or the next rollout of a resumed run."""
-    rollouts: int | None
-    """Of the whole run; None where it depends on data that were not read."""
-    optimizer_steps: dict[str, int]
-    """Of the whole run, by trained role."""
-    prompts: int | None
-    longest_prompt: int
-    longest_response: int
-    most_tokens_per_rollout: int
 
 
 @dataclass(frozen=True)
@@ -98,11 +77,30 @@ class Plan:
     config: Config
     machine: Machine
     roles: tuple[RolePlan, ...]
-    steps: StepsPlan
+    first_rollout: int
+    """0, or the next rollout of a resumed run."""
+    rollouts: int | None
+    """Of the whole run; None where it depends on data that were not read."""
+    prompts: int | None
+    lengths: Lengths
     assumptions: tuple[str, ...]
     parameters: dict[str, int]
     """Empty where the model is not known."""
     memory: MemoryPlan | None
+
+    @property
+    def optimizer_steps(self) -> dict[str, int]:
+        """Of the whole run, by trained role."""
+        if self.rollouts is None:
+            return {}
+        has_critic = any(role.spec.name == "critic" for role in self.roles)
+        actor, critic = optimizer_steps(self.config, self.rollouts, has_critic=has_critic)
+        return {"critic": critic, "actor": actor} if has_critic else {"actor": actor}
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a rollout whose samples are all as long as they can be."""
+        return self.config.batch.samples_per_rollout * (self.lengths.prompt + self.lengths.response)
 
     @property
     def bundles(self) -> int:
@@ -156,7 +154,10 @@ def build_plan(
         config=config,
         machine=machine,
         roles=tuple(_role(config, role, cores) for role in graph),
-        steps=_steps(config, inputs, "critic" in names, first_rollout),
+        first_rollout=first_rollout,
+        rollouts=inputs.rollouts(config),
+        prompts=inputs.prompts,
+        lengths=inputs.lengths_for(config),
         assumptions=tuple(_assumptions(config, inputs)),
         parameters={} if inputs.model is None else _parameters(config, inputs.model, has_critic="critic" in names),
         memory=plan_memory(config, names, inputs, machine),
@@ -165,7 +166,7 @@ def build_plan(
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """The JSON form: roles, placement, gpus, steps, memory."""
-    parallel = plan.config.parallel
+    parallel, batch = plan.config.parallel, plan.config.batch
     return {
         "roles": [_attributes(role.spec, "name summary reads writes") for role in plan.roles],
         "placement": {
@@ -177,7 +178,15 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "idle_bundles": {r.spec.name: r.idle_bundles for r in plan.roles if r.idle_bundles},
         },
         "gpus": {"needed": plan.gpus, "here": plan.machine.gpus, "why": plan.gpus_why},
-        "steps": vars(plan.steps),
+        "steps": {
+            "prompts_per_rollout": batch.rollout_batch_size,
+            "samples_per_prompt": batch.n_samples_per_prompt,
+            **_attributes(batch, "samples_per_rollout steps_per_rollout samples_per_step"),
+            **_attributes(plan, "first_rollout rollouts optimizer_steps prompts"),
+            "longest_prompt": plan.lengths.prompt,
+            "longest_response": plan.lengths.response,
+            "most_tokens_per_rollout": plan.most_tokens,
+        },
         "memory": _memory_dict(plan),
     }
 
@@ -248,28 +257,6 @@ def _role(config: Config, role: RoleSpec, cores: int) -> RolePlan:
     idle = shared_bundles(parallel, config.sglang) - ranks if has_bundle else 0
     threads = threads_of(parallel, role.name, cores)
     return RolePlan(role, processes_of(role.name, config), threads, bundles, idle)
-
-
-def _steps(config: Config, inputs: RunInputs, has_critic: bool, first_rollout: int) -> StepsPlan:
-    batch, lengths, rollouts = config.batch, inputs.lengths_for(config), inputs.rollouts(config)
-    steps: dict[str, int] = {}
-    if rollouts is not None:
-        actor, critic = optimizer_steps(config, rollouts, has_critic=has_critic)
-        steps = {"critic": critic, "actor": actor} if has_critic else {"actor": actor}
-    return StepsPlan(
-        prompts_per_rollout=batch.rollout_batch_size,
-        samples_per_prompt=batch.n_samples_per_prompt,
-        samples_per_rollout=batch.samples_per_rollout,
-        steps_per_rollout=batch.steps_per_rollout,
-        samples_per_step=batch.samples_per_step,
-        first_rollout=first_rollout,
-        rollouts=rollouts,
-        optimizer_steps=steps,
-        prompts=inputs.prompts,
-        longest_prompt=lengths.prompt,
-        longest_response=lengths.response,
-        most_tokens_per_rollout=batch.samples_per_rollout * (lengths.prompt + lengths.response),
-    )
 
 
 def _assumptions(config: Config, inputs: RunInputs) -> list[str]:

@@ -287,7 +287,7 @@ def test_all_problems_are_reported_at_once(make: Callable[..., Config]) -> None:
 @pytest.mark.parametrize(
     ("rm_type", "fix"),
     [
-        ("format=0.1,maths=1", "write math instead of maths in --rm-type"),
+        ("format=0.1,maths=1", "--rm-type format=0.1,math=1"),
         ("math=1,format=0", "weigh format, or leave it out"),
         ("exact=nan", "weigh exact, or leave it out"),
     ],

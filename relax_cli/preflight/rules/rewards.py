@@ -39,9 +39,9 @@ def reward_twice(reward: RewardSection) -> Found:
 @rule(REWARD_UNKNOWN)
 def reward_unknown(reward: RewardSection, rewards: frozenset[str]) -> Found:
     """There is no reward of that name, or it does not load."""
-    unknown_first = sorted(reward.shares, key=lambda share: share[0] in rewards)
-    if reward.custom_rm_path is None and unknown_first and (name := unknown_first[0][0]) not in rewards:
-        yield Finding(*share_faults(unknown_first, rewards), got=name, expected=", ".join(sorted(rewards)))
+    unknown = [name for name, _ in reward.shares if name not in rewards]
+    if unknown and reward.custom_rm_path is None:
+        yield Finding(*share_faults(reward.shares, rewards), got=unknown[0], expected=", ".join(sorted(rewards)))
 
 
 @rule("reward-weights", THEME, option="--rm-type")
