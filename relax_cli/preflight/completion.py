@@ -37,7 +37,12 @@ def complete(config: Config, *, has_critic: bool) -> tuple[Config, list[Change]]
 def without_unused_roles(config: Config, graph: ServiceGraph) -> tuple[Config, list[Change]]:
     """The configuration without processes and devices for roles that the run does not have."""
     resource = config.parallel.resource
-    unused = [role for role in resource if role in OPTIONAL_ROLES and role not in graph]
+    # Counts that make no sense stay, for rules to report.
+    unused = [
+        role
+        for role, (services, devices) in resource.items()
+        if role in OPTIONAL_ROLES and role not in graph and services == 1 and devices >= (role != "advantages")
+    ]
     if not unused:
         return config, []
     kept = {role: counts for role, counts in resource.items() if role not in unused}

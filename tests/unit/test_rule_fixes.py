@@ -120,6 +120,8 @@ SITUATIONS = [
         (
             rule,
             {"resource": typed(PPO_ROLES), "n_samples_per_prompt": "1"}
+            # Other estimators have no critic.
+            | (PPO if "critic" in json.dumps(bad) else {})
             | {path.partition("__")[2]: typed(v) for path, v in bad.items()},
         )
         for rule, bad, _ in REFUSED_AND_NEAR_MISS
