@@ -30,13 +30,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
             return log_ratio
         case "k2":
             return log_ratio.square() / 2
-        case "k3":
-            return _k3(log_ratio)
-        case "low_var_kl":
-            return _k3(log_ratio).clamp(-_LOW_VAR_LIMIT, _LOW_VAR_LIMIT)
+        case "k3" | "low_var_kl":
+            k3 = finite_ratio(-log_ratio) - 1 + log_ratio
+            return k3 if kind == "k3" else k3.clamp(-_LOW_VAR_LIMIT, _LOW_VAR_LIMIT)
         case _:
             raise ValueError(f"unknown KL estimator {kind!r}; expected k1, k2, k3 or low_var_kl")
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    return finite_ratio(-log_ratio) - 1 + log_ratio

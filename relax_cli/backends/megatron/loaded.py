@@ -29,8 +29,6 @@ class LoadedModel:
     def __init__(self, kind: ModelKind, model_folder: Path, build: Build) -> None:
         """Build from the Hugging Face folder `model_folder`.
         Raises ConfigError, where that cannot be used, and EnvironmentFault: see `build_model`."""
-        ranks = parallel.TENSOR.size * parallel.STAGE.size * parallel.CONTEXT.size
-        assert build.layout.grid == ranks, "parallel.initialize made other groups"
         self.kind = kind
         self.device = build.device
         self.spec = read_any_spec(model_folder)
@@ -52,7 +50,9 @@ class LoadedModel:
             if parallel.STAGE.size == 1 or not moved:
                 outputs = [run_batch(self.model, batch) for batch in moved]
             else:
-                of_last = run_stages(self.model, moved, _as_report, passes=len(moved), forward_only=True)
+                of_last = run_stages(
+                    self.model, moved, lambda output, _: (output.main, output), passes=len(moved), forward_only=True
+                )
                 outputs = [self._on_every_stage(batch, of_last) for batch in moved]
         return outputs[: len(micro_batches)]
 
@@ -122,10 +122,6 @@ def run_stages(
         forward_only=forward_only,
     )
     return reports
-
-
-def _as_report(output: ModelOutput, _: MicroBatch) -> tuple[Tensor, ModelOutput]:
-    return output.main, output
 
 
 def run_batch(model: torch.nn.Module, batch: MicroBatch) -> Any:
