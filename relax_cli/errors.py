@@ -176,11 +176,6 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP arrived; like KeyboardInterrupt no error, so nothing but the end of the run may catch it."""
 
 
-MACHINE_LIMIT = problem_kind(
-    "machine-limit",
-    MACHINE_THEME,
-    "A command met a limit of the machine or of `ulimit`: memory, open files, threads, the size of a file.",
-)
 LIMITS = {
     "[Oo]ut of memory|not enough memory|Cannot allocate memory|MemoryError": "use a smaller --micro-batch-size or "
     "fewer ranks in --resource, or free memory (free -h and nvidia-smi show it)",
@@ -194,22 +189,3 @@ LIMITS = {
 def way_out(said: str) -> str | None:
     """What helps against the limit that an error's text is about; None for any other error."""
     return next((advice for cause, advice in LIMITS.items() if re.search(cause, said)), None)
-
-
-def limit_fault(error: Exception) -> RunError | None:
-    """What to say of an error that is due to a limit of the machine; None for any other."""
-    said = f"{type(error).__name__}: {error}"
-    advice = way_out(said)
-    if advice is None:
-        return None
-    fault = RunError(
-        MACHINE_LIMIT(
-            "a limit of this machine was reached",
-            where="`ulimit -a` and `free -h` show what a process may have",
-            got=next(line for line in said.splitlines() if way_out(line))[:300],
-            expected="memory, files and threads enough for the command",
-            fix=advice,
-        )
-    )
-    fault.__notes__ = list(getattr(error, "__notes__", ()))
-    return fault

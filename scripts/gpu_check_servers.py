@@ -91,6 +91,7 @@ class Watcher:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
+        self.display = self
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         self.steps.append(metrics)

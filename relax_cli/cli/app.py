@@ -27,8 +27,8 @@ from relax_cli.errors import (
     RelaxError,
     RunError,
     Terminated,
-    limit_fault,
     problem_kind,
+    way_out,
 )
 from relax_cli.plugin.stdout import stdout_as_stderr
 
@@ -42,7 +42,10 @@ CODE_EXITED = problem_kind(
     "Code of a reward, a plugin or a library called `sys.exit`. Exit codes of `relax` are its own: this is a failure.",
 )
 SYSTEM_REFUSED = problem_kind(
-    "system-refused", MACHINE_THEME, "A file could not be read or written, for example standard output on a full disk."
+    "system-refused",
+    MACHINE_THEME,
+    "A file could not be read or written, for example standard output on a full disk, or a limit of the machine or of "
+    "`ulimit` was reached: memory, open files, threads, the size of a file.",
 )
 THREADS_MAY_TAKE = 10.0
 """Seconds for threads of a user's code after the last result."""
@@ -159,12 +162,6 @@ class RelaxGroup(TyperGroup):
             how = "interrupted" if is_ctrl_c else "ended by a signal"
             _output(ctx).note(f"{how} before the first step finished; all processes have exited")
             raise typer.Exit(ExitCode.INTERRUPTED if is_ctrl_c else ExitCode.TERMINATED) from end
-        except Exception as error:
-            fault = limit_fault(error)
-            if fault is None:
-                raise
-            _output(ctx).fail(fault)
-            raise typer.Exit(ExitCode.FAILED) from error
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """The list of sub-commands, without importing them."""
@@ -240,13 +237,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return ExitCode.INTERRUPTED
     except Terminated:
         return ExitCode.TERMINATED
-    except OSError as error:
-        fault = RunError(_refused(error))
-        fault.__cause__ = error
-        fault.__notes__ = list(getattr(error, "__notes__", ()))
-        Output().fail(fault)
-    except Exception as error:  # noqa: BLE001 - the last frame: whatever is left is our bug, and is shown as one
-        _bug(error)
+    except Exception as error:  # noqa: BLE001 - the last frame: whatever is left is the system's doing, or our bug
+        _unexpected(error)
     return ExitCode.FAILED
 
 
@@ -259,12 +251,18 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
 
 
-def _refused(error: OSError) -> Problem:
+def _refused(error: Exception) -> Problem | None:
+    """What to say of an error that the system made; None for any other."""
+    is_system, said = isinstance(error, OSError), f"{type(error).__name__}: {error}"
+    advice = way_out(said)
+    if advice is None and not is_system:
+        return None
+    no_name = "standard output, or a file or connection that has no name" if is_system else "this machine"
     return SYSTEM_REFUSED(
-        f"the system refused: {error.strerror or error}",
-        where=str(error.filename or "standard output, or a file or connection that has no name"),
-        got=str(error),
-        fix="see to the disk, the folder or the permissions; RELAX_DEBUG=1 shows what relax was doing",
+        f"the system refused: {getattr(error, 'strerror', None) or 'a limit was reached'}",
+        where=str(getattr(error, "filename", None) or no_name),
+        got=next((line for line in said.splitlines() if way_out(line)), said)[:300],
+        fix=advice or "see to the disk, the folder or the permissions; RELAX_DEBUG=1 shows what relax was doing",
     )
 
 
@@ -305,12 +303,16 @@ def _code_exited(end: SystemExit) -> Problem:
     )
 
 
-def _bug(error: Exception) -> None:
-    output = Output()
-    output.note(f"error: {type(error).__name__}: {error}")
-    if is_debug():
+def _unexpected(error: Exception) -> None:
+    output, problem = Output(), _refused(error)
+    if problem is not None:
+        fault = RunError(problem)
+        fault.__cause__ = error
+        output.fail(fault)
+    elif is_debug():
         output.note("".join(traceback.format_exception(error)))
     else:
+        output.note(f"error: {type(error).__name__}: {error}")
         output.note("  where     inside relax: this is a bug, not your doing")
         output.note("  fix       run the command again with RELAX_DEBUG=1 to see the traceback, and report it")
     for note in getattr(error, "__notes__", ()):

@@ -44,7 +44,7 @@ class Recorder:
         """Before the first step, with `done` rollouts finished. Raises EnvironmentFault: one cannot be opened."""
         known, names = self.plugins.trackers(), tracker_names(self.config.run)
         if names:
-            self.status(f"opening {', '.join(names)}")
+            self.display.status(f"opening {', '.join(names)}")
         run = TrackedRun(self.run_dir, config_dump(self.config), done)
         self.trackers = Trackers([known[name] for name in names], run, self.warn)
 
@@ -74,12 +74,6 @@ class Recorder:
         """Show it, and keep it with the metrics."""
         self.display.warn(message)
         self.metrics.warn(message)
-
-    def phase(self, name: str) -> None:
-        self.display.phase(name)
-
-    def status(self, text: str) -> None:
-        self.display.status(text)
 
 
 def memory_gb() -> float:
@@ -184,7 +178,7 @@ class Trainer:
         """Between two phases no role is busy: a pair that was written meanwhile counts from now on."""
         if self.saver.is_written:
             self._publish()
-        self.watcher.phase(name)
+        self.watcher.display.phase(name)
 
     def _begin(self) -> None:
         """Evaluate before the first step, or what a run that was killed has left."""
@@ -238,13 +232,13 @@ class Trainer:
 
     def _prepare(self, done: int) -> None:
         self._publish()
-        self.watcher.status(f"saving iteration {done}")
+        self.watcher.display.status(f"saving iteration {done}")
         self.saver.prepare(done, self.sampling.position(self.session.roles.rollout))
 
     def _publish(self) -> None:
         """Let a prepared pair count, once it is written and the samples of all its steps are on the disk."""
         if self.saver.pending is not None and not self.saver.is_written:
-            self.watcher.status(f"saving iteration {self.saver.pending}")
+            self.watcher.display.status(f"saving iteration {self.saver.pending}")
         self.saver.complete()
         if self.saver.pending is None:
             return
@@ -276,7 +270,7 @@ class Trainer:
         def evaluate(rollout: RolloutGroup) -> dict[str, Any]:
             metrics: dict[str, Any] = {}
             for name in self.sets:
-                self.watcher.status(f"evaluating {name}")
+                self.watcher.display.status(f"evaluating {name}")
                 started = time.perf_counter()
                 metrics |= eval_metrics(name, rollout.evaluate(name), self.config.eval.eval_pass_reward)
                 metrics[f"eval/{name}/seconds"] = time.perf_counter() - started

@@ -31,6 +31,7 @@ class Quiet:
 
     def __init__(self) -> None:
         self.phases: list[str] = []
+        self.display = self
 
     def step(self, rollout_id: int, metrics: dict[str, Any]) -> None: ...
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None: ...
