@@ -44,7 +44,7 @@ FORMAT_VERSION = 2
 
 MOST_META_BYTES = 64 << 20
 MOST_HASHED_BYTES = 4 << 30
-"""Of one checkpoint: a second or two."""
+"""Checkpoints whose hashes are compared whenever one is chosen: a second or two."""
 MOST_TRACKER_BYTES = 4096
 
 Iteration: TypeAlias = int | Literal["release"] | None
@@ -129,18 +129,13 @@ def write_best(save_dir: Path, best: Best) -> None:
     replace_file(save_dir / BEST_FILE, json.dumps(asdict(best)) + "\n")
 
 
-def is_inside(path: object) -> bool:
-    """Whether a path of a checkpoint's records, relative to its folder, cannot lead out of it by name."""
-    if not isinstance(path, str) or not 0 < len(path) < 256 or "\0" in path or "\\" in path:
-        return False
-    parts = PurePosixPath(path)
-    return not parts.is_absolute() and ".." not in parts.parts
-
-
-def _inside(path: str) -> str:
-    if not is_inside(path):
-        raise ValueError("the path leads out of the checkpoint")
-    return path
+def inside(path: object) -> str:
+    """A path of a checkpoint's records. Raises ValueError: by its name it may lead out of the checkpoint's folder."""
+    if isinstance(path, str) and 0 < len(path) < 256 and "\0" not in path and "\\" not in path:
+        parts = PurePosixPath(path)
+        if not parts.is_absolute() and ".." not in parts.parts:
+            return path
+    raise ValueError(f"it names a file outside the checkpoint: {path!r:.200}")
 
 
 STRICT = ConfigDict(extra="forbid", strict=True)
@@ -152,7 +147,7 @@ class FileEntry:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    path: Annotated[str, AfterValidator(_inside)]
+    path: Annotated[str, AfterValidator(inside)]
     """Relative to the checkpoint folder."""
     size: NonNegativeInt
     sha256: str
@@ -177,11 +172,6 @@ class CheckpointMeta:
     random_state: tuple[dict[str, Any], ...] = ()
     """State of the random generators of every rank, in rank order, as the model gave it."""
     format_version: int = FORMAT_VERSION
-
-    @property
-    def is_hashed_soon(self) -> bool:
-        """Whether its files are so small that their hashes are compared whenever it is chosen."""
-        return sum(entry.size for entry in self.files) <= MOST_HASHED_BYTES
 
     @property
     def save(self) -> tuple[str, str | None]:

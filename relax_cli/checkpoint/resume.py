@@ -137,7 +137,7 @@ def examine_resume(
         sides.append(replace(critic, problem=_loss(actor, critic) or critic.problem))
         sides = list(_as_a_pair(*sides, deep=deep))
     decision, problems = _decide(sides[0], sides[1] if has_critic else None, critic_init_from_actor)
-    warnings = tuple(_newer(sides)) if decision.verdict == "resume" else ()
+    warnings = tuple(_newer(*sides)) if decision.verdict == "resume" else ()
     return ResumeReport(decision, tuple(sides), tuple(_with_way_back(problems, *sides, deep=deep)), warnings)
 
 
@@ -245,21 +245,21 @@ def _mismatch(actor: Side, critic: Side) -> Problem:
     )
 
 
-def _newer(sides: Sequence[Side]) -> Iterator[Problem]:
-    """The warning that the tracker does not name the newest checkpoint that all sides have."""
-    chosen, folders = sides[0].iteration, [side.folder for side in sides if side.folder is not None]
-    assert chosen is not None, "it is resumed"
-    for iteration in reversed(layout.list_iterations(folders[0])):
-        if iteration > chosen and all(layout.is_complete(layout.iteration_folder(at, iteration)) for at in folders):
-            yield NOT_NEWEST(
-                f"the run resumes from iteration {chosen}, which the tracker names, and will replace newer checkpoints",
-                option=sides[0].option,
-                where=str(folders[0]),
-                got=f"the tracker names {chosen}",
-                expected=f"the newest complete one, iteration {iteration}",
-                fix=align.go_back(iteration, folders[0], folders[1] if len(folders) > 1 else None),
-            )
-            return
+def _newer(actor: Side, critic: Side | None = None) -> Iterator[Problem]:
+    """The warning that the tracker does not name the newest checkpoint."""
+    at, chosen, other = actor.folder, actor.iteration, None if critic is None else critic.folder
+    if at is None or chosen is None or layout.list_iterations(at)[-1] <= chosen:
+        return
+    newest = next(align.resumable(at, other), chosen)
+    if newest > chosen:
+        yield NOT_NEWEST(
+            f"the run resumes from iteration {chosen}, which the tracker names, and will replace newer checkpoints",
+            option=actor.option,
+            where=str(at),
+            got=f"the tracker names {chosen}",
+            expected=f"the newest complete one, iteration {newest}",
+            fix=align.go_back(newest, at, other),
+        )
 
 
 def _with_way_back(problems: list[Problem], actor: Side, critic: Side | None = None, *, deep: bool) -> list[Problem]:

@@ -105,7 +105,7 @@ def read_metadata(folder: Path) -> Metadata:
         content = layout.read_small_file(path, MOST_METADATA_BYTES)
         fields = _state(_InertUnpickler(io.BytesIO(content)).load(), "Metadata")
         tensors = {_text(name): _build_entry(entry) for name, entry in fields["state_dict_metadata"].items()}
-        places = {_build_index(i): _build_place(p, folder) for i, p in fields["storage_data"].items()}
+        places = {_build_index(i): _build_place(p) for i, p in fields["storage_data"].items()}
     except RelaxError:
         raise
     except Exception as error:
@@ -215,14 +215,11 @@ def _build_index(record: Any) -> MetadataIndex:
     return MetadataIndex(_text(fields["fqn"]), place, None if index is None else _number(index))
 
 
-def _build_place(record: Any, folder: Path) -> _StorageInfo:
+def _build_place(record: Any) -> _StorageInfo:
     fields = _state(record, "_StorageInfo")
-    path = fields["relative_path"]
-    if not layout.is_inside(path):
-        raise unsafe(folder / METADATA_FILE, f"{METADATA_FILE} names a file outside the checkpoint: {path!r:.200}")
     if fields.get("transform_descriptors"):
         raise TypeError("the shards are transformed")
-    return _StorageInfo(path, _number(fields["offset"]), _number(fields["length"]))
+    return _StorageInfo(layout.inside(fields["relative_path"]), _number(fields["offset"]), _number(fields["length"]))
 
 
 def _state(record: Any, name: str) -> Any:

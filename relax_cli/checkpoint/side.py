@@ -112,7 +112,8 @@ def with_state(side: Side, checkpoint: Path, deep: bool) -> Side:
     side = replace(side, checkpoint=checkpoint)
     try:
         meta = layout.read_meta(checkpoint)
-        found = layout.damages(checkpoint, deep=deep or meta.is_hashed_soon)
+        is_small = sum(entry.size for entry in meta.files) <= layout.MOST_HASHED_BYTES
+        found = layout.damages(checkpoint, deep=deep or is_small)
     except ResumeError as error:
         return replace(side, problem=error.problems[0])
     side = replace(side, meta=meta)

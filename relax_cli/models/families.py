@@ -212,8 +212,5 @@ def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
         elif value and not key.startswith(_HARMLESS_PREFIXES):
             what = f"config.json sets {key}, which may change what the model computes and which relax does not know"
             fix = f"use a model without {key}; delete the line only if transformers also ignores it"
-            got, expected = (
-                f"{key} = {in_json(value, 80)}",
-                f"keys of the {config['model_type']} family in transformers",
-            )
+            got, expected = f"{key} = {in_json(value, 80)}", f"keys of {config['model_type']} in transformers"
             raise ConfigError(UNSUPPORTED(what, fix=fix, where=str(path), got=got, expected=expected))
