@@ -115,7 +115,7 @@ def load(model: Saveable, folder: Path) -> CheckpointMeta:
             where=str(folder),
             got=damaged,
             expected="every file as it was written",
-            fix="relax checkpoint check-resume --deep with this run's --load and --critic-load says how to go back",
+            fix="`relax checkpoint check-resume --deep` with this run's --load and --critic-load says how to go back",
         )
         raise ResumeError(problem)
     model.load(folder)
