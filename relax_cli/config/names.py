@@ -89,49 +89,30 @@ OTHER_TRAINERS = {
     "weight_decay": "l2 wd",
 }
 """Option to names that other trainers have for it."""
-_NO_REUSE = (
-    "the actor uses every rollout once, in --num-steps-per-rollout steps; --critic-updates-per-step is for the critic"
-)
-_OWN_PROCESSES = "a run starts its own processes, so it needs no torchrun: --resource says how many"
-_CRITIC = (
-    "a new critic is the model of --hf-checkpoint with a value head; --critic-load resumes a critic that a run saved"
-)
-_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-_REWARD_MODEL = "a reward model answers on a server of its own: --rm-type remote --rm-url URL"
-_STOPS = "a response ends at the eos_token_id of generation_config.json, and at the texts of --rollout-stop"
-NOT_HERE = {
-    "activation_checkpointing": _RECOMPUTED,
-    "enable_gradient_checkpointing": _RECOMPUTED,
-    "gradient_checkpointing": _RECOMPUTED,
-    "critic_model": _CRITIC,
-    "critic_model_path": _CRITIC,
-    "critic_path": _CRITIC,
-    "critic_pretrain": _CRITIC,
-    "value_model": _CRITIC,
-    "kl_penalty": "the KL term of the reward (--kl-coef) is k1; --kl-loss-type is for --use-kl-loss",
-    "loss_type": "--advantage-estimator names the objective, --loss-aggregation what it is averaged over",
-    "max_epochs": _NO_REUSE,
-    "ppo_mini_batch_size": "verl counts prompts, --global-batch-size samples: prompts × --n-samples-per-prompt",
-    "reward_model": _REWARD_MODEL,
-    "reward_pretrain": _REWARD_MODEL,
-    "whiten_rewards": "rewards are not whitened; --normalize-advantages whitens advantages",
+DONE_OTHERWISE = {
+    "activation_checkpointing enable_gradient_checkpointing gradient_checkpointing": "--recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1",
     "checkpoint": "checkpoints are written to --save and resumed from with --load; --hf-checkpoint is the model",
+    "config config_file": "recipes are given as --recipe NAME|FILE",
+    "critic_model critic_model_path critic_path critic_pretrain value_model": "a new critic is the model of "
+    "--hf-checkpoint with a value head; --critic-load resumes a critic that a run saved",
     "gradient_accumulation_steps": "micro-batches add up by themselves: set --micro-batch-size and --global-batch-size",
-    "local_rank": _OWN_PROCESSES,
-    "node_rank": _OWN_PROCESSES,
-    "num_iterations": _NO_REUSE,
-    "num_ppo_epochs": _NO_REUSE,
+    "kl_penalty": "the KL term of the reward (--kl-coef) is k1; --kl-loss-type is for --use-kl-loss",
+    "local_rank node_rank": "a run starts its own processes, so it needs no torchrun: --resource says how many",
+    "loss_type": "--advantage-estimator names the objective, --loss-aggregation what it is averaged over",
+    "max_epochs num_iterations num_ppo_epochs ppo_epochs": "the actor uses every rollout once, in "
+    "--num-steps-per-rollout steps; --critic-updates-per-step is for the critic",
     "optimizer": "the optimizer is AdamW: set --lr, --adam-beta1, --adam-beta2 and --weight-decay",
-    "ppo_epochs": _NO_REUSE,
-    "rollout_stop_token_ids": _STOPS,
-    "stop_token_ids": _STOPS,
-    "value_loss_coef": "the critic has an optimizer of its own: set --critic-lr",
-    "vf_coef": "the critic has an optimizer of its own: set --critic-lr",
+    "ppo_mini_batch_size": "verl counts prompts, --global-batch-size samples: prompts × --n-samples-per-prompt",
     "report_to": "metrics are in metrics.jsonl of the run folder; --track NAME also sends them to a tracker",
-    "config": "recipes are given as --recipe NAME|FILE",
-    "config_file": "recipes are given as --recipe NAME|FILE",
+    "reward_model reward_pretrain": "a reward model answers on a server of its own: --rm-type remote --rm-url URL",
+    "rollout_stop_token_ids stop_token_ids": "a response ends at the eos_token_id of generation_config.json, and at "
+    "the texts of --rollout-stop",
+    "value_loss_coef vf_coef": "the critic has an optimizer of its own: set --critic-lr",
+    "whiten_rewards": "rewards are not whitened; --normalize-advantages whitens advantages",
 }
-"""What other trainers have and relax does otherwise."""
+"""Names that other trainers have for what relax does otherwise, and how."""
+NOT_HERE = {name: text for names, text in DONE_OTHERWISE.items() for name in names.split()}
 SHORTEST = 5
 """Letters of a name of another trainer that a typing error can be told from."""
 _MEANT = {other: option for option, others in OTHER_TRAINERS.items() for other in others.split()}

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from relax_cli.config.section import Section, option
 
-MOST_RANKS = 1 << 16
-Count = Annotated[int, Field(le=MOST_RANKS)]
+Count = Annotated[int, Field(le=1 << 16)]
+Ranks = Annotated[int, Field(ge=1, le=1 << 16)]
 
 
 class ParallelSection(Section):
@@ -27,23 +27,17 @@ class ParallelSection(Section):
     offload: bool = option(False, "--offload-train and --offload-rollout")
     offload_train: bool = option(False, "move sleeping trainers to host memory")
     offload_rollout: bool = option(False, "release the GPU memory of a sleeping rollout engine")
-    tensor_model_parallel_size: int = option(
-        1, "tensor-parallel size: ranks that share each layer", ge=1, le=MOST_RANKS
-    )
-    pipeline_model_parallel_size: int = option(
-        1, "pipeline-parallel size: ranks that share the layers", ge=1, le=MOST_RANKS
-    )
+    tensor_model_parallel_size: Ranks = option(1, "tensor-parallel size: ranks that share each layer")
+    pipeline_model_parallel_size: Ranks = option(1, "pipeline-parallel size: ranks that share the layers")
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers of the first pipeline stage; an equal share when unset", ge=1
     )
     decoder_last_pipeline_num_layers: int | None = option(
         None, "layers of the last pipeline stage; an equal share when unset", ge=1
     )
-    context_parallel_size: int = option(
-        1, "context-parallel size: ranks that share the positions of each sample", ge=1, le=MOST_RANKS
-    )
-    expert_model_parallel_size: int = option(
-        1, "expert-parallel size: ranks, of any other kind than stages, that share out the experts", ge=1, le=MOST_RANKS
+    context_parallel_size: Ranks = option(1, "context-parallel size: ranks that share the positions of each sample")
+    expert_model_parallel_size: Ranks = option(
+        1, "expert-parallel size: ranks, of any other kind than stages, that share out the experts"
     )
     moe_aux_loss_coeff: float = option(
         0.0, "mixture of experts: weight of the loss that evens out the load of experts; 0: none", ge=0, le=1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from relax_cli.config.layers import UnreadOption
+from relax_cli.config.layers import known
 from relax_cli.config.schema import Config, ParallelSection, SglangSection
 
 STORAGE_UNITS = 1
@@ -43,10 +43,7 @@ PREFILL_TOKENS = 512
 
 def has_counts(config: Config) -> bool:
     """Whether `--resource` says how many processes there are; rules say why not."""
-    try:
-        resource = config.parallel.resource
-    except UnreadOption:
-        return False
+    resource = known(lambda: config.parallel.resource) or {}
     return bool(resource) and all(min(counts) >= 0 for counts in resource.values())
 
 

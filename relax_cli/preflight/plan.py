@@ -46,11 +46,6 @@ class MemoryPlan:
     """Bytes of one checkpoint (of the pair); 0 where nothing is saved."""
     checkpoints_kept: int
 
-    @property
-    def parked(self) -> int:
-        """Bytes of host memory that sleeping roles and offloaded optimizers of GPUs take, in all processes."""
-        return sum(m.ranks * m.host_bytes for m in self.roles)
-
 
 def plan_memory(config: Config, roles: Sequence[str], inputs: RunInputs, machine: Machine) -> MemoryPlan | None:
     """The estimates for these roles; None where the model is not known, or its layers cannot be shared out."""
@@ -201,7 +196,7 @@ def _memory_dict(plan: Plan) -> dict[str, Any]:
         ],
         "phases": {"of": "one GPU" if plan.gpus else "all processes", "bytes": memory.phases},
         "peak_bytes": memory.peak or max(memory.phases.values(), default=None),
-        "parked_on_host_bytes": memory.parked,
+        "parked_on_host_bytes": sum(m.ranks * m.host_bytes for m in memory.roles),
         "gpu": None if memory.gpu is None else _gpu_dict(memory.gpu),
         "host_bytes_here": plan.machine.memory,
         "checkpoint_bytes": memory.checkpoint,

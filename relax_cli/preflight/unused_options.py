@@ -42,11 +42,8 @@ def _condition(
     fix: str,
     summary: str = "",
 ) -> Condition:
-    return Condition(_kind(rule, summary or _sentence(options, needs)), tuple(options), works, needs, fix)
-
-
-def _kind(id: str, summary: str) -> ProblemKind:
-    return problem_kind(id, THEME, summary, severity="warning")
+    kind = problem_kind(rule, THEME, summary or _sentence(options, needs), severity="warning")
+    return Condition(kind, tuple(options), works, needs, fix)
 
 
 def _sentence(options: Collection[str], needs: str) -> str:
@@ -71,9 +68,11 @@ def _on_servers(config: Config, _: Estimator) -> bool:
     return rollout_engine(config) == "sglang"
 
 
-ESTIMATOR_OPTION_UNUSED = _kind(
+ESTIMATOR_OPTION_UNUSED = problem_kind(
     "estimator-option-unused",
+    THEME,
     "An option of another estimator: clip ranges with `sapo`, GAE options or temperatures of SAPO with `grpo`.",
+    severity="warning",
 )
 CONDITIONS: tuple[Condition, ...] = (
     _condition(
