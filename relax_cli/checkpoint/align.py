@@ -26,28 +26,19 @@ NOTHING_COMMON = declare(
 
 
 @dataclass(frozen=True)
-class Move:
-    """What happens to one tracker."""
-
-    role: str
-    tracker: Path
-    before: layout.Tracker
-    after: int
-
-    @property
-    def changes(self) -> bool:
-        """Whether the file does not say so already."""
-        return self.before.iteration != self.after
-
-
-@dataclass(frozen=True)
 class Alignment:
     """The newest iteration that both can resume from, and what leads there."""
 
     iteration: int
-    moves: tuple[Move, ...]
+    trackers: dict[str, tuple[Path, layout.Tracker]]
+    """Save folder and present tracker of each role."""
     left_out: dict[int, str]
     """Iterations that are newer than the chosen one, and why each is not it."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether a tracker does not say so already."""
+        return any(tracker.iteration != self.iteration for _, tracker in self.trackers.values())
 
 
 def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignment:
@@ -67,11 +58,9 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
     for iteration in sorted({*layout.list_iterations(actor), *layout.list_iterations(critic)}, reverse=True):
         reason = why_no_pair(actor, critic, iteration, deep=deep)
         if reason is None:
-            moves = [
-                Move(role, folder / layout.TRACKER_FILE, layout.read_tracker(folder), iteration)
-                for role, folder in (("actor", actor), ("critic", critic))
-            ]
-            return Alignment(iteration, tuple(moves), left_out)
+            folders = {"actor": actor, "critic": critic}
+            trackers = {role: (folder, layout.read_tracker(folder)) for role, folder in folders.items()}
+            return Alignment(iteration, trackers, left_out)
         left_out[iteration] = reason
     shown = "; ".join(f"{iteration}: {reason}" for iteration, reason in [*left_out.items()][:4])
     problem = NOTHING_COMMON(
@@ -87,9 +76,9 @@ def plan_alignment(actor: Path, critic: Path, *, deep: bool = False) -> Alignmen
 def apply(alignment: Alignment) -> None:
     """Write the trackers, each in one atomic step.
     Raises OSError: the disk refused; what was written until then stays."""
-    for move in alignment.moves:
-        if move.changes:
-            layout.write_tracker(move.tracker.parent, move.after)
+    for folder, tracker in alignment.trackers.values():
+        if tracker.iteration != alignment.iteration:
+            layout.write_tracker(folder, alignment.iteration)
 
 
 def settle(save_dir: Path, iteration: int | None) -> None:

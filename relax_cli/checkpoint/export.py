@@ -141,8 +141,7 @@ def _refuse_unfit(checkpoint: Path, model_folder: Path) -> layout.CheckpointMeta
         )
         raise ResumeError(problem)
     if found := layout.damages(checkpoint, deep=True):
-        others = resumable(checkpoint.absolute().parent, deep=True)
-        older = next((i for i in others if i != meta.iteration), None)
+        older = next(resumable(checkpoint.absolute().parent, deep=True), None)
         problem = DAMAGED(
             f"the checkpoint is damaged: {found[0]}",
             fix=f"--iteration {older}" if older is not None else "give a copy of the folder that is whole",

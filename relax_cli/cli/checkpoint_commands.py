@@ -55,17 +55,21 @@ def align_trackers(
     Nothing is deleted. Exit code 3 if there is no such iteration.
     """
     plan = align.plan_alignment(load, critic_load, deep=deep)
-    changes = any(move.changes for move in plan.moves)
-    if yes and changes:
+    if yes and plan.changes:
         with _alone({load: "--load", critic_load: "--critic-load"}):
             align.apply(plan)
     data = {
         "ok": True,
         "iteration": plan.iteration,
-        "changed": yes and changes,
+        "changed": yes and plan.changes,
         "trackers": [
-            {"role": m.role, "path": str(m.tracker), "from": m.before.problem or m.before.iteration, "to": m.after}
-            for m in plan.moves
+            {
+                "role": role,
+                "path": str(folder / layout.TRACKER_FILE),
+                "from": tracker.problem or tracker.iteration,
+                "to": plan.iteration,
+            }
+            for role, (folder, tracker) in plan.trackers.items()
         ],
         "left_out": [{"iteration": i, "reason": reason} for i, reason in plan.left_out.items()],
     }
@@ -186,14 +190,14 @@ def _alone(folders: dict[Path, str]) -> Iterator[None]:
 
 def _alignment_text(plan: align.Alignment, *, done: bool) -> str:
     lines = [f"iteration {plan.iteration} is the newest that both can resume from", ""]
-    for move in plan.moves:
-        found = move.before.iteration
-        before = "unreadable" if move.before.problem else "no tracker" if found is None else str(found)
-        change = f"{before} -> {move.after}" if move.changes else f"{move.after}, as it is"
-        lines.append(f"  {move.role:<7} {change:<16} {move.tracker}")
+    for role, (folder, tracker) in plan.trackers.items():
+        found = tracker.iteration
+        before = "unreadable" if tracker.problem else "no tracker" if found is None else str(found)
+        change = f"{plan.iteration}, as it is" if found == plan.iteration else f"{before} -> {plan.iteration}"
+        lines.append(f"  {role:<7} {change:<16} {folder / layout.TRACKER_FILE}")
     lines += [f"  not {iteration}: {reason}" for iteration, reason in plan.left_out.items()]
     end = "done; nothing was deleted" if done else NOT_DONE
-    return "\n".join([*lines, "", end if any(move.changes for move in plan.moves) else "nothing to do"])
+    return "\n".join([*lines, "", end if plan.changes else "nothing to do"])
 
 
 def _pruning_text(plan: list[prune.Entry], freed: int, *, done: bool) -> str:
