@@ -123,8 +123,7 @@ def reading_progress(output: Output) -> Iterator[Callable[[str, float], None]]:
 
 def plan_lines(plan: Plan) -> list[str]:
     """Roles, placement, steps, memory and disk."""
-    parts = (_roles(plan), _placement(plan), _steps(plan), memory_lines(plan), _disk(plan))
-    return [line for part in parts for line in part]
+    return [*_roles(plan), *_placement(plan), *_steps(plan), *memory_lines(plan), *_disk(plan)]
 
 
 def _roles(plan: Plan) -> list[str]:

@@ -66,32 +66,6 @@ for i in range(torch.cuda.device_count()):
     rows.append([torch.cuda.get_device_name(i), free, total])
 print(json.dumps({"build": torch.version.cuda, "devices": rows}))
 """
-NEEDED = {
-    "torch": "import torch; assert torch.ones(2).sum() == 2",
-    "megatron-core": "import megatron.core",
-    "ray": "import ray",
-    "TransferQueue": "import transfer_queue",
-    "tensordict": "import tensordict",
-    "transformers": "from transformers import AutoTokenizer",
-    "psutil": "import psutil",
-    "math-verify": r"from math_verify import parse; assert parse(r'$\frac{1}{2}$')",
-}
-"""What every run needs, and the code that proves that it works."""
-OPTIONAL = {
-    "sglang": ("import sglang", "pip install 'relax-cli[sglang]' (for rollouts on GPUs)"),
-    "transformer-engine": (
-        "import transformer_engine.pytorch",
-        "pip install --no-build-isolation 'transformer-engine[pytorch]' (on GPUs; optional)",
-    ),
-    "megatron-bridge": (
-        "from megatron.bridge import AutoBridge",
-        "pip install 'relax-cli[bridge]' (for Qwen3.5; Python 3.12)",
-    ),
-    "reasoning-gym": ("import reasoning_gym", "pip install 'relax-cli[reasoning-gym]' (for its tasks)"),
-    "pyarrow": ("import pyarrow.parquet", "pip install 'relax-cli[parquet]' (for Parquet data)"),
-    "tensorboard": ("import tensorboard", "pip install 'relax-cli[tensorboard]' (for --tensorboard)"),
-}
-"""What some runs need: the code that proves that it works, and how to install it."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +97,9 @@ def tested_pair(python: tuple[int, int], installed: Mapping[str, str]) -> Check:
 
 def sglang_contract(found: str) -> Check:
     """Whether the client was written against the protocol of this version."""
-    if found in SGLANG_CONTRACTS:
-        return Check("sglang protocol", "ok", f"that of {found} is known")
     known = " and ".join(SGLANG_CONTRACTS)
-    fix = f"pip install sglang=={SGLANG_CONTRACTS[-1]}"
-    return Check("sglang protocol", "note", f"written against {known}, not {found}", fix)
+    text = f"written against {known}; {found} is installed"
+    return _check(found in SGLANG_CONTRACTS, "sglang protocol", text, f"pip install sglang=={SGLANG_CONTRACTS[-1]}")
 
 
 def requirements_of(distribution: str) -> Iterator[Requirement]:
@@ -182,8 +154,39 @@ class Part:
     distribution: str
     code: str
     """Proves that it works."""
-    needed: bool
-    fix: str
+    optional: str = ""
+    """How to install what not every run needs."""
+
+    @property
+    def fix(self) -> str:
+        """How to install it."""
+        return self.optional or required(self.distribution)
+
+
+PARTS = (
+    Part("torch", "import torch; assert torch.ones(2).sum() == 2"),
+    Part("megatron-core", "import megatron.core"),
+    Part("ray", "import ray"),
+    Part("TransferQueue", "import transfer_queue"),
+    Part("tensordict", "import tensordict"),
+    Part("transformers", "from transformers import AutoTokenizer"),
+    Part("psutil", "import psutil"),
+    Part("math-verify", r"from math_verify import parse; assert parse(r'$\frac{1}{2}$')"),
+    Part("sglang", "import sglang", "pip install 'relax-cli[sglang]' (for rollouts on GPUs)"),
+    Part(
+        "transformer-engine",
+        "import transformer_engine.pytorch",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]' (on GPUs; optional)",
+    ),
+    Part(
+        "megatron-bridge",
+        "from megatron.bridge import AutoBridge",
+        "pip install 'relax-cli[bridge]' (for Qwen3.5; Python 3.12)",
+    ),
+    Part("reasoning-gym", "import reasoning_gym", "pip install 'relax-cli[reasoning-gym]' (for its tasks)"),
+    Part("pyarrow", "import pyarrow.parquet", "pip install 'relax-cli[parquet]' (for Parquet data)"),
+    Part("tensorboard", "import tensorboard", "pip install 'relax-cli[tensorboard]' (for --tensorboard)"),
+)
 
 
 def required(distribution: str) -> str:
@@ -193,12 +196,6 @@ def required(distribution: str) -> str:
             requirement.marker = None
             return f"pip install '{requirement}'"
     return f"pip install {distribution}"
-
-
-PARTS = (
-    *(Part(name, code, True, required(name)) for name, code in NEEDED.items()),
-    *(Part(name, code, False, fix) for name, (code, fix) in OPTIONAL.items()),
-)
 
 
 def doctor(output: Output, plugins: Plugins, timeout: Timeout = 180.0) -> ExitCode:
@@ -232,7 +229,7 @@ def examine_machine(plugins: Plugins, timeout: float) -> list[Check]:
 
 def check_part(part: Part, timeout: float) -> Check:
     """The version of a package and whether it works."""
-    severity: Severity = "problem" if part.needed else "note"
+    severity: Severity = "note" if part.optional else "problem"
     found = installed_version(part.distribution)
     if found is None:
         return Check(part.distribution, severity, "not installed", part.fix)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,13 +143,11 @@ def _describe_estimator(estimator: Estimator) -> dict[str, Any]:
 def _location(reference: str) -> dict[str, Any]:
     """Where a `"module:function"` is, read from its source: importing it would import torch."""
     module, _, function = reference.partition(":")
-    try:
-        spec = find_spec(module)
-        file = spec.origin if spec is not None else None
-        tree = ast.parse(Path(file).read_text("utf-8")) if file else ast.Module([], [])
-    except (ImportError, ValueError, OSError, SyntaxError):
-        file, tree = None, ast.Module([], [])
-    lines = [node.lineno for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    file, lines = None, list[int]()
+    with suppress(ImportError, ValueError, OSError):
+        if (spec := find_spec(module)) is not None and spec.origin:
+            texts = Path(spec.origin).read_text("utf-8").splitlines()
+            file, lines = spec.origin, [n for n, text in enumerate(texts, 1) if text.startswith(f"def {function}(")]
     return {"reference": reference, "file": file, "line": lines[0] if lines else None}
 
 

@@ -227,7 +227,7 @@ class TokenTexts:
                 self._tokenizer = Tokenizer.from_file(str(path))
             except Exception as error:  # The library raises nothing narrower.
                 fix = "move the file away: tokens are then shown by their numbers"
-                raise _no_run("the tokenizer of this run is damaged", path, error, "a tokenizer", fix) from error
+                raise _no_run("the tokenizer of this run is damaged", path, error, fix) from error
         self._known: dict[int, str] = {}
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -249,25 +249,24 @@ def read_run(run_dir: str | Path) -> RunFolder:
     Raises:
         ConfigError: it is not the folder of a run.
     """
-    path = Path(run_dir)
+    path, metrics = Path(run_dir), list[dict[str, Any]]()
     place, file = path / "config.json", path / "metrics.jsonl"
+    near = [*path.glob("*/metrics.jsonl"), *path.parent.glob("metrics.jsonl")]
+    message = "this is not the folder of a run"
+    fix = "give the --run-dir of a run" + (f", for example {near[0].parent}" if near else "")
     try:
         record = json.loads(place.read_text("utf-8"))
         if not all(isinstance(section, dict) for section in record["config"].values()):
             raise TypeError("a section of config is not an object")
-    except _UNREADABLE as error:
-        near = [*path.glob("*/metrics.jsonl"), *path.parent.glob("metrics.jsonl")]
-        fix = "give the --run-dir of a run" + (f", for example {near[0].parent}" if near else "")
-        expected = "a folder that `relax train` wrote, with config.json and metrics.jsonl"
-        raise _no_run("this is not the folder of a run", place, error, expected, fix) from error
-    metrics = []
-    try:
-        for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
+        message, fix = (
+            "the metrics of this run are damaged",
+            "remove this line from a copy of the folder, and give that",
+        )
+        for number, line in enumerate(file.read_bytes().split(b"\n")[:-1] if file.exists() else [], start=1):
+            place = Path(f"{file}:{number}")
             metrics.append(_record(line))
     except _UNREADABLE as error:
-        fix = "remove this line from a copy of the folder, and give the copy"
-        place = Path(f"{file}:{len(metrics) + 1}")
-        raise _no_run("the metrics of this run are damaged", place, error, "the metrics of a step", fix) from error
+        raise _no_run(message, place, error, fix) from error
     return RunFolder(path, record, metrics)
 
 
@@ -282,8 +281,8 @@ def _record(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _no_run(message: str, place: Path, error: Exception, expected: str, fix: str) -> ConfigError:
-    got = f"{type(error).__name__}: {error}"
+def _no_run(message: str, place: Path, error: Exception, fix: str) -> ConfigError:
+    got, expected = f"{type(error).__name__}: {error}", "a folder that `relax train` wrote, with config.json"
     return ConfigError(NO_RUN(message, where=str(place), got=got, expected=expected, fix=fix))
 
 

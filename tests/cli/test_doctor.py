@@ -26,15 +26,13 @@ QUICK = ("psutil", "pluggy")
 
 @pytest.fixture
 def quick_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        doctor, "PARTS", tuple(Part(name, f"import {name}", True, f"pip install {name}") for name in QUICK)
-    )
+    monkeypatch.setattr(doctor, "PARTS", tuple(Part(name, f"import {name}") for name in QUICK))
 
 
 def test_a_part_that_works_has_its_version() -> None:
     import psutil
 
-    assert check_part(Part("psutil", "import psutil", True, ""), 60) == Check("psutil", "ok", psutil.__version__)
+    assert check_part(Part("psutil", "import psutil"), 60) == Check("psutil", "ok", psutil.__version__)
 
 
 @pytest.mark.parametrize(("needed", "status"), [(True, "problem"), (False, "note")])
@@ -51,7 +49,7 @@ def test_a_part_that_works_has_its_version() -> None:
 def test_what_is_absent_broken_or_too_slow_is_said(
     needed: bool, status: str, distribution: str, code: str, timeout: float, found: str
 ) -> None:
-    check = check_part(Part(distribution, code, needed, "pip install it"), timeout)
+    check = check_part(Part(distribution, code, "" if needed else "pip install it"), timeout)
     assert check.status == status
     assert check.found.endswith(found)
     assert check.fix
@@ -60,7 +58,7 @@ def test_what_is_absent_broken_or_too_slow_is_said(
 def test_a_file_in_the_current_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "psutil.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
-    assert check_part(Part("psutil", "import psutil", True, ""), 60).status == "ok"
+    assert check_part(Part("psutil", "import psutil"), 60).status == "ok"
 
 
 @pytest.mark.usefixtures("quick_parts")
@@ -91,7 +89,7 @@ def test_the_table_and_the_object_agree(invoke: Invoke) -> None:
 
 @pytest.mark.usefixtures("quick_parts")
 def test_a_needed_part_that_is_missing_is_exit_code_4(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Part("no-such-package", "", True, "pip install no-such-package")
+    missing = Part("no-such-package", "")
     monkeypatch.setattr(doctor, "PARTS", (missing,))
     result = invoke("doctor")
     assert result.exit_code == 4
@@ -109,7 +107,7 @@ def test_a_broken_third_party_plugin_is_a_note_with_its_reason() -> None:
 
 @pytest.mark.usefixtures("quick_parts")
 def test_secrets_are_in_no_output(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
-    leaking = Part("psutil", "raise OSError('cannot reach https://me:hunter2@proxy/?token=hunter2')", True, "pip")
+    leaking = Part("psutil", "raise OSError('cannot reach https://me:hunter2@proxy/?token=hunter2')")
     monkeypatch.setattr(doctor, "PARTS", (leaking,))
     for words in ((), ("--format", "json")):
         result = invoke("doctor", *words)
