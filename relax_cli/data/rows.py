@@ -114,7 +114,7 @@ def bad_row(where: str, message: str, got: str, expected: str) -> Problem:
 def missing_key(option: str, key: str, row: Mapping[str, Any], where: str, besides: str | None = None) -> Problem:
     """A row without `key`. What is offered is a key of a like name, never just another one: that would train; nor
     `besides`, which has another use."""
-    keys = [name for name in _paths(row) if name != besides]
+    keys = [name for name in _paths(row) if name != besides and not key.startswith(f"{name}.")]
     inner = next((name for name in keys if name.rpartition(".")[2] == key), "")
     near = inner or nearest(key, keys) or next((name for name in USUAL_KEYS[option] if name in keys), "")
     names = [printable(str(name)) for name in list(row)[:MOST_KEYS]]

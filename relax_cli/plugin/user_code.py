@@ -22,6 +22,7 @@ from relax_cli.plugin.stdout import stdout_as_stderr
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _CALLERS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(str(pluggy.__file__)).parent))
 _MOST_FRAMES = 8
+_FEW_FRAMES = 4
 
 
 class UserCodeError(Exception):
@@ -42,6 +43,12 @@ class UserCodeError(Exception):
         if isinstance(cause, SyntaxError) and cause.filename:
             self.place = f"{cause.filename}:{cause.lineno}"
         super().__init__(self.reason)
+
+    @property
+    def trail(self) -> str:
+        """The last of the frames in one line."""
+        frames = self.frames[-_FEW_FRAMES:]
+        return " → ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in frames)
 
     @property
     def story(self) -> str:

@@ -96,10 +96,9 @@ class UserFile:
     def raised(self, what: str, error: UserCodeError, path: str) -> ConfigError:
         """The error of a file whose code failed; `what` happened then."""
         kind = self.file if isinstance(error.__cause__, SyntaxError) else self.broken
-        got = " → ".join(f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in error.frames[-4:])
         fix = f"correct {path}; `{shlex.join([sys.executable, path])}` shows the whole traceback"
         where = from_here(error.place) or path
-        return self._error(kind, f"{what}: {error.reason}", fix, where=where, got=got)
+        return self._error(kind, f"{what}: {error.reason}", fix, where=where, got=error.trail)
 
     def _import(self, spec: ModuleSpec, path: str) -> dict[str, Any]:
         assert spec.loader is not None
@@ -122,19 +121,15 @@ class UserFile:
                 sys.path.append(folder)
         return vars(module)
 
-    def unfit(self, spec: str, use: str, target: Any, *, fault: str = "", expected: str = "") -> ConfigError:
+    def unfit(self, spec: str, use: str, target: Any, fault: str = "") -> ConfigError:
         """The error that the target of `spec` cannot be used: for its fault, or as it takes no such argument."""
         path, _, name = spec.rpartition(":")
-        got = f"{name}{signature_of(target)}" if callable(target) else f"a {type(target).__name__}"
-        got = f"{name}: {fault}" if fault else got
-        return self._error(
-            self.broken, f"{name} cannot {use}", f"correct {name} in {path}", where=path, got=got, expected=expected
-        )
+        got = fault and f"{name}: {fault}"
+        got = got or (f"{name}{signature_of(target)}" if callable(target) else f"a {type(target).__name__}")
+        return self._error(self.broken, f"{name} cannot {use}", f"correct {name} in {path}", where=path, got=got)
 
-    def _error(
-        self, kind: ProblemKind, what: str, fix: str, *, where: str = "", got: str = "", expected: str = ""
-    ) -> ConfigError:
-        return ConfigError(kind(what, where=where, got=got, expected=expected or self.expected, fix=fix))
+    def _error(self, kind: ProblemKind, what: str, fix: str, *, where: str = "", got: str = "") -> ConfigError:
+        return ConfigError(kind(what, where=where, got=got, expected=self.expected, fix=fix))
 
 
 def is_file_spec(spec: str) -> bool:

@@ -82,7 +82,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def quick(url: str, **changes: Any) -> RemoteReward:
-    return RemoteReward(url, **{"attempts": 3, "pause": 0.0, "deadline": 60.0, **changes})
+    reward = RemoteReward(url)
+    for name, value in {"attempts": 3, "pause": 0.0, "deadline": 60.0, **changes}.items():
+        setattr(reward, name, value)
+    return reward
 
 
 def refused(reward: Any) -> Problem:

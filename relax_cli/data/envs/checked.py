@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_cli.data.envs.load import EnvFactory, EnvRow, Observation
-from relax_cli.data.rewards.checked import MOST_FRAMES, MOST_REWARD, as_float
+from relax_cli.data.rewards.checked import MOST_REWARD, as_float
 from relax_cli.data.values import Unusable, plain_json, printable, shown, text_of
 from relax_cli.errors import RunError, problem_kind
 from relax_cli.plugin.user_calls import UserCalls
@@ -78,12 +78,10 @@ class CheckedEnv:
         try:
             return await self._calls(function)
         except UserCodeError as error:
-            frames = error.frames[-MOST_FRAMES:]
-            got = " → ".join(f"{from_here(f.filename)}:{f.lineno} in {f.name}: {f.line}" for f in frames)
             what, fix = f"failed: {error.reason}", ""
             if isinstance(error.__cause__, TookTooLong):
                 what, fix = "did not return within --env-timeout", "make it faster, or raise --env-timeout"
-            raise self._error(method, what, got, fix=fix, at=error.place) from error.__cause__
+            raise self._error(method, what, error.trail, fix=fix, at=error.place) from error.__cause__
 
     def _observation(self, method: str, value: Any) -> Observation:
         expected = "text, or a list of messages with role and content"

@@ -66,5 +66,5 @@ def find_env(spec: str) -> Any:
     Raises ConfigError: the file is missing or fails to import, or has no such class."""
     target = USER_FILE.find(spec, lambda value: isinstance(value, type) and not env_fault(value))
     if fault := env_fault(target):
-        raise USER_FILE.unfit(spec, "be an environment", target, fault=fault)
+        raise USER_FILE.unfit(spec, "be an environment", target, fault)
     return target

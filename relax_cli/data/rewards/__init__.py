@@ -172,8 +172,7 @@ def find_custom(spec: str) -> Any:
     """What `FILE.py:function` names, once it is known that it takes samples. Raises ConfigError: see `load_custom`."""
     target = USER_FILE.find(spec, inspect.isfunction)
     if not _takes_samples(target):
-        name = spec.rpartition(":")[2]
-        raise USER_FILE.unfit(spec, "be called with a list of samples", target, expected=f"def {name}(samples)")
+        raise USER_FILE.unfit(spec, "be called with a list of samples", target)
     return target
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import isfinite
-from pathlib import Path
 from typing import Any, Literal
 
 from relax_cli.config.data_section import shares_of
@@ -25,7 +24,6 @@ MOST_REWARD = 1e15
 """The trainer squares rewards in float32."""
 MOST_PART = 1e100
 """Parts are only averaged, in float64."""
-MOST_FRAMES = 4
 MOST_TEXT = 500
 """Characters of an exception's text that are shown."""
 MOST_VALUE = 100
@@ -131,13 +129,13 @@ class CheckedReward:
         inner_first = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)][::-1]
         values = [value for frame in inner_first for value in frame.f_locals.values()]
         current = next((value for value in values if any(value is sample for sample in samples)), None)
-        frames = error.frames[-MOST_FRAMES:]
+        last = error.frames[-1] if error.frames else None
         late = isinstance(cause, TookTooLong)
         return self._error(
             f"gave no result within --rm-timeout {self._seconds:g}" if late else f"failed: {_shortened(error.reason)}",
-            " → ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}: {f.line}" for f in frames),
+            error.trail,
             sample=current,
-            at=from_here(f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else error.place),
+            at=from_here(f"{error.place} in {last.name}" if last is not None else error.place),
             batch=len(samples),
             fix=f"make {self._name} faster, or --rm-timeout {self._seconds * 4:g}" if late else "",
         )

@@ -44,28 +44,18 @@ class RemoteReward(JudgesAhead):
     A REWARD is a number, or an object of named numbers, which mean what they mean in a reward function.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        attempts: int = 5,
-        deadline: float = 600.0,
-        pause: float = 1.0,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        """
-        Args:
-            url: http or https; `USER:PASSWORD@` in it becomes basic authorisation.
-            attempts: how often a batch is sent, where the connection fails or the server answers 429 or 5xx.
-            deadline: seconds for a batch, all attempts together.
-            pause: seconds before the second attempt; doubled before each further one.
-        """
+    attempts = 5
+    """How often a batch is sent, where the connection fails or the server answers 429 or 5xx."""
+    deadline = 600.0
+    """Seconds for a batch, all attempts together."""
+    pause = 1.0
+    """Seconds before the second attempt; doubled before each further one."""
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self, url: str) -> None:
+        """`url` is http or https; `USER:PASSWORD@` in it becomes basic authorisation."""
         self.shown_url = scrubbed(url)
         self._url, self._headers = _endpoint(url)
-        self._attempts = attempts
-        self._deadline = deadline
-        self._pause = pause
-        self._sleep = sleep
         self._opener = urllib.request.build_opener(_NoRedirect)
         self._lock = threading.Lock()
         self._asking: Future[None] | None = None
@@ -124,9 +114,9 @@ class RemoteReward(JudgesAhead):
         self._judged.update({id(sample): (sample, score) for sample, score in zip(samples, rewards, strict=True)})
 
     def _ask(self, body: bytes) -> bytes:
-        end = time.monotonic() + self._deadline
-        pause = self._pause
-        for attempt in range(1, self._attempts + 1):
+        end = time.monotonic() + self.deadline
+        pause = self.pause
+        for attempt in range(1, self.attempts + 1):
             try:
                 if (left := end - time.monotonic()) <= 0:
                     raise TimeoutError
@@ -134,13 +124,13 @@ class RemoteReward(JudgesAhead):
                 # is late is left behind, for the run ends.
                 return _started(partial(self._post, body, left)).result(left)
             except TimeoutError as error:
-                raise self._error("did not answer in time", f"no answer in {self._deadline:g} s") from error
+                raise self._error("did not answer in time", f"no answer in {self.deadline:g} s") from error
             except _Refused as refusal:
                 final = not refusal.is_passing or time.monotonic() + pause >= end
-                if final or attempt == self._attempts:
+                if final or attempt == self.attempts:
                     tries = f"{refusal}, after {attempt} attempts" if attempt > 1 else str(refusal)
                     raise self._error("failed", tries) from refusal
-            self._sleep(pause)
+            self.sleep(pause)
             pause *= 2
         raise AssertionError("the last attempt returns or raises")
 

@@ -203,7 +203,6 @@ class Packer(pickle.Pickler):
         self._number_of = number_of
 
     def persistent_id(self, value: Any) -> int | None:
-        """Numbers stand for what is not plain."""
         plain = (
             value is None
             or isinstance(value, PLAIN)
@@ -213,7 +212,6 @@ class Packer(pickle.Pickler):
         return None if plain else self._number_of(value)
 
     def reducer_override(self, value: Any) -> Any:
-        """The plain value of a derived type."""
         if hasattr(type(value), "tolist"):
             plain = value.tolist()
             return type(plain), (plain,)
@@ -229,11 +227,9 @@ class Unpacker(pickle.Unpickler):
         self._found = found
 
     def persistent_load(self, number: int) -> Any:
-        """What a number stands for."""
         return self._found(number)
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of `PLAIN`."""
         return {base.__name__: base for base in PLAIN}[name]
 
 
