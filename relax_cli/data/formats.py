@@ -166,9 +166,10 @@ def _columns(path: Path, head: bytes, needed: set[str], optional: set[str], prog
                 raise _too_large(path, f"{total:,} rows in {size:,} bytes")
             number = 0
             for batch in batches:
-                for row in _as_written(batch).to_pylist():
+                short = [(field.name, field.type) for field in batch.schema if "float" in str(field.type)]
+                for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}: row {number}", row
+                    yield f"{path}: row {number}", row | {name: _as_written(row[name], kind) for name, kind in short}
                 if progress is not None:
                     progress(str(path), number / max(1, total))
     except ConfigError:
@@ -179,12 +180,14 @@ def _columns(path: Path, head: bytes, needed: set[str], optional: set[str], prog
         raise _unreadable(path, what, "--prompt-data FILE.parquet") from error
 
 
-def _as_written(batch: Any) -> Any:
-    """The batch with numbers of four bytes as people write them: 0.1, where `to_pylist` has 0.10000000149."""
-    for index, field in enumerate(batch.schema):
-        if str(field.type) == "float":
-            batch = batch.set_column(index, field.name, batch.column(index).cast("string").cast("double"))
-    return batch
+def _as_written(value: Any, kind: Any) -> Any:
+    """A value with its numbers of two and four bytes as people write them: 0.1, where Python has 0.10000000149."""
+    if isinstance(value, float) and "float" in str(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, dict):
+        return {field.name: _as_written(value[field.name], field.type) for field in kind}
+    is_list = isinstance(value, list) and hasattr(kind, "value_type")
+    return [_as_written(item, kind.value_type) for item in value] if is_list else value
 
 
 def _wanted(path: Path, names: list[str], needed: set[str], optional: set[str]) -> list[str] | None:

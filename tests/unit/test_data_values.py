@@ -125,6 +125,22 @@ def test_a_short_float_is_read_as_it_was_written(tmp_path: Path, kind: str) -> N
     assert [prompt.label for prompt in load_prompts(SECTION, spec)] == ["0.1", "46", "2.5"]
 
 
+def test_short_floats_inside_of_values_are_read_as_written(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    short = pyarrow.float32()
+    kind = pyarrow.struct([("truth", pyarrow.list_(short)), ("wide", pyarrow.float64()), ("half", pyarrow.float16())])
+    schema = pyarrow.schema([("input", pyarrow.string()), ("label", kind)])
+    label = {"truth": [0.1, None], "wide": 0.10000000149011612, "half": pytest.importorskip("numpy").float16(0.1)}
+    (prompt,) = load_prompts(SECTION, parquet(tmp_path, [{"input": "x", "label": label}], schema))
+    assert prompt.label == {"truth": [0.1, None], "wide": 0.10000000149011612, "half": 0.1}
+
+
+def test_a_key_is_not_offered_by_its_first_part(tmp_path: Path) -> None:
+    line = json.dumps({"input": "x", "model": None})
+    problem = problem_of(jsonl(tmp_path, line), SECTION.model_copy(update={"label_key": "model.truth"}))
+    assert "with the key that the rows have" in problem.fix
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"\xff", timedelta(1), [timedelta(1)], None])
 def test_a_parquet_label_without_meaning_is_refused(tmp_path: Path, value: Any) -> None:
     spec = parquet(tmp_path, [{"input": "x", "label": value}])

@@ -18,18 +18,14 @@ NUMBER = re.compile(r"-?\d+(?:[.,/]\d+)*")
 FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
 
 
-def is_compared(reward: str | None) -> bool:
-    """Whether the answers of responses to a reward, or a sum of rewards, can be compared."""
-    return _compared(reward) is not None
-
-
 def majority_sizes(samples: int) -> list[int]:
     """Of how many responses majorities are counted: 4, 8, 16 … of n, and n. That of 2 would be pass@1."""
     smaller = [1 << power for power in range(2, samples.bit_length()) if 1 << power < samples]
     return [*smaller, samples] if samples > 1 else []
 
 
-def _compared(reward: str | None) -> str | None:
+def compared_reward(reward: str | None) -> str | None:
+    """The one of a sum of rewards by which answers can be compared; None where there is none, or several."""
     names = [name for name, _ in shares_of(reward or "") if name in _ANSWERS]
     return names[0] if len(names) == 1 else None
 
@@ -37,7 +33,7 @@ def _compared(reward: str | None) -> str | None:
 def comparable_answer(reward: str | None, response: str, label: Label, result: RewardResult) -> str | None:
     """The answer of a judged response, the same for all that the reward finds equal to the same label, however they are
     spelled; None where the reward compares none."""
-    name = _compared(reward)
+    name = compared_reward(reward)
     if name is None:
         return None
     if result.parts.get(name, result.reward) == 1.0 and not isinstance(label, list):

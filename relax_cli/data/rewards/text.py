@@ -143,8 +143,6 @@ def schema_fault(label: Any) -> str:
     try:
         schema = schema_of(label)
         validator_for(schema).check_schema(schema)
-    except SchemaError as error:
-        return f"the label is not a JSON schema: {error.message}"
-    except ValueError as error:
-        return f"the label is not a JSON schema: {error}"
+    except (SchemaError, ValueError) as error:
+        return f"the label is not a JSON schema: {getattr(error, 'message', error)}"
     return ""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from relax_cli.config.held_out import OF_A_SET, EvalSection, section_of_set
 from relax_cli.config.names import nearest
 from relax_cli.config.schema import CheckpointSection, RewardSection
-from relax_cli.data.rewards.answers import is_compared, majority_sizes
+from relax_cli.data.rewards.answers import compared_reward, majority_sizes
 from relax_cli.preflight.rules.batches import THEME
 from relax_cli.preflight.rules.registry import Finding, Found, rule
 
@@ -80,5 +80,5 @@ def keep_best_metric(checkpoint: CheckpointSection, eval: EvalSection, reward: R
 def _kept_by(section: EvalSection, name: str, reward: RewardSection) -> list[str]:
     samples = section_of_set(section, name).n_samples_per_eval_prompt
     passes = [f"pass@{1 << power}" for power in range(samples.bit_length())]
-    majorities = [f"majority@{k}" for k in majority_sizes(samples)] if is_compared(reward.rm_type) else []
+    majorities = [f"majority@{k}" for k in majority_sizes(samples)] if compared_reward(reward.rm_type) else []
     return ["reward/mean", "reward/min", "reward/max", *passes, *majorities]
