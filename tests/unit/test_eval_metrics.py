@@ -9,7 +9,7 @@ import pytest
 
 from relax_cli.config.held_out import EvalSection, sampling_of_set, section_of_set
 from relax_cli.config.schema import RolloutSection
-from relax_cli.data.rewards.answers import comparable_answer, is_compared, majority_sizes
+from relax_cli.data.rewards.answers import comparable_answer, compared_reward, majority_sizes
 from relax_cli.data.rewards.types import RewardResult
 from relax_cli.roles.evaluation import Outcome, eval_metrics, majority_at, pass_at
 
@@ -111,7 +111,7 @@ def test_majorities_are_counted_of_powers_of_two_and_of_all() -> None:
 def test_answers_are_compared_where_the_reward_says_how(reward: str | None, response: str, answer: str | None) -> None:
     wrong = RewardResult(0.0, {"exact": 0.0})
     assert comparable_answer(reward, response, "7", wrong) == answer
-    assert is_compared(reward) is (answer is not None)
+    assert (compared_reward(reward) is not None) is (answer is not None)
 
 
 def test_all_that_is_right_is_one_answer_of_one_label() -> None:
