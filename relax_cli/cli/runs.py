@@ -99,7 +99,7 @@ def _run_lines(run: RunFolder) -> Iterator[str]:
             rows.append((name, sparkline(metrics[name], SPARK_WIDTH), *ends))
     if rows:
         yield from ["", table(("metric", "course", "first", "last", "least", "most"), rows)]
-    for name, points in evaluations(run.metrics).items():
+    for name, points in evaluations(run).items():
         yield from ["", f"Held-out set {name}"]
         for point in points:
             interval = f" ± {number_text(point['reward/ci95'])}" if point.get("reward/ci95") is not None else ""

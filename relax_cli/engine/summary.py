@@ -11,7 +11,7 @@ from relax_cli.config.held_out import sampling_of_set
 from relax_cli.config.text import shortened
 from relax_cli.engine.run import FinishedRun, resume_lines
 from relax_cli.tracking.numbers import curve
-from relax_cli.tracking.run_files import Evaluation, read_evaluations, read_samples
+from relax_cli.tracking.run_files import Evaluation, read_run, read_samples
 
 EXAMPLES = 3
 """Responses shown for each held-out set."""
@@ -22,7 +22,7 @@ WIDEST = 28
 def summary_dict(run: FinishedRun) -> dict[str, Any]:
     """The object that `--format json` prints."""
     rewards = run.report.rewards
-    evaluations = read_evaluations(run.run_dir)
+    evaluations = read_run(run.run_dir).evaluations
     pairs = before_and_after(evaluations)
     return {
         "ok": run.ended_by is None,
@@ -50,7 +50,7 @@ def closing_lines(run: FinishedRun) -> list[str]:
         lines.append(f"Stopped after {report.steps} finished steps of {total}.")
     if len(report.rewards) > 1:
         lines += ["", "Mean reward per step", *curve(report.rewards, width=60, height=6)]
-    evaluations = read_evaluations(run.run_dir)
+    evaluations = read_run(run.run_dir).evaluations
     for before, after in before_and_after(evaluations):
         lines += ["", *evaluation_lines(run, before, after)]
         between = [e for e in evaluations if e.name == after.name and before.step < e.step < after.step]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import InitVar, asdict, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from relax_cli.plugin.trackers import TrackedRun, tracker_names
 from relax_cli.roles.evaluation import eval_metrics
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.run_files import MetricsWriter
-from relax_cli.tracking.symptoms import HealthWatch, Warned
+from relax_cli.tracking.symptoms import HealthWatch
 from relax_cli.tracking.trackers import Trackers
 
 
@@ -52,7 +52,7 @@ class Recorder:
         """Step `step` is done: the `step`-th rollout of the run; `warnings` are the symptoms that are new."""
         self.display.show(self._record(step, metrics | {"memory_gb": memory_gb()}))
         for symptom in metrics.get("warnings", ()):
-            self.display.warn(Warned(**symptom).text)
+            self.display.warn("{seen}; look at {look_at} [{id}]".format(**symptom))
         self._tell_plugins(step, metrics)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
@@ -214,7 +214,7 @@ class Trainer:
         self.report.seconds += seconds
         self.report.rewards.append(record.metrics["reward/mean"])
         if warnings := self._warnings(done, record.metrics):
-            metrics["warnings"] = [asdict(warning) for warning in warnings]
+            metrics["warnings"] = warnings
         try:
             self.watcher.step(done, metrics)
         except OSError:
@@ -253,7 +253,7 @@ class Trainer:
     def _due(self, interval: int | None, done: int) -> bool:
         return done == self.last or (interval is not None and done % interval == 0)
 
-    def _warnings(self, step: int, metrics: dict[str, float]) -> list[Warned]:
+    def _warnings(self, step: int, metrics: dict[str, float]) -> list[dict[str, str]]:
         """What the step shows of the run's health; once the policy has died, the newest pair from before is kept."""
         found, saver = self.health.observe(step, metrics), self.saver
         is_alive = self.health.history.is_alive
@@ -261,7 +261,7 @@ class Trainer:
             saver.good = self.report.saved_iteration
         saver.keeps_good = not is_alive
         kept = "" if saver.good is None else f"; iteration {saver.good} was saved before and is kept"
-        return [replace(w, seen=w.seen + kept) if w.id == "policy-died" else w for w in found]
+        return [w | {"seen": w["seen"] + kept} if w["id"] == "policy-died" else w for w in found]
 
     def _evaluate(self, done: int) -> dict[str, Any]:
         if not self.sets:

@@ -188,6 +188,11 @@ class RunFolder:
         found: dict[str, Any] = self.record["config"]
         return found
 
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """All of them, in order."""
+        return [evaluation for record in self.metrics for evaluation in evaluations_of(record)]
+
     def steps(self, folder: Folder = "rollouts") -> dict[int, list[Path]]:
         """The sample files of each step."""
         return sample_files.sample_files(self.path, folder)
@@ -320,13 +325,6 @@ def evaluations_of(record: Mapping[str, Any]) -> list[Evaluation]:
             _, name, metric = key.split("/", 2)
             sets.setdefault(name, {})[metric] = value
     return [Evaluation(record["step"], name, metrics) for name, metrics in sets.items()]
-
-
-def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """All evaluations of a run, in order."""
-    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file if '"eval/' in line]
-    return [evaluation for line in lines for evaluation in evaluations_of(line)]
 
 
 def read_samples(run_dir: Path, evaluation: Evaluation) -> list[dict[str, Any]]:

@@ -233,20 +233,6 @@ SYMPTOMS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Warned:
-    """A symptom that was seen, as `metrics.jsonl` has it in the step's `warnings`."""
-
-    id: str
-    seen: str
-    look_at: str
-
-    @property
-    def text(self) -> str:
-        """One line for a person."""
-        return f"{self.seen}; look at {self.look_at} [{self.id}]"
-
-
 class HealthWatch:
     """Names a symptom once, and again only after it went away."""
 
@@ -260,14 +246,14 @@ class HealthWatch:
             if record.get("reward/mean") is not None:
                 self.observe(record["step"], record)
 
-    def observe(self, step: int, metrics: Record) -> list[Warned]:
-        """The symptoms that are new with this step."""
+    def observe(self, step: int, metrics: Record) -> list[dict[str, str]]:
+        """The symptoms that are new with this step, as `metrics.jsonl` has them."""
         self.history.add({**metrics, "step": step})
         new = []
         for symptom in SYMPTOMS:
             if (seen := symptom.sees(self.history)) is None:
                 continue
             if step - self._seen_at.get(symptom.id, -MEMORY) > symptom.gone_after:
-                new.append(Warned(symptom.id, seen, symptom.look_at))
+                new.append({"id": symptom.id, "seen": seen, "look_at": symptom.look_at})
             self._seen_at[symptom.id] = step
         return new

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relax_cli.checkpoint import layout
-from relax_cli.tracking.run_files import Evaluation, read_evaluations, read_samples
+from relax_cli.tracking.run_files import Evaluation, read_run, read_samples
 from tests.support.cli_runs import read_metrics
 from tests.support.fault_runs import Ended, Folders, Zygote, arguments
 from tests.support.quickstart import small_task
@@ -52,7 +52,7 @@ def straight(zygote: Zygote, task: Path, tmp_path_factory: pytest.TempPathFactor
     folders = Folders(tmp_path_factory.mktemp("straight"))
     ended = zygote.run(folders.root, command(task, folders))
     assert ended.code == 0, ended.err
-    return Straight(folders, ended, json.loads(ended.out), read_evaluations(folders.run))
+    return Straight(folders, ended, json.loads(ended.out), read_run(folders.run).evaluations)
 
 
 def command(task: Path, folders: Folders, rollouts: int = 3) -> list[str]:
@@ -98,7 +98,7 @@ def test_without_a_trainer_the_numbers_are_the_same(zygote: Zygote, straight: St
     words = ["--recipe", str(folders.run / "config.json"), "--load", str(folders.actor), "--run-dir", str(tmp_path)]
     ended = zygote.run(tmp_path / "eval", ["eval", *words, "--format", "json"])
     assert ended.code == 0, ended.err
-    alone = read_evaluations(tmp_path)
+    alone = read_run(tmp_path).evaluations
     assert without_clock(alone) == without_clock(last)
     assert [read_samples(tmp_path, e) for e in last] == [read_samples(folders.run, e) for e in last]
     assert json.loads(ended.out)["evaluations"] == [e.dict() for e in alone]
@@ -109,7 +109,7 @@ def test_a_resumed_run_evaluates_what_is_due(zygote: Zygote, task: Path, straigh
     for rollouts in (1, 3):
         ended = zygote.run(folders.root, command(task, folders, rollouts))
         assert ended.code == 0, ended.err
-    cut = without_clock(read_evaluations(folders.run))
+    cut = without_clock(read_run(folders.run).evaluations)
     assert [e for e in cut if e[0] != 1] == without_clock(straight.found), "step 1 was the last of the shorter run"
 
 

@@ -43,7 +43,7 @@ def test_what_counts_as_dead(case: str) -> None:
     for number, (low, mean, high, skipped) in enumerate(rollouts):
         steps = {"actor/skipped_steps": skipped, "actor/optimizer_steps": STEPS - skipped}
         rewards = {"reward/min": low, "reward/mean": mean, "reward/max": high}
-        if {w.id for w in watch.observe(number, rewards | steps)} & {"policy-died", "steps-skipped"}:
+        if {w["id"] for w in watch.observe(number, rewards | steps)} & {"policy-died", "steps-skipped"}:
             warned.append(number)
     assert (warned, watch.history.is_alive) == (expected, is_alive)
 
@@ -102,7 +102,7 @@ SEEN: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 def ids_of(rows: list[dict[str, Any]]) -> list[list[str]]:
     """The warnings of each step."""
     watch = HealthWatch()
-    return [[warned.id for warned in watch.observe(number, row)] for number, row in enumerate(rows, 1)]
+    return [[warned["id"] for warned in watch.observe(number, row)] for number, row in enumerate(rows, 1)]
 
 
 @pytest.mark.parametrize("symptom", SEEN)

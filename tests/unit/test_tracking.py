@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -22,8 +21,7 @@ from relax_cli.plugin.trackers import TrackedRun
 from relax_cli.roles.sample_files import SampleWriter, drop_samples, sample_files
 from relax_cli.tracking.live import StepDisplay
 from relax_cli.tracking.numbers import curve
-from relax_cli.tracking.run_files import MetricsWriter, read_evaluations, write_config
-from relax_cli.tracking.symptoms import Warned
+from relax_cli.tracking.run_files import MetricsWriter, read_run, write_config
 from relax_cli.tracking.trackers import Trackers
 
 
@@ -86,7 +84,8 @@ def test_an_evaluation_joins_the_metrics_of_its_step(tmp_path: Path) -> None:
         assert writer.last == records[2]
         writer.write({"step": 2, "time": 4.0, "eval/b/reward/mean": 0.7})
         writer.write({"step": 3, "time": 5.0})
-    assert [(e.step, e.name, e.metrics["reward/mean"]) for e in read_evaluations(tmp_path)] == [
+    write_config(tmp_path, {"config": {}})
+    assert [(e.step, e.name, e.metrics["reward/mean"]) for e in read_run(tmp_path).evaluations] == [
         (0, "a", 0.1),
         (2, "a", 0.5),
         (2, "b", 0.7),
@@ -131,7 +130,7 @@ def test_the_screen_and_the_metrics_get_every_warning(tmp_path: Path) -> None:
         trackers = Trackers([], TrackedRun(tmp_path, {}), shown.append)
         recorder = Recorder(metrics, display, plugins, Config(), tmp_path)
         recorder.trackers = trackers
-        recorder.step(1, {"warnings": [asdict(Warned("flat", "no rise", "the samples"))]})
+        recorder.step(1, {"warnings": [{"id": "flat", "seen": "no rise", "look_at": "the samples"}]})
         recorder.step(2, {})
     assert shown == ["no rise; look at the samples [flat]", *["the hook failed: no network"] * 2]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

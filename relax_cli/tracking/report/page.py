@@ -15,7 +15,7 @@ import numpy as np
 
 from relax_cli.checkpoint.layout import replace_file
 from relax_cli.roles.sample_files import Folder, Sample, finite
-from relax_cli.tracking.run_files import COLUMNS, RunFolder, advantage, evaluations_of, is_trainable, token_numbers
+from relax_cli.tracking.run_files import COLUMNS, RunFolder, advantage, is_trainable, token_numbers
 from relax_cli.tracking.trackers import numbers
 
 START = b"<!doctype html>"
@@ -82,7 +82,7 @@ def run_data(run: RunFolder, room: int) -> dict[str, Any]:
         "steps": [record["step"] for record in trained],
         "times": [record.get("time") for record in trained],
         "metrics": columns(trained),
-        "evaluations": evaluations(run.metrics),
+        "evaluations": evaluations(run),
         "warnings": warnings(run.metrics),
         "samples": samples_of(run, room),
     }
@@ -95,13 +95,12 @@ def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None
     return {name: [short(row.get(name)) for row in rows] for name in names}
 
 
-def evaluations(records: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def evaluations(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
     """The evaluations of each held-out set, in order."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        for evaluation in evaluations_of(record):
-            metrics = {name: short(value) for name, value in evaluation.metrics.items()}
-            found.setdefault(evaluation.name, []).append({"step": evaluation.step, **metrics})
+    for evaluation in run.evaluations:
+        metrics = {name: short(value) for name, value in evaluation.metrics.items()}
+        found.setdefault(evaluation.name, []).append({"step": evaluation.step, **metrics})
     return found
 
 
