@@ -60,7 +60,7 @@ def test_workers_share_the_servers_out(model: Path) -> None:
             WeightTarget(three, this_node(), None, 1),
         )
         assert [t.address for t in attach(model, one, two, three, rank=1, workers=2).targets] == [two]
-        assert (first.options.request_timeout, first.options.partial) == (7, True)
+        assert (first.rollout.rollout_request_timeout, first.rollout.partial_rollout) == (7, True)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_workers_share_the_servers_out(model: Path) -> None:
 )
 def test_external_servers_give_memory_up_only_when_asked(model: Path, parallel: dict[str, Any], releases: bool) -> None:
     with running_server(model) as (_, address):
-        assert attach(model, address, **parallel).options.release_memory is releases
+        assert attach(model, address, **parallel).release_memory is releases
 
 
 def test_a_silent_server_is_named_before_generation(model: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,8 +20,9 @@ from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.protocol import Decode, Generation, Opening, Request, SamplingParams
 from relax_cli.backends.rollout.sglang import engine as engine_module
 from relax_cli.backends.rollout.sglang.client import ConnectionFault, DeadlineFault, SglangClient, StatusFault
-from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
+from relax_cli.backends.rollout.sglang.engine import SglangEngine
 from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.config.schema import RolloutSection
 from relax_cli.errors import RunError
 from tests.support.conversations import converse, known
 from tests.support.sglang.faults import Fault, Faults, Kind
@@ -76,9 +78,10 @@ def engine_for(
     decode: Decode | None = None,
 ) -> SglangEngine:
     """An engine that repeats without waiting long."""
-    options = EngineOptions(concurrency=concurrency, request_timeout=timeout, partial=partial, backoff=0.001)
+    more: Any = {"rollout": RolloutSection(rollout_request_timeout=timeout, partial_rollout=partial), "backoff": 0.001}
     targets = [WeightTarget(address, "here", None, 1) for address in addresses]
-    return SglangEngine(targets, vocab_size=VOCAB, max_positions=POSITIONS, options=options, decode=decode)
+    limits = {"vocab_size": VOCAB, "max_positions": POSITIONS, "concurrency": concurrency}
+    return SglangEngine(targets, **limits, **more, decode=decode)
 
 
 def some_requests(count: int) -> list[Request]:
@@ -395,7 +398,7 @@ def test_a_crash_during_generation_ends_the_call(model: Path) -> None:
 def sleeping(address: str) -> SglangEngine:
     """An engine whose servers give up memory."""
     engine = engine_for(address)
-    engine.options = EngineOptions(release_memory=True, backoff=0.001)
+    engine.release_memory = True
     engine.sleep()
     return engine
 
@@ -468,7 +471,7 @@ def test_a_server_that_stays_busy_is_not_made_to_release_memory(model: Path, mon
     monkeypatch.setattr(engine_module, "MEMORY_SECONDS", 0.2)
     with running_server(model, Faults(busy_flushes=10_000)) as (contract, address):
         engine = engine_for(address)
-        engine.options = EngineOptions(release_memory=True, backoff=0.01)
+        engine.release_memory = True
         with pytest.raises(StatusFault):
             engine.sleep()
         assert contract.away == set()
@@ -564,7 +567,8 @@ def test_a_prompt_longer_than_the_server_accepts_is_refused(
         vocab_size=VOCAB,
         max_positions=POSITIONS,
         max_prompt=4,
-        options=EngineOptions(),
+        rollout=RolloutSection(),
+        concurrency=1,
     )
     engine.generate([Request((1, 2, 3, 4), next(SEEDS))], SAMPLING)
     server.requests.clear()

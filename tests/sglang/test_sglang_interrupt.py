@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from relax_cli.backends.rollout.protocol import Request, SamplingParams
-from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
+from relax_cli.backends.rollout.sglang.engine import SglangEngine
 from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.config.schema import RolloutSection
 from tests.support.sglang.faults import Fault, Faults
 from tests.support.sglang.server import running_server
 from tests.support.tiny_models import VOCAB, save_tiny_model
@@ -23,7 +24,7 @@ def test_an_interrupt_aborts_requests_without_waiting(tmp_path: Path) -> None:
     with running_server(tmp_path, Faults(generate=[Fault("slow", seconds=300)] * 3)) as (contract, address):
         contract.version = "0"
         target = WeightTarget(address, "here", None, 1)
-        engine = SglangEngine([target], vocab_size=VOCAB, max_positions=128, options=EngineOptions(concurrency=2))
+        engine = SglangEngine([target], vocab_size=VOCAB, max_positions=128, rollout=RolloutSection(), concurrency=2)
         requests = [Request((1, 2), seed) for seed in range(3)]
         # A test run that was started in the background ignores SIGINT.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)

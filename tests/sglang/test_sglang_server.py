@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,10 @@ from relax_cli.backends import ports
 from relax_cli.backends.rollout.protocol import Request, SamplingParams, ServerDied
 from relax_cli.backends.rollout.sglang import guard
 from relax_cli.backends.rollout.sglang import server as server_module
-from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
+from relax_cli.backends.rollout.sglang.engine import SglangEngine
 from relax_cli.backends.rollout.sglang.server import NO_CRASH_DUMPS, LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.targets import WeightTarget
-from relax_cli.config.schema import SglangSection
+from relax_cli.config.schema import RolloutSection, SglangSection
 from relax_cli.errors import RunError
 
 SERVER = """
@@ -159,9 +160,9 @@ def test_a_server_that_never_answers_is_ended(make: Callable[..., LocalServer]) 
 def test_a_server_that_dies_while_it_generates_ends_the_call(make: Callable[..., LocalServer]) -> None:
     server = make()
     server.start()
-    options = EngineOptions(backoff=0.5)
+    more: Any = {"rollout": RolloutSection(), "concurrency": 512, "backoff": 0.5}
     target = WeightTarget(server.address, "here", 0, 1)
-    engine = SglangEngine([target], vocab_size=9, max_positions=99, options=options, servers=[server])
+    engine = SglangEngine([target], vocab_size=9, max_positions=99, **more, servers=[server])
     with pytest.raises(RunError, match="ended while it generated, exit code 7") as caught:
         engine.generate([Request((1,), 1)] * 3, SamplingParams(4, 1.0, 1.0, -1, ()))
     assert "CUDA error: out of memory" in caught.value.problems[0].got
@@ -174,8 +175,8 @@ def test_a_dead_server_is_revived_at_the_same_address_and_sleeps(
     server = make()
     server.start()
     target = WeightTarget(server.address, "here", 0, 1)
-    options = EngineOptions(release_memory=True, backoff=0.01)
-    engine = SglangEngine([target], vocab_size=9, max_positions=99, options=options, servers=[server])
+    more: Any = {"rollout": RolloutSection(), "concurrency": 512, "release_memory": True, "backoff": 0.01}
+    engine = SglangEngine([target], vocab_size=9, max_positions=99, **more, servers=[server])
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     with pytest.raises(ServerDied, match="before /flush_cache, exit code 137"):
         engine.sleep()

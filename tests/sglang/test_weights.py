@@ -26,7 +26,7 @@ from relax_cli.backends.device import Device, select_device
 from relax_cli.backends.megatron.trainer import TrainableModel
 from relax_cli.backends.ports import free_port
 from relax_cli.backends.rollout.sglang.client import SglangClient, SglangError
-from relax_cli.backends.rollout.sglang.flattened_bucket import DEVICE_ARGUMENT, _reduce_tensor, flatten, serialise
+from relax_cli.backends.rollout.sglang.transports import DEVICE_ARGUMENT, _reduce_tensor, flatten, serialise
 from relax_cli.backends.rollout.sglang.weights import choose_transport
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
 from relax_cli.errors import RunError

@@ -18,7 +18,7 @@ from relax_cli.backends.rollout.sglang.client import (
     SglangError,
     declare,
 )
-from relax_cli.backends.rollout.sglang.engine import EngineOptions, SglangEngine
+from relax_cli.backends.rollout.sglang.engine import SglangEngine
 from relax_cli.backends.rollout.sglang.replies import folder_of, no_routes
 from relax_cli.backends.rollout.sglang.server import LocalServer, launch_command, server_environment
 from relax_cli.backends.rollout.targets import WeightTarget, node_of, this_node
@@ -99,12 +99,9 @@ def open_engine(
         vocab_size=spec.vocab_size,
         max_positions=min([spec.max_positions, *(context for context, _ in limits if context is not None)]),
         max_prompt=min((prompt for _, prompt in limits if prompt is not None), default=None),
-        options=EngineOptions(
-            concurrency=section.sglang_server_concurrency,
-            request_timeout=rollout.rollout_request_timeout,
-            partial=rollout.partial_rollout,
-            release_memory=release_memory,
-        ),
+        rollout=rollout,
+        concurrency=section.sglang_server_concurrency,
+        release_memory=release_memory,
         servers=servers,
         decode=decode,
         experts=spec if isinstance(spec, MoeSpec) else None,

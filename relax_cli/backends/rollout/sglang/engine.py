@@ -41,6 +41,7 @@ from relax_cli.backends.rollout.sglang.memory import MEMORY_SECONDS, ServerMemor
 from relax_cli.backends.rollout.sglang.replies import Part, check_served, generate_payload, read_part
 from relax_cli.backends.rollout.sglang.server import LocalServer
 from relax_cli.backends.rollout.targets import WeightTarget
+from relax_cli.config.schema import RolloutSection
 from relax_cli.errors import RunError
 from relax_cli.models.spec import MoeSpec
 
@@ -61,22 +62,6 @@ REVIVE_SECONDS = 2.0
 """Time for a server that broke its connections to end."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How the servers are used."""
-
-    concurrency: int = 512
-    """Most requests at a time to one server."""
-    request_timeout: float = 1800.0
-    """Seconds of one request."""
-    partial: bool = False
-    """Continue an aborted response from the tokens it has."""
-    release_memory: bool = False
-    """Sleeping gives up the servers' weights and KV cache."""
-    backoff: float = 0.25
-    """Seconds before the first repetition, doubled for each further one."""
 
 
 @dataclass
@@ -104,7 +89,10 @@ class SglangEngine:
         vocab_size: int,
         max_positions: int,
         max_prompt: int | None = None,
-        options: EngineOptions,
+        rollout: RolloutSection,
+        concurrency: int,
+        release_memory: bool = False,
+        backoff: float = 0.25,
         servers: Sequence[LocalServer] = (),
         decode: Decode | None = None,
         experts: MoeSpec | None = None,
@@ -113,6 +101,9 @@ class SglangEngine:
         Args:
             targets: the servers; requests are dealt to them in turn.
             max_prompt: most tokens that the servers accept as input.
+            concurrency: most requests at a time to one server.
+            release_memory: sleeping gives up the servers' weights and KV cache.
+            backoff: seconds before the first repetition, doubled for each further one.
             experts: the model, where it is a mixture of experts.
             servers: those of them that this engine owns, all or none. They are running, and end with `close`.
         """
@@ -121,7 +112,10 @@ class SglangEngine:
         self.targets = tuple(targets)
         self.clients = tuple(SglangClient(target.address) for target in targets)
         self.servers = tuple(servers)
-        self.options = options
+        self.rollout = rollout
+        self.concurrency = concurrency
+        self.release_memory = release_memory
+        self.backoff = backoff
         self.weight_version = "0"
         self._vocab_size = vocab_size
         self._max_positions = max_positions
@@ -154,7 +148,7 @@ class SglangEngine:
         assert not self._memory.away, "the rollout engine sleeps; wake it before generating"
         assert not self.needs_weights, "the servers have given up their weights; publish them before generating"
         batch = _Batch(sampling, len(openings))
-        pools = [ThreadPoolExecutor(self.options.concurrency, thread_name_prefix="sglang") for _ in self.clients]
+        pools = [ThreadPoolExecutor(self.concurrency, thread_name_prefix="sglang") for _ in self.clients]
         ended: list[Future[None]] = [Future() for _ in openings]
 
         def proceed(index: int, answer: Opening) -> None:
@@ -212,9 +206,9 @@ class SglangEngine:
         try:
             if "kv_cache" not in self._memory.away:
                 # A server that is not idle does not refuse to release memory: it dies.
-                patience = ENDING_SECONDS if self._failed else min(MEMORY_SECONDS, self.options.request_timeout)
-                self._memory.flush(patience, self.options.backoff)
-            if self.options.release_memory:
+                patience = ENDING_SECONDS if self._failed else min(MEMORY_SECONDS, self.rollout.rollout_request_timeout)
+                self._memory.flush(patience, self.backoff)
+            if self.release_memory:
                 self._memory.release()
         except (SglangError, ServerDied) as fault:
             if not self._failed:
@@ -279,7 +273,7 @@ class SglangEngine:
     def _complete(self, client: SglangClient, batch: _Batch, index: int, request: Request) -> Generation:
         """Ask until the response of one sample is complete."""
         # A stop string may lie across a seam, where the server would not see it.
-        seamless = self.options.partial and not batch.sampling.stop
+        seamless = self.rollout.partial_rollout and not batch.sampling.stop
         most_begun = min(request.limit(batch.sampling) - 1, self._max_prompt - len(request.prompt_tokens))
         tokens: list[int] = []
         log_probs: list[float] = []
@@ -327,7 +321,7 @@ class SglangEngine:
                     "POST",
                     "/generate",
                     generate_payload(rid, tokens, request.seed, limit, sampling),
-                    timeout=self.options.request_timeout,
+                    timeout=self.rollout.rollout_request_timeout,
                     cancelled=batch.cancelled.is_set,
                 )
                 return read_part(
@@ -356,7 +350,7 @@ class SglangEngine:
             self._pause(batch, attempt)
 
     def _pause(self, batch: _Batch, attempt: int, most: float = 30.0) -> None:
-        batch.cancelled.wait(min(most, self.options.backoff * 2 ** (attempt - 1)))
+        batch.cancelled.wait(min(most, self.backoff * 2 ** (attempt - 1)))
 
 
 def _known(request: Request | None) -> Opening:

@@ -5,7 +5,10 @@ Every rank of the actor has a transport of each kind that is used, and makes the
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
+import itertools
 import threading
 import time
 import uuid
@@ -13,18 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing import reductions
 
 from relax_cli.backends.meeting import choose_interface, open_store
 from relax_cli.backends.megatron.weight_buckets import Bucket
 from relax_cli.backends.ports import free_port
 from relax_cli.backends.rollout.sglang.client import SglangError, declare
-from relax_cli.backends.rollout.sglang.flattened_bucket import flatten, serialise
 from relax_cli.backends.rollout.targets import WeightTarget, own_address
 from relax_cli.errors import RunError
 
@@ -40,6 +46,8 @@ LEAVING_SECONDS = 30.0
 GRACE = 2.0
 """Seconds in which a failure that names a server may follow one that does not: a server that ends breaks both the
 connection to it and the group that it was in."""
+DEVICE_ARGUMENT = 6
+"""Place of the device among the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
 
 
 class TensorTransport:
@@ -83,6 +91,46 @@ class TensorTransport:
         if self.is_cuda:
             # Memory that other processes mapped comes back only on request.
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def flatten(named: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNamespace]]:
+    """All tensors' bytes `[N]` uint8 on their device, and where each is: name, shape, dtype, first byte, end, count."""
+    # Wide types first, or a type could begin at a byte that it cannot be read from.
+    ordered = sorted(named, key=lambda pair: -pair[1].element_size())
+    parts = [tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in ordered]
+    ends = itertools.accumulate(part.numel() for part in parts)
+    places = [
+        SimpleNamespace(
+            name=name, shape=x.shape, dtype=x.dtype, start_idx=end - part.numel(), end_idx=end, numel=part.numel()
+        )
+        for (name, x), part, end in zip(ordered, parts, ends, strict=True)
+    ]
+    return torch.cat(parts), places
+
+
+def serialise(flat: Tensor, places: list[SimpleNamespace]) -> str:
+    """One server rank's payload, in base64; to be read once. `flat` has to live until the server has answered."""
+    buffer = io.BytesIO()
+    pickler = ForkingPickler(buffer)
+    pickler.dispatch_table = {**pickler.dispatch_table, Tensor: _reduce_tensor}
+    before = mp.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    # CPU tensors are shared as files of /dev/shm: file descriptors cannot go through HTTP.
+    mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    try:
+        pickler.dump({"flattened_tensor": flat, "metadata": places})
+    finally:
+        mp.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _reduce_tensor(tensor: Tensor) -> Any:
+    """As torch does, but a GPU is named by its UUID: both sides number the GPUs they see from 0."""
+    rebuild, arguments = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    if not tensor.is_cuda or isinstance(arguments[DEVICE_ARGUMENT], str):
+        return rebuild, arguments
+    assert arguments[DEVICE_ARGUMENT] == tensor.device.index, "torch passes the device of a GPU tensor elsewhere"
+    uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
 
 
 class DistributedTransport:
