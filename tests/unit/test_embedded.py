@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from relax_cli.backends.rollout.embedded import engine as engine_module
 from relax_cli.backends.rollout.embedded import weights
+from relax_cli.backends.rollout.embedded.batch import draw_uniforms, sample
 from relax_cli.backends.rollout.embedded.decoder import _attend
 from relax_cli.backends.rollout.embedded.engine import EmbeddedEngine
 from relax_cli.backends.rollout.embedded.kv_cache import CachedLayer
-from relax_cli.backends.rollout.embedded.sampling import draw_uniforms, sample
 from relax_cli.backends.rollout.protocol import Generation, Opening, Request, SamplingParams
 from relax_cli.errors import ConfigError, RunError
 from relax_cli.models.hf import HfWeights

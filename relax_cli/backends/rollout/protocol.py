@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from relax_cli.backends.rollout.targets import WeightTarget
-from relax_cli.errors import RunError
+from relax_cli.errors import RunError, problem_kind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from relax_cli.backends.device import Device
     from relax_cli.backends.megatron.weight_buckets import Bucket
 
+
+ROLLOUT_PROMPT = problem_kind(
+    "rollout-prompt",
+    "During a run",
+    "A prompt does not fit the model: an unknown token, or too long.",
+    option="--prompt-data",
+)
 
 Decode = Callable[[list[int]], str]
 """Text of token ids, special tokens included."""
@@ -77,6 +84,31 @@ class Request:
     def limit(self, sampling: SamplingParams) -> int:
         """Most new tokens of this response."""
         return sampling.max_new_tokens if self.most_tokens is None else self.most_tokens
+
+    def check(
+        self, sampling: SamplingParams, vocab_size: int, max_positions: int, max_prompt: int | None = None
+    ) -> None:
+        """Raises RunError: an id outside the vocabulary, no prompt, or one that leaves no room for a response."""
+        prompt, limit = self.prompt_tokens, self.limit(sampling)
+        room = max_positions - len(prompt)
+        fix = "use the tokenizer that belongs to the model, and prompts that fit it"
+        if not prompt:
+            message, got, expected = "a prompt has no tokens", "0 tokens", "at least 1 token"
+        elif min(prompt) < 0 or max(prompt) >= vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < vocab_size)
+            message = f"prompt token id {bad} is outside the model's vocabulary"
+            got, expected = str(bad), f"0 to {vocab_size - 1}"
+        elif max_prompt is not None and len(prompt) > max_prompt:
+            message = "a prompt is longer than the server accepts"
+            got, expected = f"{len(prompt)} tokens", f"at most {max_prompt}"
+            fix = f"--rollout-max-prompt-len {max_prompt} --overlong-prompts drop, or a server with a longer context"
+        elif limit > room:
+            message = f"a prompt of {len(prompt)} tokens leaves no room for {limit} new ones"
+            got, expected = f"{len(prompt) + limit} positions", f"at most {max_positions}"
+            fix = f"ask for at most {room} new tokens, or use shorter prompts" if room > 0 else "use shorter prompts"
+        else:
+            return
+        raise RunError(ROLLOUT_PROMPT(message, fix=fix, got=got, expected=expected, where=self.source))
 
     @property
     def begun(self) -> tuple[int, ...]:

@@ -12,22 +12,17 @@ from torch import Tensor
 from relax_cli.backends.rollout.embedded.batch import Batch
 from relax_cli.backends.rollout.embedded.decoder import Decoder
 from relax_cli.backends.rollout.embedded.kv_cache import KVCache, Prefix, in_blocks
-from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import Decode, Ended, Generation, Opening, Request, SamplingParams, Then
 from relax_cli.config.placement import KV_CACHE_BYTES, MOST_ROWS
 from relax_cli.models.hf import HfWeights
-from relax_cli.models.spec import ModelSpec, read_spec
+from relax_cli.models.spec import read_spec
+from relax_cli.preflight.memory.estimate import engine_rows, kv_cache_bytes
 
 KEPT_BYTES = KV_CACHE_BYTES
 """Most of the keys and values that conversations leave behind between their turns."""
 GATHER_SECONDS = 1.0
 """How long a batch waits for conversations that are not ready. Where all are ready by then, the batches are the same in
 every run, and with them the last bits of the numbers."""
-
-
-def cache_bytes_per_token(spec: ModelSpec) -> int:
-    """Bytes of float32 keys and values of one position of one row."""
-    return 2 * 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
 
 
 class EmbeddedEngine:
@@ -102,7 +97,8 @@ class EmbeddedEngine:
         """
         assert self._awake, "the rollout engine sleeps; wake it before generating"
         spec = self.decoder.spec
-        check_prompts(list(requests.values()), sampling, spec.vocab_size, spec.max_positions)
+        for request in requests.values():
+            request.check(sampling, spec.vocab_size, spec.max_positions)
         prefixes = {number: kept.pop(number) for number in requests if number in kept} if kept else {}
         prefixes = {number: p for number, p in prefixes.items() if p.begins(requests[number].prompt_tokens)}
 
@@ -114,7 +110,7 @@ class EmbeddedEngine:
         order = sorted(requests, key=lambda number: (new_tokens(number), requests[number].prompt_tokens))
         limit = max(request.limit(sampling) for request in requests.values())
         columns = in_blocks(max(len(request.prompt_tokens) for request in requests.values()) + limit)
-        rows = min(len(order), self._max_batch_size, max(1, KV_CACHE_BYTES // (columns * cache_bytes_per_token(spec))))
+        rows = min(self._max_batch_size, engine_rows(spec, len(order), columns))
         batch = Batch(self.decoder, self._sized_cache(rows, columns, sampling.routes), sampling, limit, self._decode)
         generations: dict[int, Generation] = {}
         waiting = deque(order)
@@ -132,7 +128,7 @@ class EmbeddedEngine:
                     # The last token was not computed.
                     tokens = (*requests[number].prompt_tokens, *generation.tokens[:-1])
                     total = len(tokens) + sum(len(prefix.tokens) for prefix in kept.values())
-                    if total * cache_bytes_per_token(spec) <= KEPT_BYTES:
+                    if kv_cache_bytes(spec, 1, total) <= KEPT_BYTES:
                         kept[number] = batch.cache.take(row, tokens)
             batch.step()
         return [generations[number] for number in requests]

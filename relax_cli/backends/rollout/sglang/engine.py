@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from relax_cli.backends.rollout.prompts import check_prompts
 from relax_cli.backends.rollout.protocol import (
     Decode,
     Ended,
@@ -268,7 +267,8 @@ class SglangEngine:
             raise
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        check_prompts(requests, sampling, self._vocab_size, self._max_positions, self._max_prompt)
+        for request in requests:
+            request.check(sampling, self._vocab_size, self._max_positions, self._max_prompt)
 
     def _complete(self, client: SglangClient, batch: _Batch, index: int, request: Request) -> Generation:
         """Ask until the response of one sample is complete."""
