@@ -24,7 +24,7 @@ from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.records import Change
 from relax_cli.preflight.inputs import RunInputs, read_inputs, read_model
 from relax_cli.preflight.machine import Machine, usable_cores
-from relax_cli.preflight.plan import Plan, build_plan
+from relax_cli.preflight.plan import Plan, build_plan, plan_dict
 from relax_cli.preflight.resolve import Resolved, command_words, resolve
 from relax_cli.preflight.rules import RuleContext, run_rules
 from relax_cli.preflight.start import examine_run
@@ -147,7 +147,9 @@ def _plan(
     if not has_counts(config) or not set(graph.names) <= config.parallel.resource.keys():
         return None
     first = 0 if start is None else start.decision.iteration or 0
-    return build_plan(config, graph.roles, inputs, machine, cores=usable_cores(), first_rollout=first)
+    plan = build_plan(config, graph.roles, inputs, machine, cores=usable_cores(), first_rollout=first)
+    plan_dict(plan)  # What it shows is read now: where an option cannot be, there is no plan.
+    return plan
 
 
 def shown(problems: Sequence[Problem], resolved: Resolved, *, is_strict: bool) -> list[Problem]:

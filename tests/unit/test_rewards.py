@@ -603,7 +603,7 @@ def test_signs_alone_are_not_a_math_label(label: str) -> None:
 
 def test_math_scores_zero_at_the_deadline_and_goes_on() -> None:
     reward = maths_of(deadline=2.0)
-    stuck, fine = reward([sample("$(10^{10})!$"), sample("12")])
+    stuck, fine = reward([sample("$2^{3^{4^{5^{6}}}}$"), sample("12")])
     reward.close()
     assert stuck == RewardResult(0.0, {"correct": 0.0, "unjudged": 1.0})
     assert fine == RewardResult(1.0, {"correct": 1.0, "unjudged": 0.0})
