@@ -3,6 +3,18 @@
 import os
 from pathlib import Path
 
+import pytest
+from hypothesis import settings
+
+# What a shell or a CI may have set, and tests and all that they start would follow.
+FOREIGN = {
+    *("COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHONWARNINGS"),
+    *("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"),
+}
+for name in list(os.environ):
+    if name in FOREIGN or name.startswith(("RELAX_", "RAY_", "GITHUB_", "TTY_")) or name.lower().endswith("_proxy"):
+        del os.environ[name]
+
 # Before torch is imported, and for every process that a test starts: waiting OpenMP threads spin by default, and on two
 # cores they take the time of those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,9 +24,6 @@ os.environ["RELAX_WARM"] = "0"
 
 # A folder that is not there may be a name on the hub, which no test asks.
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-import pytest
-from hypothesis import settings
 
 # As relax itself does before it imports Ray, which some tests import first.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

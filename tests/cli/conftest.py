@@ -26,23 +26,17 @@ def app(plugins: Plugins) -> typer.Typer:
 
 
 @pytest.fixture
-def invoke(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+def invoke(app: typer.Typer) -> Invoke:
     """Run a command line in this process."""
-    for name in [n for n in os.environ if n.startswith("RELAX_")]:
-        monkeypatch.delenv(name)
     return lambda *args, **kwargs: CliRunner().invoke(app, list(args), **kwargs)
 
 
 @pytest.fixture
 def process() -> Process:
-    """Run Python code in a process of its own, with a clean environment."""
+    """Run Python code in a process of its own."""
 
     def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-        kept = {
-            n: v for n, v in os.environ.items() if not n.startswith(("RELAX_", "FORCE_COLOR", "NO_COLOR", "GITHUB_"))
-        }
-        return subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env={**kept, **env}, timeout=120
-        )
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=120)
 
     return run

@@ -94,7 +94,6 @@ def test_the_build_of_torch_is_read_from_its_version_file(
 def test_the_rules_see_the_device_that_will_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_cli.preflight.check_run.Machine", lambda: Machine(gpus=8, ray_address=""))
     monkeypatch.setattr("relax_cli.preflight.resolve.installed_torch_has_cuda", lambda: True)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     flags = {"overlap_updates": True, "hf_checkpoint": os.devnull}
     resolved = check_run(load_plugins(), Layers([], {}, [], flags))
     assert resolved.config.parallel.device == "cuda"

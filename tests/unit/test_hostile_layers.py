@@ -87,8 +87,6 @@ def judge(layers: Layers) -> list[str]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("RELAX_")]:
-        monkeypatch.delenv(name)
     return tmp_path
 
 

@@ -61,11 +61,6 @@ class FakeInit:
             raise self.error
 
 
-@pytest.fixture(autouse=True)
-def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-
 def fake(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> FakeInit:
     init = FakeInit(error)
     monkeypatch.setattr(ray, "init", init)
