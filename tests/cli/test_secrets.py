@@ -336,7 +336,7 @@ def test_errors_notes_and_tracebacks_of_a_run_are_scrubbed(
         Problem(id="x", message=f"cannot reach {URL}", fix=f"--acme-token {SECRET}", got=f"token={SECRET}")
     )
     output = Output()
-    for show in (lambda: output.fail(error), lambda: output.note(URL), lambda: app._bug(ValueError(URL))):
+    for show in (lambda: output.fail(error), lambda: output.note(URL), lambda: app._unexpected(ValueError(URL))):
         show()
         shown = screen()
         assert "judge.example" in shown
