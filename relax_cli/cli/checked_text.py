@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from relax_cli.cli.console import Output
-from relax_cli.cli.text import counted, problem_lines, problems_data, problems_text, table, wrapped
+from relax_cli.cli.text import counted, problem_lines, problems_data, problems_text, wrapped
 from relax_cli.config.layers import Layers
-from relax_cli.config.text import in_json
+from relax_cli.config.text import in_json, table
 from relax_cli.errors import ConfigError
 from relax_cli.plugin.manager import Plugins
 from relax_cli.preflight.check_run import CheckedRun, check_run

@@ -22,7 +22,7 @@ from relax_cli.cli.checkpoint_commands import (
     prune_checkpoints,
 )
 from relax_cli.cli.console import Output, path_argument, path_option
-from relax_cli.cli.text import table
+from relax_cli.config.text import table
 from relax_cli.errors import ExitCode, Problem, ResumeError
 from relax_cli.models.hybrid import read_any_spec
 from relax_cli.models.spec import indivisible_sizes

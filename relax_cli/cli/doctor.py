@@ -24,10 +24,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from relax_cli.cli.console import Output
-from relax_cli.cli.text import counted, table
+from relax_cli.cli.text import counted
 from relax_cli.cli.warm import tell
 from relax_cli.config.redact import scrubbed
-from relax_cli.config.text import shortened
+from relax_cli.config.text import shortened, table
 from relax_cli.config.versions import NEWEST_MEGATRON, SETS, SGLANG_CONTRACTS, installed_version
 from relax_cli.data.sandbox.outside import sandbox_fault, sandbox_fix
 from relax_cli.errors import ExitCode

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relax_cli.cli.console import Output, path_option
-from relax_cli.cli.text import shown_default, table
+from relax_cli.cli.text import shown_default
 from relax_cli.config.model import flag, options_by_name
 from relax_cli.config.redact import scrubbed
 from relax_cli.config.schema import Config
-from relax_cli.config.text import with_program
+from relax_cli.config.text import table, with_program
 from relax_cli.errors import ExitCode
 from relax_cli.plugin.installed import Plugin, broken_references
 from relax_cli.plugin.manager import Plugins, installed_plugins

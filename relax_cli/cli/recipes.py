@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from relax_cli.cli.console import Format, Output, output_of
-from relax_cli.cli.text import table
 from relax_cli.config.model import section_model
 from relax_cli.config.recipes import bundled_recipes, describe, find_recipe
 from relax_cli.config.schema import Config
+from relax_cli.config.text import table
 from relax_cli.plugin.config_model import config_model
 from relax_cli.plugin.manager import load_plugins
 

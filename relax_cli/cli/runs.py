@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from relax_cli.cli.console import Output, path_argument, path_option
-from relax_cli.cli.text import table
+from relax_cli.config.text import table
 from relax_cli.errors import ConfigError, ExitCode, problem_kinds
 from relax_cli.plugin.manager import Plugins
 from relax_cli.roles.sample_files import Sample, finite

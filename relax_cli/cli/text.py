@@ -28,13 +28,6 @@ def wrapped(text: str, indent: str = "    ") -> list[str]:
     )
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns, without the padding that would end a line in blanks."""
-    lines = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
 def counted(number: int, what: str) -> str:
     """`1 error`, `2 errors`."""
     return f"{number} {what}{'' if number == 1 else 's'}"

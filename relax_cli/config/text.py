@@ -9,6 +9,7 @@ import reprlib
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,10 @@ def _shortest(name: str, path: Path) -> str:
     on_path = shutil.which(name)
     is_on_path = on_path is not None and os.path.abspath(on_path) == os.path.abspath(path)
     return name if is_on_path else shlex.quote(str(path))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, without the padding that would end a line in blanks."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from relax_cli.config.held_out import sampling_of_set
-from relax_cli.config.text import shortened
+from relax_cli.config.text import shortened, table
 from relax_cli.engine.run import FinishedRun, resume_lines
 from relax_cli.tracking.numbers import curve
 from relax_cli.tracking.run_files import Evaluation, read_run, read_samples
@@ -101,13 +101,8 @@ def evaluation_lines(run: FinishedRun, before: Evaluation, after: Evaluation) ->
         for sample in read_samples(run.run_dir, evaluation):
             first.setdefault(sample["group"], sample)
         examples.append(list(first.values())[:EXAMPLES])
-    rows: list[dict[str, Any]] = [
-        {"prompt": b["prompt"], "label": b["label"], "before": b["response"], "after": a["response"]}
-        for b, a in zip(*examples, strict=False)
-    ]
-    if not rows:
-        return lines
-    shown = [{k: shortened(str(v), WIDEST) for k, v in row.items()} for row in rows]
-    widths = {k: max(len(k), *(len(row[k]) for row in shown)) for k in shown[0]}
-    header = "  ".join(k.ljust(w) for k, w in widths.items())
-    return [*lines, f"  {header}", *("  " + "  ".join(row[k].ljust(w) for k, w in widths.items()) for row in shown)]
+    pairs = zip(*examples, strict=False)
+    texts = [(b["prompt"], b["label"], b["response"], a["response"]) for b, a in pairs]
+    rows = [[shortened(str(text), WIDEST) for text in row] for row in texts]
+    shown = table(("prompt", "label", "before", "after"), rows) if rows else ""
+    return [*lines, *(f"  {line}" for line in shown.splitlines())]
