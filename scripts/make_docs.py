@@ -44,7 +44,8 @@ A later layer also ends what earlier ones say against it: `--custom-rm-path` rep
 `--num-epoch` its `num_rollout`, `--micro-batch-size` its token budget, `--advantage-estimator grpo` its options of PPO
 and the critic (`relax_cli/config/replaced.py` has the list).
 `null` unsets an option: `--set reward.rm_type=null`, `RELAX_SAVE=null`, or `--critic-lr null` for an option with one
-value.
+value. An empty `RELAX_SAVE=` is refused. Values of the environment and of `--set` are YAML, but for texts, which stay
+as they are typed unless they stand in quotes.
 
 In options that are paths, `~` and `$VAR` are expanded in every layer.
 
