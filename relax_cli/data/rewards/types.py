@@ -44,6 +44,13 @@ class RewardInput:
         """The sample in one line, for error messages."""
         return f"group {self.group}, prompt {self.prompt[-80:]!r}, response {self.response[:80]!r}"
 
+    def required_label(self, reward: str) -> str:
+        """For rewards of plugins: the label. Raises RunError: there is none, or not a text, but one is needed."""
+        if isinstance(self.label, str):
+            return self.label
+        what = "a label" if self.label is None else "a text as its label"
+        raise self.no_label(f"the reward {reward} needs {what}", "a text for every prompt")
+
     def answers(self, reward: str) -> list[str]:
         """What the reward accepts: the label, or each item of a label that is a list.
         Raises RunError: there is none, but the reward needs one."""
