@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_cli.checkpoint import layout
+from relax_cli.engine.run_folder import claimed
 from tests.support.fault_runs import Folders, Zygote, arguments
 
 CODES = {"SIGINT": 130, "SIGTERM": 143}
@@ -109,14 +110,18 @@ def test_a_run_whose_folders_another_run_is_writing_is_refused(zygote: Zygote, t
     other = Zygote()
     try:
         zygote.wait_for((first.critic / layout.TRACKER_FILE).exists)
-        for option, argv in (
-            ("--run-dir", arguments(task, second, *endless, "--run-dir", str(first.run))),
-            ("--critic-save", arguments(task, first, *endless, "--run-dir", str(second.run))),
-        ):
-            ended = other.run(second.root, argv)
-            assert ended.code == 2, ended.err
-            assert f"where     {option} from {first.root}" in ended.err
-            assert "[folder-locked]" in ended.err
+        third = Folders(tmp_path / "third")
+        with claimed({third.run: "--run-dir"}):  # As a run does that has no steps yet.
+            for option, holder, argv in (
+                ("--run-dir", third, arguments(task, third, *endless)),
+                ("--critic-save", first, arguments(task, first, *endless, "--run-dir", str(second.run))),
+            ):
+                ended = other.run(second.root, argv)
+                assert ended.code == 2, ended.err
+                assert f"where     {option} from {holder.root}" in ended.err
+                assert "[folder-locked]" in ended.err
+        ended = other.run(second.root, arguments(task, second, *endless, "--run-dir", str(first.run)))
+        assert "[run-dir-in-use]" in ended.err, "its steps would be dropped"
     finally:
         other.close()
         os.kill(pid, signal.SIGINT)
