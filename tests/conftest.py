@@ -11,7 +11,8 @@ FOREIGN = {
     *("COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHONWARNINGS"),
     *("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"),
 }
-for name in list(os.environ):
+# The one with which `-m sglang` is told where SGLang is stays.
+for name in os.environ.keys() - {"RELAX_SGLANG_PYTHON"}:
     if name in FOREIGN or name.startswith(("RELAX_", "RAY_", "GITHUB_", "TTY_")) or name.lower().endswith("_proxy"):
         del os.environ[name]
 
