@@ -200,7 +200,7 @@ def _recognised(option: str, folder: Path, role: str) -> tuple[str, str]:
         choice = " or ".join(f"{option} {shlex.quote(str(path))}" for path in own or inner[:4])
         return "the folder above save folders", choice
     if (folder / "metrics.jsonl").is_file():
-        saved = save_folder_of(folder, role)
+        saved = _save_folder_of(folder, role)
         return "a run folder", f"{option} {shlex.quote(saved)}" if saved else f"{option} with the folder of --save"
     if (folder / "config.json").is_file() and any(path for pattern in MODEL_FILES for path in folder.glob(pattern)):
         return "a model", f"--hf-checkpoint {shlex.quote(str(folder))}, without {option}"
@@ -213,7 +213,7 @@ def _recognised(option: str, folder: Path, role: str) -> tuple[str, str]:
     return NO_CHECKPOINT, without
 
 
-def save_folder_of(run_dir: Path, role: str) -> str | None:
+def _save_folder_of(run_dir: Path, role: str) -> str | None:
     """Where the run of a run folder saved a role, if that is still there."""
     section, name = ("critic", "critic_save") if role == "critic" else ("checkpoint", "save")
     try:

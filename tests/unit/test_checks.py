@@ -13,7 +13,6 @@ import pytest
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem
 from relax_cli.preflight.rules.resources import ranks_vs_cores
-from tests.support.checkpoints import save
 from tests.support.rule_cases import PPO_ROLES, REFUSED_AND_NEAR_MISS, Change, roles
 from tests.support.rules import WITH_GPUS, problems_by, problems_of
 from tests.support.standins import write_uncounted_tokenizer, write_weights
@@ -200,10 +199,6 @@ def test_a_used_run_folder_is_refused_unless_resumed(make: Callable[..., Config]
     assert problem.fix.startswith("--run-dir run-2")
     (folder / "config.json").write_text('{"format": 2}')
     assert ids(make(run__run_dir="run", checkpoint__load="a")) == []
-    save(Path("b"), "actor", 1)
-    (folder / "config.json").write_text('{"format": 2, "config": {"checkpoint": {"save": "b"}}}')
-    assert ids(make(run__run_dir="run", checkpoint__load="b/")) == []
-    assert ids(make(run__run_dir="run", checkpoint__load="a")) == ["run-dir-in-use"], "its steps would be dropped"
 
 
 @pytest.mark.parametrize("record", ['{"config": {}}', "torn", None])

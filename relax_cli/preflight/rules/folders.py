@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from relax_cli.checkpoint.resume import RUN_DIR_IN_USE, SAVE_IN_USE
-from relax_cli.checkpoint.side import save_folder_of
 from relax_cli.config.names import nearest
 from relax_cli.config.schema import CheckpointSection, Config, CriticSection, RunSection
 from relax_cli.errors import MACHINE_THEME
@@ -39,16 +38,12 @@ def critic_save_without_save(config: Config) -> Found:
 @rule(RUN_DIR_IN_USE, needs="files")
 def run_dir_in_use(run: RunSection, checkpoint: CheckpointSection) -> Found:
     """A run folder is new or empty, unless its run is resumed."""
-    if run.run_dir is None:
-        return
-    path, load, save = Path(run.run_dir), checkpoint.load, checkpoint.save
-    fix = f"--run-dir {shlex.quote(unused_name(run.run_dir))}"
-    if load is not None and (saved := save_folder_of(path, "actor")) and not _same_folder(saved, load):
-        message = "the run folder is that of another run, whose later steps would be dropped"
-        yield Finding(message, fix, f"the folder of a run that saved to {saved}", f"of the run that saved to {load}")
-    elif load is None and holds_a_run(path):
+    path = None if run.run_dir is None else Path(run.run_dir)
+    if path is not None and checkpoint.load is None and holds_a_run(path):
+        save = checkpoint.save
         resume = f", or resume with --load {shlex.quote(save)}" if save is not None and has_checkpoints(save) else ""
-        yield Finding("the run folder has a run or other files in it", fix + resume, expected="a new or empty folder")
+        fix = f"--run-dir {shlex.quote(unused_name(str(run.run_dir)))}{resume}"
+        yield Finding("the run folder has a run or other files in it", fix, expected="a new or empty folder")
 
 
 @rule("old-step-numbers", THEME, option="--run-dir", needs="files")
