@@ -26,7 +26,6 @@ import numpy as np
 import psutil
 import ray
 
-from relax_cli.config.schema import Config
 from relax_cli.engine import imports
 from relax_cli.engine.ray.launch import Place, in_order, server_places
 from relax_cli.engine.ray.queue_keys import QueueKeys
@@ -206,7 +205,8 @@ def timed_step(session: Session, rollout_id: int) -> tuple[float, float, float, 
         session,
         rollout_id,
         sampling=Sampling(),
-        config=Config(),
+        critic_only_steps=0,
+        overlap_updates=False,
         dump_fields=(),
         starts_phase=lambda name: None,
     )

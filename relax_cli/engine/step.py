@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from relax_cli.config.schema import Config
 from relax_cli.engine.sampling import Sampling
 from relax_cli.engine.session import Roles, Session
 from relax_cli.roles.sample_files import TRAINED_FIELDS
@@ -64,7 +63,8 @@ def run_step(
     rollout_id: int,
     *,
     sampling: Sampling,
-    config: Config,
+    critic_only_steps: int,
+    overlap_updates: bool,
     dump_fields: Sequence[str],
     starts_phase: Callable[[str], None],
 ) -> StepRecord:
@@ -72,14 +72,14 @@ def run_step(
 
     Args:
         sampling: draws the prompts.
-        config: until `--num-critic-only-steps` the actor does not learn, yet publishes its weights; with
-            `--overlap-updates` both learn at the same time, each as soon as what it needs is in the queue.
+        critic_only_steps: the actor does not learn before this step, yet publishes its weights.
+        overlap_updates: actor and critic work at the same time, each as soon as what it needs is in the queue.
         dump_fields: queue fields to write next to each sample into the run folder.
         starts_phase: called with the name of every phase when it starts.
     """
     roles, record = session.roles, StepRecord(rollout_id, starts_phase)
-    actor_learns = roles.critic is None or rollout_id >= config.critic.num_critic_only_steps
-    overlap = config.parallel.overlap_updates and actor_learns and roles.critic is not None
+    actor_learns = roles.critic is None or rollout_id >= critic_only_steps
+    overlap = overlap_updates and actor_learns and roles.critic is not None
     with record.phase("rollout"):
         shares, revived = session.with_revival(rollout_id, lambda rollout: sampling.generate(rollout, rollout_id))
         record.add_rollout(shares)

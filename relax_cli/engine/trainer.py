@@ -155,7 +155,8 @@ class Trainer:
                 self.session,
                 rollout_id,
                 sampling=self.sampling,
-                config=self.config,
+                critic_only_steps=self.config.critic.num_critic_only_steps,
+                overlap_updates=self.config.parallel.overlap_updates,
                 dump_fields=self.dump_fields,
                 starts_phase=self._start_phase,
             )
