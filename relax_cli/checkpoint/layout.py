@@ -202,6 +202,7 @@ class KnownExtra(TypedDict, total=False):
     has_critic: bool
     critic_save: str | None
     save_id: str
+    run_id: str
 
 
 _META = TypeAdapter(CheckpointMeta)

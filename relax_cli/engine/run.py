@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from relax_cli.plugin.launch_plan import LaunchPlan
 from relax_cli.plugin.manager import Plugins
 from relax_cli.plugin.user_code import from_here
 from relax_cli.preflight.check_run import CheckedRun
+from relax_cli.preflight.completion import run_id_of
 from relax_cli.preflight.start import decide_run, schedule_of
 from relax_cli.roles.run_folder import run_folder_errors
 from relax_cli.roles.sample_files import TRAINED_FIELDS, drop_samples
@@ -72,7 +74,8 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console, patience: flo
         start = decide_run(config, has_critic="critic" in graph)
         first = start.decision.iteration or 0
         finish_interrupted_save(start, config)
-        write_config(run_dir, run_record(checked, config))
+        run_id = run_id_after(start, run_dir)
+        write_config(run_dir, run_record(checked, config) | {"run_id": run_id})
         drop_samples(run_dir, first)
         header, log = run_header(checked, run_dir), run_dir / "logs" / "output.log"
         display = stack.enter_context(StepDisplay(console, config.batch.num_rollout or 0, header, log=log))
@@ -102,7 +105,8 @@ def train(plugins: Plugins, checked: CheckedRun, console: Console, patience: flo
             first=first,
             sampling=sampling_of(config, session.roles.rollout, start, plugins.curriculums()),
             dump_fields=dumped_fields(graph, config),
-            checkpoint_meta=checkpoint_meta(identity, checked, graph) | {"schedule": schedule_of(config)},
+            checkpoint_meta=checkpoint_meta(identity, checked, graph)
+            | {"schedule": schedule_of(config), "run_id": run_id},
             recorded=metrics.last,
         )
         trainer.health.remember(before)
@@ -281,6 +285,13 @@ def checkpoint_meta(identity: Identity, checked: CheckedRun, graph: ServiceGraph
         "critic_save": os.path.abspath(critic_save) if critic_save and "critic" in graph else None,
         "config_hash": checked.config_hash,
     }
+
+
+def run_id_after(start: ResumeReport, run_dir: Path) -> str:
+    """That of the run that is resumed, or a new one."""
+    meta = start.sides[0].meta if start.decision.verdict == "resume" else None
+    recorded = None if meta is None else meta.extra.get("run_id") or run_id_of(run_dir)
+    return recorded or uuid.uuid4().hex
 
 
 def resume_command(config: Config, checked: CheckedRun, report: RunReport) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from relax_cli.checkpoint.layout import TRACKER_FILE, list_iterations
 from relax_cli.config.schema import Config
@@ -101,11 +102,30 @@ def has_metrics(run_dir: Path) -> bool:
 
 def counts_from_zero(run_dir: Path) -> bool:
     """Whether the steps of this folder's files are numbered from 0, as a version before format 2 wrote them."""
+    return has_metrics(run_dir) and _record_of(run_dir).get("format") != RUN_FORMAT
+
+
+def run_id_of(run_dir: Path) -> str | None:
+    """What tells the run of this folder from all others; a resumed run keeps it. None where nothing says so."""
+    found = _record_of(run_dir).get("run_id")
+    return found if isinstance(found, str) else None
+
+
+def saved_by(run_dir: Path) -> str | None:
+    """The save folder of the run of this folder. None where nothing says so."""
+    config = _record_of(run_dir).get("config")
+    section = config.get("checkpoint") if isinstance(config, dict) else None
+    found = section.get("save") if isinstance(section, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _record_of(run_dir: Path) -> dict[str, Any]:
+    """`config.json` of a run folder; empty where it cannot be read."""
     try:
         record = json.loads((run_dir / "config.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
-        return has_metrics(run_dir)
-    return has_metrics(run_dir) and not (isinstance(record, dict) and record.get("format") == RUN_FORMAT)
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def has_checkpoints(folder: str) -> bool:

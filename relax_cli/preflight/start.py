@@ -17,8 +17,9 @@ from relax_cli.checkpoint.side import Side
 from relax_cli.config.schema import Config
 from relax_cli.errors import Problem, ResumeError, problem_kinds
 from relax_cli.models.lora import lora_of
-from relax_cli.preflight.completion import has_metrics
+from relax_cli.preflight.completion import has_metrics, run_id_of, saved_by
 from relax_cli.preflight.plan import optimizer_steps
+from relax_cli.preflight.rules.folders import same_folder, unused_name
 
 declare = problem_kinds("Folders and checkpoints", option="--num-rollout")
 LORA_WEIGHTS = declare(
@@ -56,6 +57,7 @@ def examine_run(config: Config, *, has_critic: bool, num_rollout: int | None = N
         critic_save=config.critic.critic_save,
     )
     report = report.refused(list(_weights_for_adapters(report, config)))
+    report = report.refused(list(_other_run(config, report)))
     if report.decision.verdict == "weights-only":
         return _with(report, list(_new_run_problems(config)), config)
     if report.decision.verdict != "resume":
@@ -114,6 +116,26 @@ def _differences(report: ResumeReport, config: Config) -> list[Problem]:
     return list(found.values())
 
 
+def _other_run(config: Config, report: ResumeReport) -> Iterator[Problem]:
+    """A run folder of another run: its steps would pass for those of this one, or be dropped."""
+    run_dir, meta, section = config.run.run_dir, report.sides[0].meta, config.checkpoint
+    if run_dir is None:
+        return
+    got, expected = None, None
+    if report.decision.verdict == "resume":
+        got, expected = run_id_of(Path(run_dir)), None if meta is None else meta.extra.get("run_id")
+    elif report.decision.verdict == "cold-start" and section.load is not None and has_metrics(Path(run_dir)):
+        got, expected = saved_by(Path(run_dir)), section.save
+    if got and expected and got != expected and not same_folder(got, expected):
+        yield RUN_DIR_IN_USE(
+            "the run folder has the steps of another run",
+            where=run_dir,
+            got=f"of {got}",
+            expected=f"a new folder, or that of {expected}",
+            fix=f"--run-dir {shlex.quote(unused_name(run_dir))}",
+        )
+
+
 def schedule_of(config: Config) -> dict[str, Any]:
     """What a checkpoint says of the run's learning-rate schedule."""
     return {"decay": config.optimizer.lr_decay_style, "rollouts": config.batch.num_rollout}
@@ -157,7 +179,7 @@ def _new_run_problems(config: Config) -> Iterator[Problem]:
     for option, folder in places.items():
         if folder is not None and layout.list_iterations(Path(folder)):
             message = f"the run starts at step 1, and the folder of {option} contains other checkpoints"
-            fix, expected = f"{option} {shlex.quote(folder.rstrip('/') + '-new')}", "a folder without checkpoints"
+            fix, expected = f"{option} {shlex.quote(unused_name(folder))}", "a folder without checkpoints"
             yield SAVE_IN_USE(message, fix=fix, option=option, got=folder, expected=expected)
     model = config.model.hf_checkpoint
     if config.algorithm.needs_reference and config.model.ref_load is None:
@@ -170,5 +192,5 @@ def _new_run_problems(config: Config) -> Iterator[Problem]:
     run_dir = config.run.run_dir
     if run_dir is not None and has_metrics(Path(run_dir)):
         message = "the run starts at step 1, and the run folder already contains a run"
-        fix = f"--run-dir {shlex.quote(run_dir.rstrip('/') + '-2')}"
+        fix = f"--run-dir {shlex.quote(unused_name(run_dir))}"
         yield RUN_DIR_IN_USE(message, fix=fix, got=run_dir, expected="a new or empty folder")

@@ -357,6 +357,33 @@ def test_weights_do_not_go_on_in_the_folder_of_an_old_run(config: Config, tmp_pa
     assert [p.id for p in examined(start).problems] == ["run-dir-in-use"]
 
 
+@pytest.mark.parametrize(
+    ("folder", "checkpoint", "wrong"),
+    [("one", "two", ["run-dir-in-use"]), ("one", "one", []), ("one", None, []), (None, "two", [])],
+)
+def test_a_run_is_not_resumed_in_the_folder_of_another(
+    config: Config, tmp_path: Path, folder: str | None, checkpoint: str | None, wrong: list[str]
+) -> None:
+    ids = {} if checkpoint is None else {"run_id": checkpoint}
+    actor = save(tmp_path / "own", "actor", 4, **identify(config, tmp_path / "model"), **ids)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps({} if folder is None else {"run_id": folder}))
+    resumed = changed(config, checkpoint={"load": actor}, run={"run_dir": str(tmp_path / "run")})
+    assert [p.id for p in examined(resumed).problems] == wrong
+
+
+@pytest.mark.parametrize(("saved", "wrong"), [("new", []), ("./new/", []), (None, []), ("b", ["run-dir-in-use"])])
+def test_a_run_that_begins_drops_no_steps_of_another(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str | None, wrong: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/config.json").write_text(json.dumps({"config": {"checkpoint": {"save": saved}}}))
+    Path("run/metrics.jsonl").write_text("{}\n")
+    begun = changed(config, checkpoint={"load": "new", "save": "new"}, run={"run_dir": "run"})
+    assert [p.id for p in examined(begun).problems] == wrong
+
+
 def test_kl_terms_of_a_run_from_weights_warn_without_a_reference(config: Config, tmp_path: Path) -> None:
     start = changed(config, checkpoint={"load": save_release(tmp_path / "w"), "save": None})
     assert examined(start).warnings == ()

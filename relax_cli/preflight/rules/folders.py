@@ -63,7 +63,7 @@ def save_in_use(checkpoint: CheckpointSection, critic: CriticSection) -> Found:
         ("critic-save", "critic-load", critic.critic_save, critic.critic_load or checkpoint.load),
     )
     for option, load, folder, source in pairs:
-        if folder is not None and has_checkpoints(folder) and not _same_folder(folder, source):
+        if folder is not None and has_checkpoints(folder) and not same_folder(folder, source):
             fix = f"choose another folder, or resume that run with --{load} {shlex.quote(folder)}"
             yield Finding(fix=fix, option=f"--{option}", expected="a folder without checkpoints")
 
@@ -72,7 +72,7 @@ def save_in_use(checkpoint: CheckpointSection, critic: CriticSection) -> Found:
 def one_folder_for_two(checkpoint: CheckpointSection, critic: CriticSection) -> Found:
     """Actor and critic need two folders."""
     save = checkpoint.save
-    if save is not None and _same_folder(save, critic.critic_save):
+    if save is not None and same_folder(save, critic.critic_save):
         message = "actor and critic would be saved to one folder and overwrite each other"
         yield Finding(message, f"--critic-save {shlex.quote(beside(save))}", expected="two folders")
 
@@ -146,5 +146,6 @@ def nearest_existing(path: Path) -> Path:
     return Path("/")
 
 
-def _same_folder(one: str, other: str | None) -> bool:
+def same_folder(one: str, other: str | None) -> bool:
+    """Whether two paths lead to one folder, which need not exist."""
     return other is not None and os.path.realpath(one) == os.path.realpath(other)

@@ -33,9 +33,14 @@ BYTES_OF_SAMPLES = 3_000_000
 
 def write_page(runs: Sequence[RunFolder], path: Path) -> None:
     """Write the report of some runs. Raises OSError: it cannot be written, or something else than a page is there."""
-    if path.exists() and (not path.is_file() or not path.open("rb").read(len(START)) == START):
+    if path.exists() and not (path.is_file() and _begins_as_a_page(path)):
         raise FileExistsError(errno.EEXIST, "there is something else", str(path))
     replace_file(path, page(runs))
+
+
+def _begins_as_a_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(START)) == START
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
