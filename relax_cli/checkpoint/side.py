@@ -203,6 +203,9 @@ def _recognised(option: str, folder: Path, role: str) -> tuple[str, str]:
         saved = _save_folder_of(folder, role)
         return "a run folder", f"{option} {shlex.quote(saved)}" if saved else f"{option} with the folder of --save"
     if (folder / "config.json").is_file() and any(path for pattern in MODEL_FILES for path in folder.glob(pattern)):
+        if option == "--critic-load":
+            # As --hf-checkpoint it would be the actor's model as well.
+            return "a model", f"{without}: a new critic is the model of --hf-checkpoint with a value head"
         return "a model", f"--hf-checkpoint {shlex.quote(str(folder))}, without {option}"
     if layout.list_iterations(folder):
         whole = layout.complete_iterations(folder)

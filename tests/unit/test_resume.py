@@ -92,6 +92,7 @@ def test_what_is_no_save_folder_is_named(tmp_path: Path, case: str) -> None:
         assert (problem.got, problem.fix) == (got, fix.format(given, tmp_path))
     critic = examine_resume(None, given, has_critic=True, save=given, critic_save=str(tmp_path / "y")).problems
     assert [(p.option, p.got) for p in critic] == [("--critic-load", got)]
+    assert f"--hf-checkpoint {given}" not in critic[0].fix, "it would be the actor's model as well"
     # With --critic-init-from-actor a mistyped --critic-load is still one.
     actor = save(tmp_path / "a", "actor", 3)
     assert examine_resume(actor, given, has_critic=True, critic_init_from_actor=True).problems
