@@ -69,24 +69,22 @@ def check_resume(
     its options is given, its folder is there, or the actor's checkpoint was saved with one. What belongs to the run
     itself - data, estimator, number of rollouts - is checked by `relax validate-config` with the options of the run.
     """
-    has_critic = critic_load is not None or critic_init_from_actor or was_saved_beside_a_critic(load)
-    has_critic = has_critic or has_checkpoints(beside(load))
+    from_actor, there = critic_init_from_actor, has_checkpoints(beside(load))
+    has_critic = critic_load is not None or from_actor or there or was_saved_beside_a_critic(load)
     if has_critic:
-        folders = critic_folders(load, save, critic_load, critic_save, from_actor=critic_init_from_actor)
-        critic_load, critic_save = folders
+        critic_load, critic_save = critic_folders(load, save, critic_load, critic_save, from_actor=from_actor)
     report = examine_resume(
         load,
         critic_load,
         has_critic=has_critic,
-        critic_init_from_actor=critic_init_from_actor,
+        critic_init_from_actor=from_actor,
         deep=deep,
         save=save,
         critic_save=critic_save,
     )
     model, misfits = model_fit(report, hf_checkpoint, tensor_parallel)
     report = report.refused(misfits)
-    folder = report.sides[0].folder
-    best = None if folder is None else layout.read_best(folder)
+    best = None if (folder := report.sides[0].folder) is None else layout.read_best(folder)
     data = as_json(report, model, best)
     output.result(data, as_text(report, data, best, fits=not misfits))
     output.warn(*report.warnings)

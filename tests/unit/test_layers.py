@@ -1,4 +1,4 @@
-"""Imports go one way, and looking at relax is cheap."""
+"""Imports go one way, files and functions are short, and looking at relax is cheap."""
 
 from __future__ import annotations
 
@@ -42,6 +42,18 @@ def test_no_module_imports_from_a_later_layer() -> None:
                 if level[target] > level[layer]:
                     wrong.append(f"{relative}:{node.lineno} imports {target}")
     assert not wrong
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for path in [*ROOT.rglob("*.py"), *ROOT.parent.glob("plugins/*/*.py")]:
+        text = path.read_text("utf-8")
+        long += [str(path)] if text.count("\n") >= 400 else []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                lines = node.end_lineno - node.lineno + 1
+                long += [f"{path}:{node.lineno} {node.name} has {lines} lines"] if lines > 60 else []
+    assert long == []
 
 
 def imports() -> dict[str, set[str]]:

@@ -145,18 +145,24 @@ def read_part(
         room = "--sglang-context-length, --sglang-max-total-tokens, --sglang-mem-fraction-static"
         fix = f"give the server room for prompt and response ({room}), or lower --rollout-max-response-len"
         raise RunError(CUT_SHORT(what, where="/generate", got=got, expected=expected, fix=fix))
-    # Where weights changed while it was generated, the server says which tokens are of which.
-    spans = meta.get("weight_versions")
-    stated = [meta.get("weight_version"), *(spans if isinstance(spans, list) else ())]
-    seen = {str(each.get("version") if isinstance(each, dict) else each) for each in stated}
-    if tokens and seen != {version}:
-        what, got = f"{sample} was generated with other weights than the last published ones", ", ".join(sorted(seen))
-        fix = "let nothing else update or restart this server; resume the run with the command it printed"
-        raise RunError(STALE_WEIGHTS(what, where="meta_info.weight_version", got=got, expected=version, fix=fix))
+    if tokens:
+        _check_versions(meta, sample, version)
     log_probs = [float(triple[0]) for triple in triples]
     if experts is None or ended == "abort":
         return Part(list(tokens), log_probs, ended)
     return Part(list(tokens), log_probs, ended, _read_routes(meta, sample, experts, prompt + len(tokens) - 1))
+
+
+def _check_versions(meta: dict[str, Any], sample: str, version: str) -> None:
+    """Raises RunError: other weights than `version` sampled a token."""
+    # Where weights changed while it was generated, the server says which tokens are of which.
+    spans = meta.get("weight_versions")
+    stated = [meta.get("weight_version"), *(spans if isinstance(spans, list) else ())]
+    seen = {str(each.get("version") if isinstance(each, dict) else each) for each in stated}
+    if seen != {version}:
+        what, got = f"{sample} was generated with other weights than the last published ones", ", ".join(sorted(seen))
+        fix = "let nothing else update or restart this server; resume the run with the command it printed"
+        raise RunError(STALE_WEIGHTS(what, where="meta_info.weight_version", got=got, expected=version, fix=fix))
 
 
 def _read_routes(meta: dict[str, Any], sample: str, model: MoeSpec, positions: int) -> NDArray[np.int16]:
