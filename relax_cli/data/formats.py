@@ -182,10 +182,13 @@ def _columns(path: Path, head: bytes, needed: set[str], optional: set[str], prog
 
 def _as_written(value: Any, kind: Any) -> Any:
     """A value with its numbers of two and four bytes as people write them: 0.1, where Python has 0.10000000149."""
-    if isinstance(value, float) and "float" in str(kind):
-        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, float):
+        kind = getattr(kind, "value_type", kind)  # of a dictionary
+        return float(str(kind.to_pandas_dtype()(value))) if str(kind) in ("float", "halffloat") else value
     if isinstance(value, dict):
         return {field.name: _as_written(value[field.name], field.type) for field in kind}
+    if isinstance(value, list) and hasattr(kind, "item_type"):
+        return [(key, _as_written(item, kind.item_type)) for key, item in value]
     is_list = isinstance(value, list) and hasattr(kind, "value_type")
     return [_as_written(item, kind.value_type) for item in value] if is_list else value
 

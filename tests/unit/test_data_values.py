@@ -135,6 +135,20 @@ def test_short_floats_inside_of_values_are_read_as_written(tmp_path: Path) -> No
     assert prompt.label == {"truth": [0.1, None], "wide": 0.10000000149011612, "half": 0.1}
 
 
+def test_short_floats_of_a_dictionary_or_a_map_are_as_written(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    short, path = pyarrow.float32(), tmp_path / "x.arrow"
+    for label, value in (
+        (pyarrow.array([0.1], short).dictionary_encode(), "0.1"),
+        (pyarrow.array([[("a", 0.1)]], pyarrow.map_(pyarrow.string(), short)), {"a": 0.1}),
+    ):
+        table = pyarrow.table({"input": ["x"], "label": label})
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        (prompt,) = load_prompts(SECTION, str(path))
+        assert prompt.label == value
+
+
 def test_a_key_is_not_offered_by_its_first_part(tmp_path: Path) -> None:
     line = json.dumps({"input": "x", "model": None})
     problem = problem_of(jsonl(tmp_path, line), SECTION.model_copy(update={"label_key": "model.truth"}))
